@@ -1,0 +1,59 @@
+"""The moments state (n, mean, M2): count, mean, sum of squared deviations from the mean.
+
+    mean = 1/n sum_i x_i          M2 = sum_i (x_i - mean)^2          variance = M2 / n   (biased)
+
+Two states merge without cancellation (Chan, Golub and LeVeque, 1979):
+
+    n = n1 + n2      delta = mean2 - mean1
+    mean = mean1 + delta * n2 / n
+    M2 = M2_1 + M2_2 + delta^2 * n1 * n2 / n
+
+The merge joins tiles of a row, splits of a row and shards of a hidden dimension.  Sums of x and x^2
+would be cheaper and wrong: at mean 1e4 and deviation 1 float32 gives a variance of 8.
+
+RMSNorm is the degenerate case CENTERED = False: deviations are taken from zero, mean stays 0,
+M2 is the sum of squares, and the same merge applies with delta = 0.
+
+Shapes: tiles are [R, C] (R rows, C columns); n, mean and M2 are [R], float32.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def moments_start(R: tl.constexpr):
+    """The state of no elements: n = 0, mean = 0, M2 = 0, each [R]."""
+    return tl.zeros([R], tl.float32), tl.zeros([R], tl.float32), tl.zeros([R], tl.float32)
+
+
+@triton.jit
+def moments_of_tile(x, mask, n, CENTERED: tl.constexpr):
+    """The state of a tile x [R, C] of which `mask` selects n elements in each row (n may be 0).
+
+    Two passes over registers: the mean first, then the squared deviations from it.  The division is
+    rounded to nearest: where a row's mean is large beside its deviation, the last digit matters.
+    """
+    if CENTERED:
+        mean = tl.div_rn(tl.sum(tl.where(mask, x, 0.0), 1), tl.maximum(n, 1.0))
+        deviation = tl.where(mask, x - mean[:, None], 0.0)
+    else:
+        deviation = tl.where(mask, x, 0.0)
+        mean = tl.zeros([x.shape[0]], tl.float32)
+    return n, mean, tl.sum(deviation * deviation, 1)
+
+
+@triton.jit
+def moments_merge(n1, mean1, M2_1, n2, mean2, M2_2):
+    """Chan's merge of two states, either of which may be empty."""
+    n = n1 + n2
+    delta = mean2 - mean1
+    share = n2 / tl.maximum(n, 1)
+    # delta^2 alone may overflow where an empty state's n1 * share = 0 must give 0.
+    return n, mean1 + delta * share, M2_1 + M2_2 + delta * (n1 * share) * delta
+
+
+@triton.jit
+def moments_finish(n, M2, eps):
+    """1 / sqrt(M2 / n + eps), the reciprocal deviation of LayerNorm (or RMSNorm) [R]."""
+    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(M2, n) + tl.cast(eps, tl.float32)))
