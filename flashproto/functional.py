@@ -1,0 +1,340 @@
+"""The public functions: check the arguments, choose a backend, call it.
+
+Every function takes impl=None | "hopper" | "triton" | "torch" | "reference" (see backends.py), works
+under torch.compile(fullgraph=True), follows torch.autocast as PyTorch's function of that name does,
+and raises TypeError or ValueError naming the argument when an input does not fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import backends, reference
+from .checks import check_attention, check_norm, check_rows, check_scale, refuse
+
+if backends.HAS_TRITON:
+    from .ops import attention as attention_op
+    from .ops import norm as norm_op
+    from .ops import softmax as softmax_op
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+def _autocast_float32(aten_name: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Cast to float32 where autocast does so for torch's operator of that name on this device."""
+    device = next(t for t in tensors if t is not None).device.type
+    if not torch.is_autocast_enabled(device) or not _autocasts(aten_name, device):
+        return tensors
+    return tuple(t.float() if t is not None and t.dtype != torch.float64 else t for t in tensors)
+
+
+@backends.constant_under_compile
+def _autocasts(aten_name: str, device: str) -> bool:
+    key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}.get(device)
+    return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{aten_name}", key)
+
+
+def _autocast_low_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to the autocast dtype, as torch does for scaled_dot_product_attention."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(t.to(dtype) if t.dtype != torch.float64 else t for t in tensors)
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v without ever writing the scores to memory.
+
+    Args:
+        q: [B, Hq, Sq, D], float16, bfloat16, float32 (float64 on the torch and reference backends),
+            any strides.
+        k: [B, Hkv, Sk, D]; Hkv divides Hq (GQA, MQA): query head h reads key head h // (Hq // Hkv).
+        v: [B, Hkv, Sk, Dv]; Dv may differ from D.
+        causal: query i sees key j only if j <= i + Sk - Sq, so that the last query sees every key
+            (bottom-right alignment, as in flash-attn; torch's is_causal is top-left, see
+            scaled_dot_product_attention).
+        scale: multiplies the scores; 1 / sqrt(D) by default.
+        return_lse: also return the rows' logsumexp.
+        impl: the backend by name; None chooses.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype; with return_lse also lse [B, Hq, Sq], float32 (float64 for
+        float64 inputs), natural logarithm.  Both are differentiable.  A query that sees no key gives
+        0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
+
+    Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
+    """
+    q, k, v = _autocast_low_precision(q, k, v)
+    check_attention("attention", q, k, v)
+    out, lse = _attention(
+        "attention", q, k, v, causal, k.shape[2] - q.shape[2], scale, return_lse, impl
+    )
+    return (out, lse) if return_lse else out
+
+
+def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
+    """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None)."""
+    check_scale(operator, scale)
+    backend = backends.choose(
+        operator, impl, q.device, lambda b: _attention_reasons(b, q, v, causal, offset, return_lse)
+    )
+    if backend == "torch":
+        return _torch_attention(q, k, v, causal, scale), None
+    if backend == "reference":
+        return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    return attention_op.attention(q, k, v, causal, offset, scale)
+
+
+def _attention_reasons(backend, q, v, causal, offset, return_lse) -> list[str]:
+    reasons = []
+    if backend == "torch":
+        if return_lse:
+            reasons.append("torch's attention does not return lse")
+        if causal and offset != 0:
+            reasons.append(
+                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
+            )
+        if q.numel() == 0 or v.numel() == 0:
+            reasons.append("q or v is empty")
+    elif backend == "triton":
+        if q.dtype == torch.float64:
+            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
+        if max(q.shape[3], v.shape[3]) > 256:
+            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
+    return reasons
+
+
+def _torch_attention(q, k, v, causal, scale):
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, on flashproto's kernels where they apply.
+
+    Same signature and meaning: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], with
+    broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
+    attention(causal=True) when L != S.  attn_mask and dropout_p > 0 run on torch's own operator; where
+    another backend was made the default by name they raise BackendError.
+
+    Raises: TypeError, ValueError: an argument does not fit.
+    """
+    name = "scaled_dot_product_attention"
+    if attn_mask is not None or dropout_p > 0.0:
+        backends.choose(name, None, query.device, _mask_reasons)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    q, k, v = _autocast_low_precision(query, key, value)
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
+    if not enable_gqa and q.ndim >= 3 and q.shape[-3] != k.shape[-3] and k.shape[-3] != 1:
+        refuse(
+            name, "key", f"of {k.shape[-3]} heads", f"query's {q.shape[-3]} heads",
+            "Pass enable_gqa=True when groups of query heads share a key head.",
+        )  # fmt: skip
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (
+        _as_4d(t, lead, 1 if enable_gqa else q.shape[-3] if q.ndim > 2 else 1) for t in (q, k, v)
+    )
+    check_attention(name, q, k, v)
+    out, _ = _attention(name, q, k, v, is_causal, 0, scale, False, None)
+    shape = (*lead, *query.shape[-3:-1], out.shape[-1])
+    return out.reshape(shape)
+
+
+def _mask_reasons(backend: str) -> list[str]:
+    return [] if backend == "torch" else ["attn_mask and dropout_p run on backend 'torch' only"]
+
+
+def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:
+    """[..., S, D] to [B, H, S, D], leading dimensions broadcast to `lead`, one head to `heads`."""
+    x = x if x.ndim > 2 else x[None]
+    H = heads if x.shape[-3] == 1 else x.shape[-3]
+    x = x.expand(*lead, H, *x.shape[-2:])
+    return x[None] if len(lead) == 0 else x.flatten(0, len(lead) - 1)
+
+
+# --- norms ---------------------------------------------------------------------------------------
+
+
+def layer_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the trailing `normalized_shape`.
+
+    Args:
+        x: [..., *normalized_shape], any floating dtype and strides; any width.
+        normalized_shape: trailing dimensions to normalize over, an int for the last one.
+        weight, bias: of shape normalized_shape, of any floating dtype, or None.
+        eps: added to the (biased) variance.
+        impl: the backend by name; None chooses.
+
+    Returns: y of x's shape and dtype, computed in float32 (float64 for float64).
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Ba, Kiros and Hinton, "Layer Normalization" (2016); Chan et al. (1979) for the moments.
+    """
+    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, impl)
+
+
+def rms_norm(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    impl: str | None = None,
+) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the trailing `normalized_shape`.
+
+    Arguments, result and errors as layer_norm; eps=None is torch.finfo(x.dtype).eps, as in torch.
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
+    """
+    return _norm("rms_norm", x, None, normalized_shape, weight, None, eps, False, impl)
+
+
+def add_layer_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """layer_norm(x + residual) and the sum, in one pass.
+
+    residual has x's shape and may have a wider dtype.  Returns (y in x's dtype, total in the wider of
+    the two dtypes); the norm is that of the total as stored, so the pair equals the two operators one
+    after the other.  Arguments and errors otherwise as layer_norm.
+    """
+    return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, impl)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """rms_norm(x + residual) and the sum, in one pass; otherwise as add_layer_norm."""
+    return _norm("add_rms_norm", x, residual, normalized_shape, weight, None, eps, False, impl)
+
+
+def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, impl):
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    check_norm(operator, x, shape, weight, bias, residual)
+    aten = "layer_norm" if centered else "rms_norm"
+    x, residual, weight, bias = _autocast_float32(aten, x, residual, weight, bias)
+    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    backend = backends.choose(operator, impl, x.device, lambda b: _float64_reasons(b, tensors))
+    if backend == "triton":
+        return norm_op.norm(x, residual, weight, bias, len(shape), eps, centered)
+    if backend == "torch":
+        total = x if residual is None else x + residual
+        y = _torch_norm(total, shape, weight, bias, eps, centered).to(x.dtype)
+        return y if residual is None else (y, total)
+    if residual is None:
+        return reference.norm(x, shape, weight, bias, eps, centered=centered)
+    return reference.add_norm(x, residual, shape, weight, bias, eps, centered=centered)
+
+
+def _torch_norm(x, shape, weight, bias, eps, centered):
+    if any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        dtype = reference.compute_dtype(x.dtype)
+        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    if centered:
+        return F.layer_norm(x, shape, weight, bias, eps)
+    return F.rms_norm(x, shape, weight, eps)
+
+
+def _float64_reasons(backend: str, tensors: Sequence[Tensor]) -> list[str]:
+    if backend == "triton" and any(t.dtype == torch.float64 for t in tensors):
+        return ["dtype is float64; the kernels take float16, bfloat16 and float32"]
+    return ["not written for this operator"] if backend == "hopper" else []
+
+
+# --- softmax family ------------------------------------------------------------------------------
+
+
+def softmax(x: Tensor, *, dtype: torch.dtype | None = None, impl: str | None = None) -> Tensor:
+    """exp(x_i) / sum_j exp(x_j) over the last dimension, any width.
+
+    Args:
+        x: [..., N], any floating dtype and strides.
+        dtype: the result's dtype, to which x is converted first, as in torch.softmax.
+        impl: the backend by name; None chooses.
+
+    Returns: y of x's shape; NaN in a row that is all -inf, as in torch.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+    """
+    return _softmax("softmax", x, dtype, impl)
+
+
+def log_softmax(x: Tensor, *, dtype: torch.dtype | None = None, impl: str | None = None) -> Tensor:
+    """x - logsumexp(x) over the last dimension; arguments, result and errors as softmax."""
+    return _softmax("log_softmax", x, dtype, impl)
+
+
+def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
+    """log(sum(exp(x))) over the last dimension: [..., N] to [...], in x's dtype.
+
+    -inf for a row that is all -inf or of no elements.  Arguments and errors otherwise as softmax.
+    """
+    return _softmax("logsumexp", x, None, impl)
+
+
+def _softmax(operator, x, dtype, impl):
+    check_rows(operator, x)
+    if dtype is not None:
+        x = x.to(dtype)
+    else:
+        (x,) = _autocast_float32(operator if operator == "logsumexp" else f"{operator}.int", x)
+    backend = backends.choose(operator, impl, x.device, lambda b: _float64_reasons(b, [x]))
+    if backend == "triton":
+        return getattr(softmax_op, operator)(x)
+    if backend == "reference":
+        return getattr(reference, operator)(x)
+    return getattr(torch, operator)(x, -1)
