@@ -1,0 +1,252 @@
+"""Tile shapes, warps and pipeline stages, in plain Python: no torch, no triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+# --- rows: norms and softmax ---------------------------------------------------------------------
+#
+# Chosen from the width and dtype of the rows alone: what a row gives never depends on how many
+# others there are.  itemsize: bytes of an element of x, or of total where a residual is added.
+
+MAX_TILE_ROWS = 256
+MAX_ROW_WARPS = 16
+
+
+@dataclass(frozen=True)
+class RowConfig:
+    """Tiles [rows, columns] of a kernel that works on the rows of a matrix.
+
+    looped: rows are wider than a tile and looped over, one row a program.
+    stages: depth of the pipeline over the tiles of one program, where it takes several.
+    programs: programs a multiprocessor, where each takes several tiles.
+    """
+
+    rows: int
+    columns: int
+    num_warps: int
+    looped: bool = False
+    stages: int = 1
+    programs: int = 1
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def _row_tile(N: int, itemsize: int, thread_bytes: int, widest: int, loop: RowConfig) -> RowConfig:
+    """Whole rows, several of them a program where four warps with `thread_bytes` a thread have room
+    for more than one; `loop` for rows of more than `widest` columns."""
+    columns = power_of_two(N)
+    if columns > widest:
+        return loop
+    per_warp = 32 * thread_bytes // itemsize
+    rows = min(max(4 * per_warp // columns, 1), MAX_TILE_ROWS)
+    return RowConfig(rows, columns, min(max(rows * columns // per_warp, 1), MAX_ROW_WARPS))
+
+
+def norm_forward(N: int, itemsize: int) -> RowConfig:
+    """Forward of the norms: x, and weight and bias beside it."""
+    return _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
+
+
+def norm_backward(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
+    """Backward of the norms: x and dy; with weight_gradients two tiles of partial sums beside them,
+    and a few programs a multiprocessor, each of which takes many tiles."""
+    tile = _row_tile(N, itemsize, 32, 8192, RowConfig(1, 4096, 8, looped=True))
+    if not weight_gradients or tile.looped:
+        return tile
+    return replace(tile, stages=2, programs=MAX_ROW_WARPS // tile.num_warps)
+
+
+def norm_weight_gradient() -> RowConfig:
+    """Partial sums of dweight and dbias down the columns of wide rows."""
+    return RowConfig(8, 512, 8, programs=4)
+
+
+def column_sums(N: int) -> RowConfig:
+    """Sums of the partial sums: narrow tiles where there are few columns to go round."""
+    return RowConfig(128, 32, 4) if N <= 8192 else RowConfig(16, 256, 4)
+
+
+def softmax_forward(N: int, itemsize: int) -> RowConfig:
+    """Forward of softmax and log_softmax."""
+    return _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
+
+
+def softmax_backward(N: int, itemsize: int) -> RowConfig:
+    """Backward of softmax and log_softmax: y and dy."""
+    return _row_tile(N, itemsize, 32, 8192, RowConfig(1, 4096, 8, looped=True))
+
+
+def logsumexp(N: int, itemsize: int) -> RowConfig:
+    """Forward and backward of logsumexp: one kernel of each, which loops where rows are wider."""
+    return _row_tile(N, itemsize, 64, 8192, RowConfig(1, 8192, 8, looped=True))
+
+
+# --- attention -----------------------------------------------------------------------------------
+#
+# Chosen from the architecture, the size of an element and the padded head dimensions.  Each entry is
+# the fastest measured on an H200 (sm_90) among those that keep every register up to head_dim 128;
+# other architectures take the largest tiles that fit their registers and shared memory.
+
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile shapes of an attention kernel: block_m queries by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension as the tensor cores see it: a power of two, at least 16."""
+    return max(power_of_two(head_dim), 16)
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory a program can have on this architecture; the smallest known for unknown ones."""
+    major, minor = capability
+    return SHARED_KIB.get(10 * major + minor, min(SHARED_KIB.values())) * 1024
+
+
+def _fitted(config: AttentionConfig, fixed: int, per_stage: int, budget: int) -> AttentionConfig:
+    """`config` with as many pipeline stages as fit: fixed + stages * per_stage bytes in `budget`."""
+    stages = config.num_stages
+    while stages > 1 and fixed + stages * per_stage > budget:
+        stages -= 1
+    return replace(config, num_stages=stages)
+
+
+def _family(capability: tuple[int, int]) -> str:
+    """The generation whose tiles this architecture takes."""
+    return {9: "hopper", 10: "blackwell"}.get(capability[0], "ampere")
+
+
+# (block_m, block_n, num_warps, num_stages) by padded head_dim.
+_HALF = {
+    ("forward", "ampere"): {
+        16: (128, 64, 4, 3),
+        32: (64, 64, 4, 3),
+        64: (128, 64, 4, 3),
+        128: (128, 32, 8, 3),
+        256: (64, 32, 4, 2),
+    },
+    ("forward", "hopper"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (64, 64, 4, 3),
+        256: (128, 64, 8, 2),
+    },
+    ("forward", "blackwell"): {
+        16: (64, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (128, 32, 8, 2),
+    },
+    ("keys", "ampere"): {
+        16: (64, 64, 4, 2),
+        32: (64, 64, 4, 2),
+        64: (32, 64, 4, 2),
+        128: (64, 32, 4, 2),
+        256: (32, 64, 8, 2),
+    },
+    ("keys", "hopper"): {
+        16: (64, 64, 4, 3),
+        32: (64, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (64, 128, 8, 3),
+        256: (64, 64, 8, 2),
+    },
+    ("keys", "blackwell"): {
+        16: (64, 128, 8, 3),
+        32: (64, 128, 8, 3),
+        64: (64, 128, 8, 3),
+        128: (64, 128, 8, 3),
+        256: (32, 64, 8, 2),
+    },
+    ("queries", "ampere"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (64, 64, 8, 2),
+        256: (64, 32, 8, 2),
+    },
+    ("queries", "hopper"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (128, 32, 8, 2),
+    },
+    ("queries", "blackwell"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 8, 2),
+    },
+}
+# float32 products run on the ordinary cores, from registers: tiles are small everywhere.
+_FLOAT32 = {
+    "forward": {
+        16: (64, 16, 4, 2),
+        32: (32, 32, 4, 2),
+        64: (64, 32, 8, 2),
+        128: (32, 16, 8, 2),
+        256: (16, 32, 8, 1),
+    },
+    "keys": {
+        16: (16, 32, 4, 2),
+        32: (16, 32, 4, 2),
+        64: (32, 16, 8, 2),
+        128: (16, 16, 8, 1),
+        256: (16, 16, 8, 1),
+    },
+    "queries": {
+        16: (32, 32, 4, 2),
+        32: (32, 32, 4, 2),
+        64: (32, 32, 8, 2),
+        128: (32, 32, 8, 2),
+        256: (16, 16, 8, 1),
+    },
+}
+
+
+def _attention(
+    kernel: str, capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> AttentionConfig:
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
+    config = AttentionConfig(*table[max(D, Dv)])
+    if kernel == "forward":
+        fixed, per_stage = config.block_m * D, config.block_n * (D + Dv)
+    elif kernel == "keys":
+        fixed, per_stage = config.block_n * (D + Dv), config.block_m * (D + Dv)
+    else:
+        fixed, per_stage = config.block_m * (D + Dv), config.block_n * (D + Dv)
+    return _fitted(config, fixed * itemsize, per_stage * itemsize, shared_bytes(capability))
+
+
+def attention_forward(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> AttentionConfig:
+    """Forward, for elements of `itemsize` bytes."""
+    return _attention("forward", capability, itemsize, head_dim, head_dim_v)
+
+
+def attention_backward(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> tuple[AttentionConfig, AttentionConfig]:
+    """Backward: the kernel of dK and dV, and that of dQ."""
+    return (
+        _attention("keys", capability, itemsize, head_dim, head_dim_v),
+        _attention("queries", capability, itemsize, head_dim, head_dim_v),
+    )

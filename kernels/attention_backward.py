@@ -1,0 +1,198 @@
+"""Attention backward: the scores are computed again, tile by tile, from Q, K and the saved lse.
+
+With P = exp(scale Q K^T - lse), O = P V, and the gradients dO of O and dlse of lse:
+
+    delta = rowsum(dO * O) - dlse               [Sq]       (a derivative of lse adds P * dlse to dS)
+    dP = dO V^T          dS = P * (dP - delta)  [Sq, Sk]
+    dV = P^T dO          dK = scale dS^T Q      dQ = scale dS K
+
+Three kernels: delta, one tile of rows at a time; dK and dV, one program for a tile of keys, over the
+query tiles (and over the query heads that share the key head, so that GQA sums its gradients here);
+dQ, one program for a tile of queries, over the key tiles.  Scores are computed twice, seven products
+and not five, and in return nothing is added atomically: results are the same bits every time.
+Source: Dao, "FlashAttention-2" (2023), algorithm 2.
+
+Legend: as attention_forward.py; dout as out; delta and lse2
+[B, Hq, Sq] float32.  In these kernels scale is in
+base 2 (softmax scale times log2(e)) and `scale_natural` is the softmax scale itself.
+"""
+
+import triton
+import triton.language as tl
+
+from .interpreter import rounded
+from .online_softmax import LOG2E
+from .schedule import key_tiles, query_tile_order, query_tiles
+from .scores import probabilities, score_gradient, visible
+from .tiles import dot, load_tile, load_tile_clamped, store_tile
+
+
+@triton.jit
+def attention_backward_rows_kernel(
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
+    stride_ob, stride_oh, stride_os, stride_od,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_lb, stride_lh, stride_ls,
+    Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program: delta and lse2 of one tile of queries.  lse2 is lse in base 2; rows that saw no key
+    get +inf, which makes their probabilities 0."""
+    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    head = tl.program_id(0) // n_tiles
+    i0 = tl.program_id(0) % n_tiles * BLOCK_M
+    b = (head // Hq).to(tl.int64)
+    h = (head % Hq).to(tl.int64)
+    out_base = out_ptr + b * stride_ob + h * stride_oh
+    dout_base = dout_ptr + b * stride_gb + h * stride_gh
+    out = load_tile(out_base, i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
+    dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BM]
+    i = i0 + tl.arange(0, BLOCK_M)
+    if HAS_DLSE:
+        dlse_base = dlse_ptr + b * stride_lb + h * stride_lh
+        delta -= tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
+    row = head.to(tl.int64) * Sq + i
+    lse = tl.load(lse_ptr + row, i < Sq, 0.0)
+    tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), i < Sq)
+    tl.store(delta_ptr + row, delta, i < Sq)
+
+
+@triton.jit
+def attention_backward_keys_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dk_ptr, dv_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dkb, stride_dkh, stride_dks, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvs, stride_dvd,
+    Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program: dK and dV of one tile of BLOCK_N keys of one key head.
+
+    One loop runs over the query heads of the group and their query tiles; it counts them and does not
+    divide them out of one index, which is what fits the registers.  Scores are held transposed,
+    [BN, BM], so that P^T and dS^T are left operands as they stand.  Queries past Sq have lse2 = +inf;
+    keys past Sk need no mask: what they compute lands in rows that are not stored.
+    """
+    n_tiles = tl.cdiv(Sk, BLOCK_N)
+    head = tl.program_id(0) // n_tiles
+    j0 = tl.program_id(0) % n_tiles * BLOCK_N
+    Hkv = Hq // GROUP
+    b = (head // Hkv).to(tl.int64)
+    h = (head % Hkv).to(tl.int64)
+    k_base = k_ptr + b * stride_kb + h * stride_kh
+    v_base = v_ptr + b * stride_vb + h * stride_vh
+    k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, True, WIDE)  # [BN, D]
+    v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, True, WIDE)  # [BN, DV]
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    begin, end = query_tiles(j0, Sq, offset, BLOCK_M, CAUSAL)
+    hq = h * GROUP
+    i0 = begin * BLOCK_M
+
+    for _ in range(GROUP * (end - begin)):
+        i = i0 + tl.arange(0, BLOCK_M)
+        row = (b * Hq + hq) * Sq
+        q_base = q_ptr + b * stride_qb + hq * stride_qh
+        dout_base = dout_ptr + b * stride_gb + hq * stride_gh
+        q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
+        lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
+        s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
+        p = probabilities(s, lse2[None, :], scale)
+        if CAUSAL:
+            j = j0 + tl.arange(0, BLOCK_N)
+            p = tl.where(visible(i[None, :], j[:, None], Sk, offset, CAUSAL), p, 0.0)
+        dout = load_tile_clamped(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
+        dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
+        dv = dot(rounded(p, dout.dtype), dout, dv, TF32)
+        delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
+        ds = score_gradient(p, dp, delta[None, :])
+        dk = dot(rounded(ds, q.dtype), q, dk, TF32)
+        i0 += BLOCK_M
+        if i0 >= Sq:
+            i0 = begin * BLOCK_M
+            hq += 1
+
+    dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
+    dv_base = dv_ptr + b * stride_dvb + h * stride_dvh
+    dk *= scale_natural
+    store_tile(dk_base, dk, j0, stride_dks, stride_dkd, Sk, BLOCK_N, BLOCK_D, D, WIDE)
+    store_tile(dv_base, dv, j0, stride_dvs, stride_dvd, Sk, BLOCK_N, BLOCK_DV, DV, WIDE)
+
+
+@triton.jit
+def query_gradients_from_tiles(
+    dq, q, dout, lse2, delta, k_base, v_base,
+    stride_ks, stride_kd, stride_vs, stride_vd,
+    i0, first, last, Sk, offset, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Key tiles first ... last - 1 into dq [BM, D]."""
+    for tile in range(first, last):
+        j0 = tile * BLOCK_N
+        k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
+        p = probabilities(s, lse2[:, None], scale)
+        if MASKED:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
+            p = tl.where(visible(i, j, Sk, offset, CAUSAL), p, 0.0)
+        v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
+        dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
+        ds = score_gradient(p, dp, delta[:, None])
+        dq = dot(rounded(ds, k.dtype), k, dq, TF32)
+    return dq
+
+
+@triton.jit
+def attention_backward_queries_kernel(
+    q_ptr, k_ptr, v_ptr, dout_ptr, lse2_ptr, delta_ptr, dq_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_gb, stride_gh, stride_gs, stride_gd,
+    stride_dqb, stride_dqh, stride_dqs, stride_dqd,
+    Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program: dQ of one tile of BLOCK_M queries of one head."""
+    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    head = tl.program_id(0) // n_tiles
+    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, CAUSAL) * BLOCK_M
+    b = (head // Hq).to(tl.int64)
+    h = (head % Hq).to(tl.int64)
+    q_base = q_ptr + b * stride_qb + h * stride_qh
+    k_base = k_ptr + b * stride_kb + h // GROUP * stride_kh
+    v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
+    dout_base = dout_ptr + b * stride_gb + h * stride_gh
+    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
+    row = head.to(tl.int64) * Sq
+    i = i0 + tl.arange(0, BLOCK_M)
+
+    q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
+    dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
+    lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
+    delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    whole, end = key_tiles(i0, Sk, offset, BLOCK_M, BLOCK_N, CAUSAL)
+    dq = query_gradients_from_tiles(
+        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, 0, whole, Sk, offset, scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, False, TF32, WIDE,
+    )  # fmt: skip
+    dq = query_gradients_from_tiles(
+        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, whole, end, Sk, offset, scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, True, TF32, WIDE,
+    )  # fmt: skip
+    dq *= scale_natural
+    store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)

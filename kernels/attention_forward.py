@@ -1,0 +1,103 @@
+"""Attention forward: O = softmax(scale Q K^T) V, one pass over K and V for each tile of queries.
+
+For a tile of queries Q [BM, D], over key tiles K [BN, D], V [BN, DV]:
+
+    S = Q K^T                                   [BM, BN]   first product
+    m', l', P, alpha = update(m, l, S)          online softmax: P = 2^(scale (S - m')), float32
+    acc = alpha acc + P V                       [BM, DV]   second product
+    ...
+    O = acc / l        lse = scale m ln 2 + ln l
+
+The scores never leave the chip: memory traffic is O(S D) and not O(S^2).  Source: Dao et al.,
+"FlashAttention" (2022); Dao, "FlashAttention-2" (2023), algorithm 1.
+
+Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, DV], out [B, Hq, Sq, DV], lse [B, Hq, Sq]
+float32, natural log.  Query head h reads key head h // GROUP.  `scale` is in base 2: softmax scale
+times log2(e), positive.  BLOCK_D and BLOCK_DV are D and DV padded to powers of two.
+"""
+
+import triton
+import triton.language as tl
+
+from .interpreter import rounded
+from .online_softmax import online_softmax_finish, online_softmax_start, online_softmax_update
+from .schedule import key_tiles, query_tile_order
+from .scores import visible
+from .tiles import dot, load_tile, store_tile
+
+
+@triton.jit
+def attend_to_tiles(
+    m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+    i0, first, last, Sk, offset, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Key tiles first ... last - 1 into the state (m [BM], l [BM], acc [BM, DV])."""
+    for tile in range(first, last):
+        j0 = tile * BLOCK_N
+        k = load_tile(
+            k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE
+        )  # [BN, D]
+        # V before S: where loads are not pipelined (unaligned tensors), K and V would else share one
+        # buffer in turns, and ptxas 12.8 confuses the wgmma descriptors of its two swizzles.
+        v = load_tile(
+            v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
+        )  # [BN, DV]
+        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
+        if MASKED:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
+            s = tl.where(visible(i, j, Sk, offset, CAUSAL), s, -float("inf"))
+        m, l, p, alpha = online_softmax_update(m, l, s, scale, EXACT)
+        acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None], TF32)
+    return m, l, acc
+
+
+@triton.jit
+def attention_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kb, stride_kh, stride_ks, stride_kd,
+    stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    Hq, GROUP, Sq, Sk, offset, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
+    so that its keys and values stay in the L2 cache."""
+    n_tiles = tl.cdiv(Sq, BLOCK_M)
+    head = tl.program_id(0) // n_tiles
+    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, CAUSAL) * BLOCK_M
+    b = (head // Hq).to(tl.int64)
+    h = (head % Hq).to(tl.int64)
+    q_base = q_ptr + b * stride_qb + h * stride_qh
+    k_base = k_ptr + b * stride_kb + h // GROUP * stride_kh
+    v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
+    out_base = out_ptr + b * stride_ob + h * stride_oh
+
+    q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
+    m, l = online_softmax_start(BLOCK_M)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    whole, end = key_tiles(i0, Sk, offset, BLOCK_M, BLOCK_N, CAUSAL)
+    m, l, acc = attend_to_tiles(
+        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, 0, whole, Sk, offset, scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, False, EXACT, TF32, WIDE,
+    )  # fmt: skip
+    m, l, acc = attend_to_tiles(
+        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, whole, end, Sk, offset, scale,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, True, EXACT, TF32, WIDE,
+    )  # fmt: skip
+
+    lse, normaliser = online_softmax_finish(m, l, scale)
+    store_tile(
+        out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq,
+        BLOCK_M, BLOCK_DV, DV, WIDE,
+    )  # fmt: skip
+    i = i0 + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + head.to(tl.int64) * Sq + i, lse, i < Sq)
