@@ -1,0 +1,16 @@
+"""Tensors as matrices of rows, which is how the kernels of norms and softmax see them."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+
+def as_rows(x: Tensor, ndim: int = 1) -> Tensor:
+    """x [..., *trailing] as [M, N], N the product of the last `ndim` dimensions: columns of stride
+    1, rows of any one stride.  A view where x allows it, else a contiguous copy."""
+    M = math.prod(x.shape[: x.ndim - ndim])
+    N = math.prod(x.shape[x.ndim - ndim :])
+    rows = x.reshape(M, N)
+    return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
