@@ -1,0 +1,73 @@
+"""The pre-norm Transformer block, with each residual add fused into the norm that follows it.
+
+Legend: B batch, S tokens, C = d_model; x, residual [B, S, C].
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Attention, Rope
+from .mlp import MLP
+from .norm import make_norm
+
+
+class TransformerBlock(nn.Module):
+    """h = h + attention(norm1(h)); h = h + mlp(norm2(h)), with the stream h kept as a pair.
+
+    A block is given (x, residual), where h = x + residual, and returns such a pair: the add that
+    ends one block is done by the first norm of the next, in the same pass over memory.
+
+        x, residual = embedding, None
+        for block in blocks:
+            x, residual = block(x, residual)
+        y, h = final_norm(x, residual)
+
+    Args:
+        d_model, n_heads, n_kv_heads, head_dim, causal: see Attention.
+        d_ff, mlp ("gelu" or "swiglu"): see MLP.
+        norm: "layer" or "rms"; eps: its epsilon.
+        bias: whether the projections (and LayerNorm) have one.
+        impl: the backend of attention and norms by name; None chooses.
+
+    Raises ValueError where widths and heads do not fit or a name is unknown.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        n_kv_heads: int | None = None,
+        d_ff: int | None = None,
+        *,
+        head_dim: int | None = None,
+        norm: str = "layer",
+        mlp: str = "gelu",
+        bias: bool = True,
+        causal: bool = True,
+        eps: float = 1e-5,
+        impl: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.norm1 = make_norm(norm, d_model, eps=eps, impl=impl, **place)
+        self.attention = Attention(
+            d_model, n_heads, n_kv_heads, head_dim, causal=causal, impl=impl, **place
+        )
+        self.norm2 = make_norm(norm, d_model, eps=eps, impl=impl, **place)
+        self.mlp = MLP(d_model, d_ff, mlp, **place)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, rope: Rope | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = self.norm1(x), x
+        else:
+            x, residual = self.norm1(x, residual)
+        x, residual = self.norm2(self.attention(x, rope), residual)
+        return self.mlp(x), residual
