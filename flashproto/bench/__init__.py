@@ -1,0 +1,1 @@
+"""Benchmarks beside the peers found on this machine: python -m flashproto.bench --help."""

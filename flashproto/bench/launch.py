@@ -1,0 +1,118 @@
+"""What stands before a kernel: import time, the first call's, and the host time of later calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import flashproto
+
+from .timing import host_microseconds
+
+FIRST_CALL = """
+import json, sys, time, torch, flashproto
+device, impl = sys.argv[1:]
+dtype = torch.bfloat16 if device == "cuda" else torch.float32
+S = 4096 if device == "cuda" else 64
+like = {"device": device, "dtype": dtype, "requires_grad": True}
+q, k, v = (torch.randn(1, 4, S, 64, **like) for _ in range(3))
+def wait():
+    if device == "cuda":
+        torch.cuda.synchronize()
+wait()
+start = time.perf_counter()
+out = flashproto.attention(q, k, v, causal=True, impl=impl)
+wait()
+forward = time.perf_counter() - start
+start = time.perf_counter()
+out.sum().backward()
+wait()
+print(json.dumps({"forward": forward, "backward": time.perf_counter() - start}))
+"""
+
+
+def import_seconds(module: str, repeats: int = 3) -> float:
+    """Seconds that a fresh Python takes to import a module (best of several)."""
+    best = float("inf")
+    for _ in range(repeats):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
+        best = min(best, time.perf_counter() - start)
+    return best
+
+
+def first_call_seconds(impl: str, device: torch.device) -> dict[str, float]:
+    """Seconds of the first causal attention in a fresh process with an empty Triton cache."""
+    with tempfile.TemporaryDirectory() as cache:
+        done = subprocess.run(
+            [sys.executable, "-c", FIRST_CALL, device.type, impl],
+            env={**os.environ, "TRITON_CACHE_DIR": cache},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return seconds
+
+
+def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], Any]]:
+    """Calls on tiny inputs, without and with gradients, beside PyTorch's own."""
+    like: dict[str, Any] = {
+        "device": device,
+        "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
+    }
+    rows: dict[str, Callable[[], Any]] = {}
+    for suffix, wants in (("", False), (" with grad", True)):
+        x = torch.randn(8, 256, **like).requires_grad_(wants)
+        w = torch.ones(256, **like).requires_grad_(wants)
+        q = torch.randn(1, 2, 16, 64, **like).requires_grad_(wants)
+        rows |= {
+            f"flashproto.rms_norm{suffix}": partial(flashproto.rms_norm, x, 256, w, impl=impl),
+            f"torch rms_norm{suffix}": partial(F.rms_norm, x, (256,), w),
+            f"flashproto.layer_norm{suffix}": partial(flashproto.layer_norm, x, 256, w, w, impl=impl),
+            f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, w),
+            f"flashproto.softmax{suffix}": partial(flashproto.softmax, x, impl=impl),
+            f"torch softmax{suffix}": partial(torch.softmax, x, -1),
+            f"flashproto.attention{suffix}": partial(
+                flashproto.attention, q, q, q, causal=True, impl=impl
+            ),
+            f"torch attention{suffix}": partial(
+                F.scaled_dot_product_attention, q, q, q, is_causal=True
+            ),
+        }
+    return rows
+
+
+def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
+    """Every figure of this file for one backend."""
+    plain, ours = import_seconds("torch"), import_seconds("flashproto")
+    return {
+        "impl": impl,
+        "import_torch_s": plain,
+        "import_flashproto_s": ours,
+        "import_ratio": ours / plain,
+        "first_attention_s": first_call_seconds(impl, device),
+        "host_us": {name: host_microseconds(fn) for name, fn in host_rows(impl, device).items()},
+    }
+
+
+def launch_text(figures: dict[str, Any]) -> str:
+    first = figures["first_attention_s"]
+    lines = [
+        f"backend {figures['impl']}",
+        f"import torch {figures['import_torch_s']:.2f} s, import flashproto "
+        f"{figures['import_flashproto_s']:.2f} s, ratio {figures['import_ratio']:.2f}",
+        f"first causal attention with an empty cache: forward {first['forward']:.2f} s, "
+        f"backward {first['backward']:.2f} s",
+        "host time of a call on a tiny input, microseconds",
+    ]
+    lines += [f"  {name:<36}{us:8.1f}" for name, us in figures["host_us"].items()]
+    return "\n".join(lines)

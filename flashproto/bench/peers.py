@@ -1,0 +1,187 @@
+"""The libraries compared with, each behind one signature: PyTorch's operators, optional packages.
+
+A peer that is not installed is left out; one that cannot run a cell reports its error there.
+Attention peers take q, k, v in the layout they are made for; norms take (x, weight, bias or None).
+"""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..env import is_importable
+
+EPS = 1e-5
+Function = Callable[..., Tensor]
+
+
+def can_compile(device: torch.device) -> bool:
+    """Whether torch.compile can build code for the device: on a CPU it needs a C++ compiler."""
+    return device.type == "cuda" or any(shutil.which(c) for c in ("c++", "g++", "clang++"))
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+# --- attention: f(q, k, v) -----------------------------------------------------------------------
+
+
+def attention_peers(
+    causal: bool, length: int, gqa: bool, device: torch.device, with_compile: bool
+) -> dict[str, tuple[Callable[[], Function], str]]:
+    """{name: (a maker of f(q, k, v), "BHSD" or "BSHD")}; what is made outside is not timed."""
+
+    def sdpa(backend: SDPBackend) -> Callable[[], Function]:
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+
+        return lambda: call
+
+    if device.type != "cuda":
+        peers = {"sdpa": (sdpa(SDPBackend.FLASH_ATTENTION), "BHSD")}
+        return peers | ({"flex": (_flex(causal, length, gqa, device), "BHSD")} if with_compile else {})
+    peers = {
+        "sdpa-flash": (sdpa(SDPBackend.FLASH_ATTENTION), "BHSD"),
+        "sdpa-cudnn": (sdpa(SDPBackend.CUDNN_ATTENTION), "BHSD"),
+        "sdpa-efficient": (sdpa(SDPBackend.EFFICIENT_ATTENTION), "BHSD"),
+    }
+    if with_compile:
+        peers["flex"] = (_flex(causal, length, gqa, device), "BHSD")
+    if device.type == "cuda" and is_importable("flash_attn.cute"):
+        peers["fa4"] = (lambda: _flash_attn_4(causal), "BSHD")
+    return peers
+
+
+def _flex(causal: bool, length: int, gqa: bool, device: torch.device) -> Callable[[], Function]:
+    def make() -> Function:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        mask = None
+        if causal:
+            mask = create_block_mask(
+                lambda b, h, i, j: i >= j, None, None, length, length, device=str(device)
+            )
+        flex = compiled(flex_attention)
+        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
+
+    return make
+
+
+def _flash_attn_4(causal: bool) -> Function:
+    from flash_attn.cute import flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_func(q, k, v, causal=causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+# --- norms: f(x, weight, bias); the dtype that the parameters must have, None for x's -------------
+
+
+def norm_peers(
+    kind: str, with_compile: bool
+) -> dict[str, tuple[Callable[[], Function], torch.dtype | None]]:
+    """{name: (a maker of f(x [M, N], weight [N], bias [N] or None), dtype of the parameters)}."""
+    eager = _eager_layer_norm if kind == "layer" else _eager_rms_norm
+    peers: dict[str, tuple[Callable[[], Function], torch.dtype | None]] = {
+        "torch": (lambda: eager, None)
+    }
+    if with_compile:
+        peers["compile"] = (lambda: compiled(eager), None)
+    if is_importable("liger_kernel"):
+        peers["liger"] = (_liger_layer_norm if kind == "layer" else _liger_rms_norm, None)
+    if is_importable("quack"):
+        if kind == "layer":
+            peers["quack"] = (_quack_layer_norm, torch.float32)
+        else:
+            peers["quack"] = (_quack_rms_norm, None)
+    return peers
+
+
+def _eager_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
+
+def _eager_rms_norm(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], weight, EPS)
+
+
+def _liger_layer_norm() -> Function:
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+
+    return lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS)
+
+
+def _liger_rms_norm() -> Function:
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+    # Not in place: the backward pass would overwrite the gradient that the next call needs.
+    return lambda x, weight, bias: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+def _quack_rms_norm() -> Function:
+    from quack import rmsnorm
+
+    return lambda x, weight, bias: rmsnorm(x, weight, eps=EPS)
+
+
+def _quack_layer_norm() -> Function:
+    quack = importlib.import_module("quack.rmsnorm")  # `from quack import` gives the function
+
+    class QuackLayerNorm(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+            y, rstd, mean = quack.layernorm_fwd(
+                x, weight, bias, EPS, return_rstd=True, return_mean=True
+            )
+            ctx.save_for_backward(x, weight, rstd, mean)
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            x, weight, rstd, mean = ctx.saved_tensors
+            return quack.layernorm_bwd(x, weight, grads[0], rstd, mean)
+
+    return QuackLayerNorm.apply
+
+
+# --- softmax: f(x) -------------------------------------------------------------------------------
+
+
+def softmax_peers(with_compile: bool) -> dict[str, Callable[[], Function]]:
+    """{name: a maker of f(x [M, N])}."""
+    peers: dict[str, Callable[[], Function]] = {"torch": lambda: _eager_softmax}
+    if with_compile:
+        peers["compile"] = lambda: compiled(_eager_softmax)
+    if is_importable("liger_kernel"):
+        peers["liger"] = _liger_softmax
+    if is_importable("quack"):
+        peers["quack"] = _quack_softmax
+    return peers
+
+
+def _eager_softmax(x: Tensor) -> Tensor:
+    return torch.softmax(x, -1)
+
+
+def _liger_softmax() -> Function:
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply
+
+
+def _quack_softmax() -> Function:
+    from quack import softmax
+
+    return softmax
