@@ -1,0 +1,73 @@
+"""The attention kernels in every configuration that configs.py chooses for an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from compile_case import Case
+
+from flashproto import configs
+from flashproto.kernels.attention_backward import (
+    attention_backward_keys_kernel,
+    attention_backward_queries_kernel,
+    attention_backward_rows_kernel,
+)
+from flashproto.kernels.attention_forward import attention_forward_kernel
+
+FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr"}
+# (D, Dv): powers of two take no column mask, the others do; 256 may spill.
+HEAD_DIMS = ((16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256))
+ELEMENTS = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+def case(kernel, name: str, element: str, config, constexprs: dict, max_stack: int) -> Case:
+    signature, aligned, values = {}, [], dict(constexprs)
+    for argument in kernel.arg_names:
+        if argument.endswith("_ptr"):
+            signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
+            aligned.append(argument)
+        elif argument.startswith("stride_") and argument.endswith("d"):
+            values[argument] = 1  # a contiguous last dimension, as the launcher specialises it
+        elif argument.startswith("stride_"):
+            signature[argument] = "i32"
+            aligned.append(argument)
+        elif argument not in values:
+            signature[argument] = "fp32" if argument.startswith("scale") else "i32"
+    return Case(
+        name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=values,
+        divisible_by_16=tuple(aligned), num_warps=config.num_warps, num_stages=config.num_stages,
+        max_stack=max_stack,
+    )  # fmt: skip
+
+
+def attention_cases(arch: int) -> Iterator[Case]:
+    capability = divmod(arch, 10)
+    for D, Dv in HEAD_DIMS:
+        for element, itemsize in ELEMENTS.items():
+            if element == "fp16" and D != 128:
+                continue  # the same tiles and registers as bf16
+            for causal in (False, True):
+                name = f"{D}x{Dv}-{'causal' if causal else 'full'}"
+                shared = {
+                    "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
+                    "BLOCK_DV": configs.padded_head_dim(Dv), "CAUSAL": causal, "TF32": False,
+                    "WIDE": False,
+                }  # fmt: skip
+                max_stack = 0 if max(D, Dv) <= 128 else 65536
+                forward = configs.attention_forward(capability, itemsize, D, Dv)
+                keys, queries = configs.attention_backward(capability, itemsize, D, Dv)
+                for kernel, stem, config, extra in (
+                    (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
+                    (attention_backward_keys_kernel, "keys", keys, {}),
+                    (attention_backward_queries_kernel, "queries", queries, {}),
+                ):
+                    tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+                    yield case(
+                        kernel, f"{stem}-{name}", element, config, shared | tiles | extra, max_stack
+                    )
+    rows = configs.AttentionConfig(64, 0, 4, 3)
+    for has_dlse in (False, True):
+        constexprs = {
+            "DV": 128, "BLOCK_DV": 128, "BLOCK_M": rows.block_m, "HAS_DLSE": has_dlse, "WIDE": False,
+        }  # fmt: skip
+        yield case(attention_backward_rows_kernel, f"rows-{has_dlse}", "bf16", rows, constexprs, 0)

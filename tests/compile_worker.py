@@ -1,0 +1,109 @@
+"""Compiles kernels to cubins without a GPU; prints what ptxas made of each as a line of JSON.
+
+    python tests/compile_worker.py attention 90              every attention case, for sm_90
+    python tests/compile_worker.py norm 80 --shard 1/4 --sass
+
+Runs in a process of its own, since kernels are either interpreted or compiled for a whole process.
+Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
+program), max_stack, with --sass the number of HGMMA (wgmma) instructions, or else "error".
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from compile_case import Case
+
+FAMILIES = {
+    "selftest": "compile_cases_selftest.selftest_cases",
+    "attention": "compile_cases_attention.attention_cases",
+    "norm": "compile_cases_rows.norm_cases",
+    "softmax": "compile_cases_rows.softmax_cases",
+}
+
+
+def cases_of(family: str, arch: int) -> list[Case]:
+    """The cases of one family for one architecture (80, 90 or 100)."""
+    module, function = FAMILIES[family].split(".")
+    cases: Callable[..., list[Case]] = getattr(__import__(module), function)
+    return list(cases(arch) if inspect.signature(cases).parameters else cases())
+
+
+def compile_case(case: Case, arch: int) -> Any:
+    """triton.compile of one case; the place for whatever differs between Triton's versions."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = case.kernel.arg_names
+    unknown = {*case.signature, *case.constexprs, *case.divisible_by_16} - set(names)
+    missing = set(names) - {*case.signature, *case.constexprs}
+    if unknown or missing:
+        raise ValueError(f"unknown arguments {sorted(unknown)}, missing arguments {sorted(missing)}")
+    source = ASTSource(
+        fn=case.kernel,
+        signature={name: case.signature.get(name, "constexpr") for name in names},
+        constexprs=case.constexprs,
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
+    )
+    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+
+
+def resources(cubin: bytes, sass: bool) -> dict[str, int]:
+    """Registers and stack bytes per thread of a cubin, and its HGMMA count when asked."""
+    from triton import knobs
+
+    tool = knobs.nvidia.cuobjdump.path
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage = subprocess.check_output([tool, "-res-usage", file.name], text=True)
+        found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if found is None:
+            raise RuntimeError(f"cuobjdump printed no resource usage: {usage!r}")
+        result = {"registers": int(found[1]), "stack": int(found[2])}
+        if sass:
+            code = subprocess.check_output([tool, "-sass", file.name], text=True)
+            result["hgmma"] = code.count("HGMMA")
+    return result
+
+
+def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
+    line: dict[str, Any] = {"name": case.name, "max_stack": case.max_stack}
+    try:
+        kernel = compile_case(case, arch)
+        line |= resources(kernel.asm["cubin"], sass)
+        line["shared"] = kernel.metadata.shared
+    except Exception as error:
+        line["error"] = f"{type(error).__name__}: {error}"
+    return line
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("family", choices=FAMILIES)
+    parser.add_argument("arch", type=int, choices=(80, 90, 100))
+    parser.add_argument("--shard", default="0/1", help="I/N: every N-th case, from the I-th on")
+    parser.add_argument("--sass", action="store_true", help="count HGMMA instructions")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        sys.exit("compile_worker: TRITON_INTERPRET is 1; it takes 0. Unset it.")
+    shard, shards = map(int, arguments.shard.split("/"))
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["TRITON_CACHE_DIR"] = cache
+        for case in cases_of(arguments.family, arguments.arch)[shard::shards]:
+            print(json.dumps(report(case, arguments.arch, arguments.sass)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The tests run on an NVIDIA GPU where there is one, else on the CPU in Triton's interpreter.
+
+FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same failure again
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import torch
+
+# @triton.jit makes compiled or interpreted kernels by what this says when Triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# An interpreted kernel takes longer than Hypothesis expects of an example, more so the first time.
+settings.register_profile(
+    "flashproto", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("flashproto")
+
+# Workers share the processor; more threads than cores make every one of them slower.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Drawn once and inherited by the workers of pytest-xdist, so that one number describes a run.
+    if "FLASHPROTO_TEST_SEED" not in os.environ:
+        os.environ["FLASHPROTO_TEST_SEED"] = str(random.SystemRandom().randrange(2**31))
+
+
+def pytest_report_header() -> list[str]:
+    where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU, Triton interpreter"
+    return [f"flashproto: {where}; FLASHPROTO_TEST_SEED={os.environ['FLASHPROTO_TEST_SEED']}"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item):
+    outcome = yield
+    report = outcome.get_result()
+    if report.failed:
+        seed = os.environ["FLASHPROTO_TEST_SEED"]
+        report.sections.append(("flashproto", f"reproduce with FLASHPROTO_TEST_SEED={seed}"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """Seeds torch and random by the run's seed and the test's name, in whatever order tests run."""
+    value = random.Random(os.environ["FLASHPROTO_TEST_SEED"] + request.node.nodeid).randrange(2**31)
+    torch.manual_seed(value)
+    random.seed(value)
+    return value
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    """Where the kernels run in this session."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,60 @@
+"""What the tests of norms and softmax share: the bound on errors, and tensors in awkward memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+
+def assert_no_worse(
+    name: str, got: Tensor, eager: Tensor, exact: Tensor, magnitude: float = 0.0
+) -> None:
+    """got is no further from `exact` (float64) than eager is, plus one rounding of the largest.
+
+    magnitude: that of the terms of which the result is a difference, where they may cancel; a few
+    roundings of it in float32 are allowed.
+    """
+    assert (got.shape, got.dtype) == (exact.shape, eager.dtype), name
+    assert not got.isnan().any(), f"{name} is NaN"
+    if not got.numel():
+        return
+    error, allowed = ((t.double() - exact).abs().max().item() for t in (got, eager))
+    one_rounding = torch.finfo(got.dtype).eps * exact.abs().max().item()
+    cancellation = 4 * torch.finfo(torch.float32).eps * magnitude
+    assert error <= allowed + one_rounding + cancellation, (
+        f"{name}: error {error:.3g}, eager's {allowed:.3g}, one rounding {one_rounding:.3g}"
+    )
+
+
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill all memory that is asked for uninitialised with NaN, so that whatever a kernel leaves
+    unwritten shows."""
+
+    def poisoned(make):
+        def empty(*args, **kwargs):
+            t = make(*args, **kwargs)
+            return t.fill_(float("nan")) if t.is_floating_point() else t
+
+        return empty
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+def in_memory(x: Tensor, how: str) -> Tensor:
+    """x [M, N] with its values, laid out in one of LAYOUTS."""
+    M, N = x.shape
+    if how == "transposed":
+        return x.t().contiguous().t()
+    if how == "rows apart":
+        return torch.cat([x, x], 1)[:, :N]
+    if how == "offset":
+        return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(M, N)
+    if how == "every other column":
+        return torch.stack([x, x], 2).view(M, 2 * N)[:, ::2]
+    assert how == "contiguous"
+    return x.contiguous()
+
+
+LAYOUTS = ("contiguous", "transposed", "rows apart", "offset", "every other column")

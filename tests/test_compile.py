@@ -1,0 +1,65 @@
+"""Every kernel configuration compiles for sm_80, sm_90 and sm_100, within its budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import compile_worker
+import pytest
+
+pytest.importorskip("triton")
+
+ARCHES = (80, 90, 100)
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
+SHARDS = {"attention": 4, "norm": 1, "softmax": 1}
+WORKER = Path(__file__).with_name("compile_worker.py")
+
+
+def compile_family(family: str, arch: int, shard: int = 0, shards: int = 1) -> dict[str, Any]:
+    """The worker's lines by case name, compiled by a process without the interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, str(WORKER), family, str(arch), "--shard", f"{shard}/{shards}"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return {line["name"]: line for line in lines}
+
+
+def complaints(line: dict[str, Any], arch: int) -> list[str]:
+    """What is wrong with one compiled case; empty if nothing."""
+    if "error" in line:
+        return [f"{line['name']}: {line['error']}"]
+    found = []
+    if line["stack"] > line["max_stack"]:
+        found.append(f"{line['name']}: stack of {line['stack']} bytes, allowed {line['max_stack']}")
+    if line["shared"] > SHARED_LIMIT[arch]:
+        found.append(f"{line['name']}: {line['shared']} bytes of shared memory")
+    return found
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize(
+    ("family", "shard"), [(family, i) for family, n in SHARDS.items() for i in range(n)]
+)
+def test_compiles_within_budget(family: str, shard: int, arch: int) -> None:
+    shards = SHARDS[family]
+    expected = [case.name for case in compile_worker.cases_of(family, arch)]
+    assert len(set(expected)) == len(expected), "two cases of one name"
+    lines = compile_family(family, arch, shard, shards)
+    assert list(lines) == expected[shard::shards]
+    wrong = [text for line in lines.values() for text in complaints(line, arch)]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_harness_sees_spills(arch: int) -> None:
+    lines = compile_family("selftest", arch)
+    assert complaints(lines["fits"], arch) == []
+    assert "stack" in complaints(lines["spills"], arch)[0]

@@ -1,0 +1,259 @@
+"""The public functions as their users meet them: errors, autocast, torch.compile, torch.func, SDPA."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import flashproto
+from flashproto import reference
+
+IMPLS = ("triton", "torch", "reference")
+# On a CPU the interpreter cannot run inside what Inductor generates any faster; tracing is the same.
+BACKEND = "inductor" if torch.cuda.is_available() else "aot_eager"
+
+
+def attention(x: Tensor, impl: str) -> Tensor:
+    q, k, v = x.view(1, 3, 8, 16).unbind(1)
+    return flashproto.attention(q[:, None], k[:, None], v[:, None], causal=True, impl=impl)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "attention": attention,
+    "layer_norm": lambda x, impl: flashproto.layer_norm(x, 32, impl=impl),
+    "rms_norm": lambda x, impl: flashproto.rms_norm(x, 32, impl=impl),
+    "add_layer_norm": lambda x, impl: sum(flashproto.add_layer_norm(x, x * x, 32, impl=impl)),
+    "add_rms_norm": lambda x, impl: sum(flashproto.add_rms_norm(x, x * x, 32, impl=impl)),
+    "softmax": lambda x, impl: flashproto.softmax(x, impl=impl),
+    "log_softmax": lambda x, impl: flashproto.log_softmax(x, impl=impl),
+    "logsumexp": lambda x, impl: flashproto.logsumexp(x, impl=impl),
+}
+
+
+@pytest.fixture
+def x(device: str) -> Tensor:
+    return torch.randn(12, 32, device=device)
+
+
+def test_public_names_are_covered_here() -> None:
+    functions = {n for n in flashproto.__all__ if inspect.isfunction(getattr(flashproto, n))}
+    assert functions == {*FUNCTIONS, "scaled_dot_product_attention"}
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+Q = torch.zeros(2, 4, 8, 16)
+K = torch.zeros(2, 2, 8, 16)
+REFUSED = {
+    "q has 3 dimensions": (lambda: flashproto.attention(Q[0], K, K), "q is of shape"),
+    "k is no tensor": (lambda: flashproto.attention(Q, [1.0], K), "k is list"),
+    "integers": (lambda: flashproto.attention(Q.int(), K.int(), K.int()), "q is of dtype torch.int32"),
+    "dtypes": (lambda: flashproto.attention(Q, K.half(), K), "k is of dtype torch.float16"),
+    "devices": (lambda: flashproto.attention(Q, K.to("meta"), K), "k is on meta"),
+    "batch": (lambda: flashproto.attention(Q, K[:1], K), "k is of batch size 1"),
+    "keys and values": (lambda: flashproto.attention(Q, K, K[:, :, 1:]), "v is of heads and length"),
+    "head_dim": (lambda: flashproto.attention(Q, K[..., 1:], K), "k is of head_dim 15"),
+    "heads": (lambda: flashproto.attention(Q[:, :3], K, K), "q is of 3 heads"),
+    "no key heads": (lambda: flashproto.attention(Q, K[:, :0], K[:, :0]), "k is of 0 heads"),
+    "scale": (lambda: flashproto.attention(Q, K, K, scale=math.inf), "scale is inf"),
+    "sdpa heads": (lambda: flashproto.scaled_dot_product_attention(Q, K, K), "enable_gqa=True"),
+    "sdpa vectors": (
+        lambda: flashproto.scaled_dot_product_attention(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]),
+        "query, key or value",
+    ),
+    "normalized_shape": (lambda: flashproto.rms_norm(Q, 17), "normalized_shape is \\[17\\]"),
+    "no normalized_shape": (lambda: flashproto.layer_norm(Q, []), "normalized_shape is \\[\\]"),
+    "weight": (lambda: flashproto.rms_norm(Q, 16, Q[0, 0, 0, :3]), "weight is of shape"),
+    "bias": (lambda: flashproto.layer_norm(Q, 16, None, Q[0, 0]), "bias is of shape"),
+    "residual": (lambda: flashproto.add_rms_norm(Q, K, 16), "residual is of shape"),
+    "weight elsewhere": (
+        lambda: flashproto.rms_norm(Q, 16, torch.zeros(16, device="meta")),
+        "weight is on meta",
+    ),
+    "scalar": (lambda: flashproto.softmax(torch.tensor(1.0)), "x is a scalar"),
+    "sparse": (lambda: flashproto.softmax(Q[0, 0].to_sparse()), "x is of layout"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_with_what_where_and_how(case: str) -> None:
+    call, text = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        call()
+    message = str(caught.value)
+    assert "; it takes " in message and message.rstrip().endswith(".")
+
+
+# --- torch.compile, autocast, torch.func ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_in_one_graph_forward_and_backward(name: str, impl: str, x: Tensor) -> None:
+    torch.compiler.reset()
+    f = FUNCTIONS[name]
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    expected = f(a, impl)
+    got = torch.compile(f, fullgraph=True, backend=BACKEND)(b, impl)
+    dy = torch.randn_like(expected)
+    expected.backward(dy)
+    got.backward(dy)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_compiles_with_the_default_backend_of_torch(x: Tensor) -> None:
+    torch.compiler.reset()
+
+    def everything(x: Tensor) -> Tensor:
+        return sum(f(x, impl).sum() for f in FUNCTIONS.values() for impl in ("triton", "torch"))
+
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    torch.compile(everything, fullgraph=True)(a).backward()
+    everything(b).backward()
+    torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) -> None:
+    q = torch.randn(1, 2, 9, 16, device=device, requires_grad=requires_grad)
+    k = torch.randn(1, 1, 7, 16, device=device).mT.contiguous().mT.requires_grad_(requires_grad)
+    torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, causal, -2, 0.25))
+    out, lse = torch.ops.flashproto.attention_forward(q, k, k, causal, -2, 0.25)
+    saved = [t.detach() for t in (q, k, k, out, lse, torch.randn_like(out), torch.randn_like(lse))]
+    torch.library.opcheck(
+        torch.ops.flashproto.attention_backward.default,
+        (*saved, causal, -2, 0.25, True, requires_grad),
+    )
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("route", ["jvp", "dual numbers", "jvp in compile", "compiled, dual numbers"])
+def test_tangents_raise_and_are_never_zero(name: str, route: str, x: Tensor) -> None:
+    torch.compiler.reset()
+    torch._dynamo.config.suppress_errors = False
+
+    def f(x: Tensor) -> Tensor:
+        return FUNCTIONS[name](x, "triton")
+
+    def dual(f: Callable[[Tensor], Tensor]) -> None:
+        with forward_ad.dual_level():
+            f(forward_ad.make_dual(x, torch.ones_like(x)))
+
+    compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
+    routes: dict[str, Callable[[], object]] = {
+        "jvp": lambda: torch.func.jvp(f, (x,), (x,)),
+        "dual numbers": lambda: dual(f),
+        "jvp in compile": lambda: torch.compile(
+            lambda x: torch.func.jvp(f, (x,), (x,)), fullgraph=True, backend="aot_eager"
+        )(x),
+        "compiled, dual numbers": lambda: dual(compiled),
+    }
+    with pytest.raises((NotImplementedError, RuntimeError), match=r"jvp|forward"):
+        routes[route]()
+
+
+def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
+    q = torch.randn(1, 1, 5, 16, device=device)
+    ops = torch.ops.flashproto
+    for call in (
+        lambda q: ops.attention_forward(q, q, q, False, 0, 1.0)[0],
+        lambda q: ops.norm(q, None, None, None, 1, 1e-5, True)[0],
+        lambda q: ops.softmax(q, False),
+        lambda q: ops.logsumexp(q)[0],
+    ):
+        with pytest.raises(NotImplementedError, match="jvp"):
+            torch.func.jvp(call, (q,), (q,))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_reference_has_tangents(name: str, x: Tensor) -> None:
+    x = x.double()
+    t = torch.randn_like(x)
+    _, dy = torch.func.jvp(lambda x: FUNCTIONS[name](x, "reference"), (x,), (t,))
+    plus, minus = (FUNCTIONS[name](x + s * 1e-6 * t, "reference") for s in (1, -1))
+    torch.testing.assert_close(dy, (plus - minus) / 2e-6, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_of_torch_func(name: str, x: Tensor) -> None:
+    got, expected = (
+        torch.func.grad(lambda x, impl=impl: FUNCTIONS[name](x, impl).square().sum())(x)
+        for impl in ("triton", "reference")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_autocast_as_in_torch(impl: str, device: str) -> None:
+    x = torch.randn(1, 2, 8, 16, device=device)
+    half = x.to(torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        assert flashproto.attention(x, x, x, impl=impl).dtype == torch.bfloat16
+        pairs = [
+            (flashproto.layer_norm(half, 16, impl=impl), F.layer_norm(half, [16])),
+            (flashproto.rms_norm(half, 16, impl=impl), F.rms_norm(half, [16])),
+            (flashproto.softmax(half, impl=impl), torch.softmax(half, -1)),
+            (flashproto.log_softmax(half, impl=impl), torch.log_softmax(half, -1)),
+            (flashproto.logsumexp(half, impl=impl), torch.logsumexp(half, -1)),
+        ]
+    for ours, theirs in pairs:
+        assert ours.dtype == theirs.dtype
+        torch.testing.assert_close(ours.float(), theirs.float(), rtol=2e-2, atol=2e-2)
+
+
+# --- scaled_dot_product_attention -------------------------------------------------------------------
+
+SDPA_SHAPES = {
+    "4 dimensions": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 24)),
+    "3 dimensions": ((4, 9, 16), (4, 7, 16), (4, 7, 24)),
+    "2 dimensions": ((9, 16), (7, 16), (7, 24)),
+    "5 dimensions": ((3, 2, 4, 9, 16), (3, 2, 4, 7, 16), (3, 2, 4, 7, 16)),
+    "broadcast batch": ((2, 4, 9, 16), (1, 4, 7, 16), (1, 4, 7, 16)),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", SDPA_SHAPES)
+def test_sdpa_takes_what_torch_takes(case: str, causal: bool, device: str) -> None:
+    q, k, v = (torch.randn(s, device=device, requires_grad=True) for s in SDPA_SHAPES[case])
+    got = flashproto.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.3)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    dy = torch.randn_like(got)
+    for a, b in zip(
+        torch.autograd.grad(got, [q, k, v], dy),
+        torch.autograd.grad(expected, [q, k, v], dy),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_gqa_masks_and_dropout(device: str) -> None:
+    q, k = torch.randn(2, 4, 9, 16, device=device), torch.randn(2, 2, 7, 16, device=device)
+    got = flashproto.scaled_dot_product_attention(q, k, k, enable_gqa=True)
+    torch.testing.assert_close(
+        got, F.scaled_dot_product_attention(q, k, k, enable_gqa=True), rtol=1e-4, atol=1e-5
+    )
+    mask = torch.rand(9, 7, device=device) > 0.3
+    got = flashproto.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True))
+    assert flashproto.scaled_dot_product_attention(q, q, q, dropout_p=0.5).shape == q.shape
+
+
+def test_reference_states_agree_with_torch() -> None:
+    x = torch.randn(5, 40, dtype=torch.float64)
+    m, l = reference.online_softmax_start((5,), x)
+    for tile in x.split(7, -1):
+        m, l, _, _ = reference.online_softmax_update(m, l, tile)
+    lse, _ = reference.online_softmax_finish(m, l)
+    torch.testing.assert_close(lse, torch.logsumexp(x, -1))

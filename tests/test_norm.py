@@ -1,0 +1,418 @@
+"""LayerNorm and RMSNorm on the kernels against float64; eager PyTorch is the yardstick."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rows import LAYOUTS, assert_no_worse, in_memory, poison
+from torch import Tensor
+
+import flashproto
+from flashproto import configs, reference
+
+pytest.importorskip("triton")
+
+from flashproto.ops import norm as ops
+
+EPS = 1e-5
+f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
+
+# centered, then the dtypes of x, residual, weight, bias; None is not given.
+COMBINATIONS = [
+    (True, f32, None, f32, f32),
+    (True, bf16, None, f32, bf16),
+    (True, f16, f32, None, f16),
+    (True, bf16, bf16, bf16, None),
+    (False, f32, None, f32, None),
+    (False, bf16, f32, f32, None),
+    (False, f16, f16, None, None),
+    (False, f32, bf16, bf16, f32),
+]
+WIDTHS = [1, 2, 3, 31, 64, 100, 257, 1000, 17000]
+GPU_WIDTHS = [1, 2, 7, 32, 100, 256, 768, 1000, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 50257,
+              65536, 131072]  # fmt: skip
+
+
+def eager(x, residual, weight, bias, ndim, centered):
+    """PyTorch's own operators one after the other, in the dtypes given; mixed dtypes in float32."""
+    total = x if residual is None else x + residual
+    shape = total.shape[total.ndim - ndim :]
+    dtype = total.dtype if all(p is None or p.dtype == total.dtype for p in (weight, bias)) else f32
+    t, w, b = (None if p is None else p.to(dtype) for p in (total, weight, bias))
+    if centered:
+        y = F.layer_norm(t, shape, w, b, EPS)
+    else:
+        y = F.rms_norm(t, shape, w, EPS)
+        y = y if b is None else y + b
+    return y.to(x.dtype), total
+
+
+def exact(x, residual, weight, bias, ndim, centered):
+    """The definition in float64, of total as it is rounded."""
+    total = x if residual is None else x + residual
+    t, w, b = (None if p is None else p.detach().double() for p in (total, weight, bias))
+    leaves = [p.requires_grad_() for p in (t, w, b) if p is not None]
+    shape = t.shape[t.ndim - ndim :]
+    return reference.norm(t, shape, w, b, EPS, centered=centered), t, leaves
+
+
+def given(*tensors):
+    return [t for t in tensors if t is not None]
+
+
+def check(device, shape, combination, ndim=1, layout="contiguous", loc=0.0) -> None:
+    """y, total and every gradient of one call."""
+    centered, x_dtype, *others = combination
+    N = torch.Size(shape[-ndim:])
+
+    def draw(dims, dtype, loc=0.0):
+        return None if dtype is None else (torch.randn(dims, device=device) + loc).to(dtype)
+
+    def leaf(t):
+        return None if t is None else t.detach().requires_grad_()
+
+    x, residual = draw(shape, x_dtype, loc), draw(shape, others[0])
+    weight, bias = draw(N, others[1], 1.0), draw(N, others[2])
+    dy, dtotal = draw(shape, x_dtype), None
+    if residual is not None:
+        dtotal = draw(shape, torch.promote_types(x.dtype, residual.dtype))
+    if layout != "contiguous":
+        x, residual, dy, dtotal = (
+            None if t is None else in_memory(t, layout) for t in (x, residual, dy, dtotal)
+        )
+    x, residual, weight, bias = (leaf(t) for t in (x, residual, weight, bias))
+    inputs = given(x, residual, weight, bias)
+
+    result = ops.norm(x, residual, weight, bias, ndim, EPS, centered)
+    y, total = (result, None) if residual is None else result
+    got = torch.autograd.grad(given(y, total), inputs, given(dy, dtotal))
+    y_eager, total_eager = eager(x, residual, weight, bias, ndim, centered)
+    outputs_eager = given(y_eager, None if total is None else total_eager)
+    got_eager = torch.autograd.grad(outputs_eager, inputs, given(dy, dtotal))
+    y_exact, t, leaves = exact(x, residual, weight, bias, ndim, centered)
+    dt, *dparameters = torch.autograd.grad(y_exact, leaves, dy.double())
+    dt = dt if dtotal is None else dt + dtotal.double()
+    wanted = [dt] * (1 if residual is None else 2) + dparameters
+
+    # The size of the terms whose sums or differences these are, where they may cancel.
+    def rows(t):
+        return t.detach().double().reshape(-1, N.numel())
+
+    z = rows(t)
+    rstd = (z.var(-1, correction=0) if centered else z.square().mean(-1)).add(EPS).rsqrt()[:, None]
+    w = 1.0 if weight is None else weight.detach().double().flatten()
+    g = rows(dy).abs()
+    dx_terms = (g * w).abs().amax(-1, keepdim=True) * rstd
+    y_terms = z.abs().amax(-1, keepdim=True) * rstd * w
+    magnitudes = {
+        "x": dx_terms, "residual": dx_terms, "weight": (g * z.abs() * rstd).sum(0), "bias": g.sum(0)
+    }  # fmt: skip
+
+    assert_no_worse("y", y, y_eager, y_exact.detach(), y_terms.abs().max().item())
+    if total is not None:
+        assert torch.equal(total, total_eager)
+    names = [n for n, p in zip(magnitudes, (x, residual, weight, bias), strict=True) if p is not None]
+    for name, a, b, c in zip(names, got, got_eager, wanted, strict=True):
+        assert_no_worse(f"d{name}", a, b, c, magnitudes[name].max().item())
+
+
+@pytest.mark.parametrize("combination", range(len(COMBINATIONS)))
+@pytest.mark.parametrize("N", WIDTHS)
+def test_against_float64(device, monkeypatch, N, combination) -> None:
+    poison(monkeypatch)
+    check(device, (300 if 16 < N < 128 else 5, N), COMBINATIONS[combination])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("combination", [0, 1, 3, 5, 6])
+@pytest.mark.parametrize("N", GPU_WIDTHS)
+def test_no_worse_than_eager_at_every_width(device, monkeypatch, N, combination) -> None:
+    poison(monkeypatch)
+    check(device, (min(5000, 2**22 // N), N), COMBINATIONS[combination])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("N", [64, 9000])
+def test_any_strides(device, monkeypatch, N, layout) -> None:
+    poison(monkeypatch)
+    check(device, (5, N), COMBINATIONS[3], layout=layout)
+    check(device, (5, N), COMBINATIONS[4], layout=layout)
+
+
+@pytest.mark.parametrize("shape", [(4, 3, 7, 5), (2, 70, 1), (6, 13)])
+@pytest.mark.parametrize("combination", [0, 5])
+def test_multi_dimensional_normalized_shape(device, monkeypatch, shape, combination) -> None:
+    poison(monkeypatch)
+    check(device, shape, COMBINATIONS[combination], ndim=2)
+
+
+def test_expanded_gradients_and_inputs(device) -> None:
+    x = torch.randn(1, 40, device=device, requires_grad=True)
+    weight = torch.randn(40, device=device, requires_grad=True)
+    xs, out = x.expand(6, 40), []
+    for f in (ops.norm, lambda *a: flashproto.rms_norm(a[0], 40, a[2], EPS, impl="reference")):
+        y = f(xs, None, weight, None, 1, EPS, False)
+        out.append((y, *torch.autograd.grad(y.sum(), (x, weight))))
+    for a, b in zip(*out, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("N", [1000, 17000])
+def test_large_mean_and_small_deviation(device, N) -> None:
+    """E[x^2] - E[x]^2 in float32 gives a deviation of 0 to 3 here."""
+    x = torch.randn(4, N, device=device) + 1e4
+    y = ops.norm(x, None, None, None, 1, 0.0, True)
+    wanted = reference.norm(x.double(), [N], None, None, 0.0, centered=True)
+    assert (y.double() - wanted).abs().max() < 4e-3  # the mean itself is rounded to 1e-3
+    assert (y.double().std(-1, correction=0) - 1).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("N", [100, 17000])
+@pytest.mark.parametrize("centered", [True, False])
+def test_nan_stays_in_its_row(device, N, centered) -> None:
+    x = torch.randn(6, N, device=device)
+    x[1, N // 2], x[4, N - 1] = float("nan"), float("inf")
+    y = ops.norm(x, None, None, None, 1, EPS, centered)
+    assert y[1].isnan().all()
+    assert y[4].isnan().any()
+    assert not y[[0, 2, 3, 5]].isnan().any()
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8), (3, 0)])
+def test_no_elements(device, shape) -> None:
+    x = torch.randn(shape, device=device, requires_grad=True)
+    weight = torch.randn(shape[-1], device=device, requires_grad=True)
+    y, total = flashproto.add_layer_norm(x, x, shape[-1], weight, weight, impl="triton")
+    dx, dweight = torch.autograd.grad((y.sum() + total.sum()), (x, weight))
+    assert y.shape == total.shape == dx.shape == shape
+    assert dweight.shape == weight.shape
+    assert not dweight.any()
+
+
+@pytest.mark.parametrize("N", [24, 1000, 17000])
+@pytest.mark.parametrize("centered", [True, False])
+def test_rows_do_not_depend_on_each_other_and_repeat_bitwise(device, N, centered) -> None:
+    M = 37 if N < 5000 else 4
+    x, dy = (torch.randn(M, N, device=device, dtype=bf16) for _ in range(2))
+    weight = torch.randn(N, device=device)
+
+    def run(rows: slice) -> list[Tensor]:
+        xs, w = x[rows].detach().requires_grad_(), weight.detach().requires_grad_()
+        y = ops.norm(xs, None, w, w, 1, EPS, centered)
+        return [y.detach(), *torch.autograd.grad(y, (xs, w), dy[rows])]
+
+    y, dx, dweight = run(slice(None))
+    for _ in range(1 if device == "cpu" else 100):
+        assert all(map(torch.equal, (y, dx, dweight), run(slice(None))))
+    for rows in (slice(0, 1), slice(M // 3, M // 2), slice(M - 1, M)):
+        assert all(map(torch.equal, (y[rows], dx[rows]), run(rows)))
+
+
+def test_only_some_gradients(device) -> None:
+    x, residual = (torch.randn(5, 40, device=device) for _ in range(2))
+    weight, bias = (torch.randn(40, device=device) for _ in range(2))
+    bias.requires_grad_()
+    y, total = ops.norm(x, residual, weight, bias, 1, EPS, True)
+    y.sum().backward()
+    torch.testing.assert_close(bias.grad, torch.full_like(bias, 5.0))
+    residual = residual.to(bf16).requires_grad_()
+    _, total = ops.norm(x, residual, weight, None, 1, EPS, True)  # y is unused
+    dtotal = torch.randn_like(total)
+    (dresidual,) = torch.autograd.grad(total, residual, dtotal)
+    assert torch.equal(dresidual, dtotal.to(bf16))
+
+
+def test_public_functions(device) -> None:
+    x, residual = (torch.randn(5, 4, 10, device=device) for _ in range(2))
+    weight, bias = (torch.randn(4, 10, device=device) for _ in range(2))
+    for f, args in (
+        (flashproto.layer_norm, (x, (4, 10), weight, bias, 1e-3)),
+        (flashproto.rms_norm, (x, (4, 10), weight)),
+        (flashproto.add_layer_norm, (x, residual, (4, 10), weight, bias)),
+        (flashproto.add_rms_norm, (x, residual, 10, None, 1e-6)),
+    ):
+        got = f(*args, impl="triton")
+        torch.testing.assert_close(got, f(*args, impl="reference"))
+        torch.testing.assert_close(got, f(*args, impl="torch"))
+
+
+OP_CASES = [
+    (True, f32, None, f32, f32),
+    (True, bf16, f32, f32, None),
+    (False, f32, f32, None, None),
+    (False, bf16, None, f32, None),
+]
+
+
+@pytest.mark.parametrize("combination", OP_CASES)
+def test_opcheck(device, combination) -> None:
+    centered, *dtypes = combination
+    shapes = ((3, 20), (3, 20), (20,), (20,))
+    tensors = [
+        None if d is None else torch.randn(s, device=device, dtype=d, requires_grad=True)
+        for s, d in zip(shapes, dtypes, strict=True)
+    ]
+    args = (*tensors, 1, EPS, centered)
+    torch.library.opcheck(torch.ops.flashproto.norm.default, args)
+    x = tensors[0].detach()
+    residual_dtype = dtypes[1] or x.dtype
+    rstd = torch.rand(3, device=device)
+    mean = rstd if centered else rstd[:0]
+    weight = None if tensors[2] is None else tensors[2].detach()
+    dtypes = (x.dtype, residual_dtype, x.dtype)
+    args = (x, None, x, weight, mean, rstd, 1, centered, *dtypes, weight is not None, True)
+    torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
+
+
+@pytest.mark.parametrize("combination", OP_CASES)
+def test_compiles_in_one_graph(device, combination) -> None:
+    centered, x_dtype, *others = combination
+    x, residual, weight, bias = (
+        None if d is None else torch.randn(s, device=device, dtype=d, requires_grad=True)
+        for s, d in zip(((6, 40), (6, 40), (40,), (40,)), (x_dtype, *others), strict=True)
+    )
+    name = ("add_" if residual is not None else "") + ("layer_norm" if centered else "rms_norm")
+    f = getattr(flashproto, name)
+    args = (*given(x, residual), 40, weight, *((bias,) if centered else ()), EPS)
+
+    def run(call) -> list[Tensor]:
+        out = call(lambda *a: f(*a, impl="triton"))(*args)
+        out = out if isinstance(out, tuple) else (out,)
+        loss = sum((o.float() ** 2).sum() for o in out)
+        return [*out, *torch.autograd.grad(loss, given(x, residual, weight, bias))]
+
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = run(lambda g: torch.compile(g, fullgraph=True, backend=backend))
+    for a, b in zip(compiled, run(lambda g: g), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_tangents_and_second_derivatives_raise(device) -> None:
+    x, weight = (torch.randn(3, 8, device=device)[i] for i in range(2))
+    x = x[None].requires_grad_()
+
+    def f(x):
+        return flashproto.layer_norm(x, 8, weight, impl="triton")
+
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(f, (x.detach(),), (torch.ones_like(x),))
+    with pytest.raises(RuntimeError):
+        torch.compile(lambda x: torch.func.jvp(f, (x,), (x,)), fullgraph=True, backend="aot_eager")(
+            x.detach()
+        )
+    (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError):
+        dx.sum().backward()
+
+
+def test_works_under_func_grad(device) -> None:
+    x = torch.randn(4, 12, device=device)
+    grads = [
+        torch.func.grad(lambda x, i=impl: flashproto.rms_norm(x, 12, impl=i).pow(3).sum())(x)
+        for impl in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*grads)
+
+
+def test_configurations() -> None:
+    for itemsize in (2, 4):
+        for N in [*range(1, 70), 1000, 4096, 8193, 16384, 16385, 10**6]:
+            for config in (
+                configs.norm_forward(N, itemsize),
+                configs.norm_backward(N, itemsize, True),
+                configs.norm_backward(N, itemsize, False),
+                configs.softmax_forward(N, itemsize),
+                configs.softmax_backward(N, itemsize),
+                configs.logsumexp(N, itemsize),
+            ):
+                for size in (config.rows, config.columns, config.num_warps):
+                    assert size > 0
+                    assert size & (size - 1) == 0
+                assert config.rows == 1 if config.looped else config.columns >= N
+                assert config.rows * config.columns // (32 * config.num_warps) <= 64
+                assert config.num_warps <= 16
+                assert config.programs >= 1
+
+
+# --- on a GPU only -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [2**20, 10**6])
+@pytest.mark.parametrize("combination", [3, 4])
+def test_a_million_columns(device, monkeypatch, N, combination) -> None:
+    poison(monkeypatch)
+    check(device, (9, N), COMBINATIONS[combination])
+
+
+@pytest.mark.gpu
+def test_many_rows(device) -> None:
+    for shape in ((70_000, 8), (300_000, 3), (66_000, 17_000)):
+        x = torch.randn(shape, device=device, dtype=bf16, requires_grad=True)
+        y = ops.norm(x, None, None, None, 1, EPS, False)
+        y.backward(y)
+        tail = x.detach()[-5:].requires_grad_()
+        y_tail = ops.norm(tail, None, None, None, 1, EPS, False)
+        y_tail.backward(y_tail)
+        assert torch.equal(y[-5:], y_tail)
+        assert torch.equal(x.grad[-5:], tail.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [4096, 20_480])
+def test_more_than_2_to_31_elements(device, N) -> None:
+    M = 2**31 // N + 37
+    x = torch.randn(M, N, device=device, dtype=bf16)
+    weight = torch.randn(N, device=device, requires_grad=True)
+
+    def run(x):
+        x = x.detach().requires_grad_()
+        y, total = ops.norm(x, x.detach(), weight, None, 1, EPS, True)
+        (dx,) = torch.autograd.grad((y, total), x, (x.detach(), x.detach()))
+        return y.detach(), total.detach(), dx
+
+    for whole, tail in zip(run(x), run(x[-50:]), strict=True):
+        assert torch.equal(whole[-50:], tail)
+
+
+@pytest.mark.gpu
+def test_second_stream(device) -> None:
+    x = torch.randn(4096, 4096, device=device, dtype=bf16)
+    weight = torch.randn(4096, device=device, requires_grad=True)
+    wanted = ops.norm(x, None, weight, None, 1, EPS, False)
+    stream = torch.cuda.Stream()
+    late = torch.empty_like(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)
+        late.copy_(x)
+        y = ops.norm(late, None, weight, None, 1, EPS, False)
+    stream.synchronize()
+    assert torch.equal(y, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [768, 20_480])
+def test_cuda_graph(device, N) -> None:
+    x, residual = (torch.randn(64, N, device=device, dtype=bf16, requires_grad=True) for _ in range(2))
+    weight = torch.randn(N, device=device, requires_grad=True)
+    inputs = (x, residual, weight)
+
+    def run():
+        out = ops.norm(x, residual, weight, None, 1, EPS, True)
+        return [*out, *torch.autograd.grad(out, inputs, out)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    with torch.no_grad():
+        for t in inputs:
+            t.normal_()
+    graph.replay()
+    assert all(map(torch.equal, captured, run()))

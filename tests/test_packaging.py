@@ -1,0 +1,153 @@
+"""What an installation holds, and that the folder kernels/ gets in nobody's way."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
+
+
+def python(*arguments: str, cwd: Path, path: str = "") -> str:
+    """Run Python in `cwd` with PYTHONPATH set to `path`; its output."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = path
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def build(kind: str, source: Path) -> Path:
+    return source / "dist" / python("-c", BUILD, f"build_{kind}", cwd=source).splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the source tree, so that building leaves nothing behind in it."""
+    target = tmp_path_factory.mktemp("source") / "tree"
+    target.mkdir()
+    for name in ("flashproto", "kernels", "tests", "examples"):
+        skip = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt"):
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+@pytest.fixture(scope="module")
+def sdist(source: Path) -> Path:
+    return build("sdist", source)
+
+
+@pytest.fixture(scope="module")
+def wheel_of_sdist(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sdist")
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder, filter="data")
+    return build("wheel", next(folder.iterdir()))
+
+
+def package_files(source: Path) -> set[str]:
+    """Every source file of the package, device code included, as paths inside an installation."""
+    found = {"flashproto/py.typed"}
+    for folder, inside in (("flashproto", "flashproto"), ("kernels", "flashproto/kernels")):
+        root = source / folder
+        found |= {f"{inside}/{p.relative_to(root)}" for p in root.rglob("*.py")}
+    return found
+
+
+def wheel_files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    return {name for name in names if ".dist-info/" not in name}
+
+
+def test_wheel_holds_the_package_and_nothing_else(source: Path) -> None:
+    assert wheel_files(build("wheel", source)) == package_files(source)
+
+
+def test_wheel_of_sdist_is_the_same(wheel_of_sdist: Path, source: Path) -> None:
+    assert wheel_files(wheel_of_sdist) == package_files(source)
+
+
+def test_sdist_holds_tests_and_examples(sdist: Path, source: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
+    assert package_files(source) <= names
+    assert {"tests/conftest.py", "examples/time_layers.py", "LICENSE", "constraints.txt"} <= names
+
+
+def test_installed_wheel_imports_from_anywhere(wheel_of_sdist: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site),
+           str(wheel_of_sdist), cwd=tmp_path)  # fmt: skip
+    code = (
+        "import flashproto, flashproto.nn, flashproto.kernels.online_softmax as k, torch;"
+        "print(flashproto.softmax(torch.zeros(4)).tolist());"
+        "print(flashproto.__file__); print(k.__file__)"
+    )
+    values, *files = python("-c", code, cwd=tmp_path, path=str(site)).splitlines()
+    assert values == "[0.25, 0.25, 0.25, 0.25]"
+    assert all(Path(file).is_relative_to(site) for file in files)
+
+
+def test_kernels_is_a_relative_symlink_without_init() -> None:
+    link = ROOT / "flashproto" / "kernels"
+    if not link.is_symlink():
+        pytest.skip("not a checkout: a source archive holds the files themselves")
+    assert os.readlink(link) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_installed_package_named_kernels_wins(tmp_path: Path) -> None:
+    package = tmp_path / "kernels"
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'the installed one'\n")
+    code = "import kernels, flashproto; print(kernels.NAME)"
+    assert python("-c", code, cwd=ROOT, path=str(tmp_path)) == "the installed one"
+
+
+def test_transformers_loads_llama_from_the_root(tmp_path: Path) -> None:
+    for name in ("transformers", "kernels"):
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            pytest.skip(f"{name} is not installed")
+    code = """
+import kernels, torch, flashproto
+from transformers import LlamaConfig, LlamaForCausalLM
+assert kernels.__file__, "the folder was imported instead of the package"
+config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                     num_attention_heads=4, num_key_value_heads=2)
+import sys
+LlamaForCausalLM(config).save_pretrained(sys.argv[1])
+model = LlamaForCausalLM.from_pretrained(sys.argv[1])
+print(tuple(model(torch.zeros(1, 5, dtype=torch.long)).logits.shape))
+"""
+    assert python("-c", code, str(tmp_path), cwd=ROOT).splitlines()[-1] == "(1, 5, 64)"
+
+
+def test_import_takes_under_one_and_a_half_times_torch(tmp_path: Path) -> None:
+    def seconds(module: str) -> float:
+        """Processor time of a fresh import, which other processes hardly disturb; best of three."""
+        times = []
+        for _ in range(3):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            python("-c", f"import {module}", cwd=tmp_path, path=str(ROOT))
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(times)
+
+    assert seconds("flashproto") < 1.5 * seconds("torch")
