@@ -27,7 +27,7 @@ MIN_CAPABILITY = (8, 0)
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str]] = set()
-_default: str | None = None
+_default: str | None = os.environ.get("FLASHPROTO_IMPL") or None
 
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -55,10 +55,10 @@ def get_default() -> str | None:
     return _default
 
 
-def _check_name(impl: str | None) -> None:
+def _check_name(impl: str | None, source: str = "impl") -> None:
     if impl is not None and impl not in BACKENDS:
         raise ValueError(
-            f"impl (or FLASHPROTO_IMPL) is {impl!r}; it takes one of "
+            f"{source} is {impl!r}; it takes one of "
             f"{', '.join(map(repr, BACKENDS))} or None. Pass impl=None to let flashproto choose."
         )
 
@@ -125,5 +125,4 @@ def _log_once(operator: str, backend: str, device_type: str, automatic: bool) ->
         _log.info("%s runs on backend %r for %s tensors (%s)", operator, backend, device_type, how)
 
 
-if os.environ.get("FLASHPROTO_IMPL"):
-    set_default(os.environ["FLASHPROTO_IMPL"])
+_check_name(_default, "FLASHPROTO_IMPL")

@@ -38,8 +38,9 @@ def shift_of(m):
 def exponentials(x, shift, scale, EXACT: tl.constexpr):
     """2^(scale * (x - shift)).
 
-    EXACT subtracts first: no cancellation when |x| is large, as a plain softmax needs.  Otherwise
-    scale * x - scale * shift becomes one fused multiply-add, as attention wants.
+    EXACT subtracts first: no cancellation when |x| is large, as a plain softmax needs, and exactly 1
+    where x is the shift, as the weights of a merge need.  Otherwise scale * x - scale * shift becomes
+    one fused multiply-add, as attention wants for its tiles.
     """
     if EXACT:
         return tl.exp2((x - shift) * scale)
@@ -63,17 +64,17 @@ def online_softmax_update(m, l, x, scale, EXACT: tl.constexpr = False):
     m_new = tl.maximum(m, tl.max(x, 1))
     shift = shift_of(m_new)
     p = exponentials(x, shift[:, None], scale, EXACT)
-    alpha = exponentials(m, shift, scale, EXACT)
+    alpha = exponentials(m, shift, scale, True)
     return m_new, l * alpha + tl.sum(p, 1), p, alpha
 
 
 @triton.jit
-def online_softmax_merge(m1, l1, m2, l2, scale, EXACT: tl.constexpr = False):
+def online_softmax_merge(m1, l1, m2, l2, scale):
     """Join two states.  Returns (m, l, w1, w2); payloads combine as w1 * a1 + w2 * a2."""
     m = tl.maximum(m1, m2)
     shift = shift_of(m)
-    w1 = exponentials(m1, shift, scale, EXACT)
-    w2 = exponentials(m2, shift, scale, EXACT)
+    w1 = exponentials(m1, shift, scale, True)
+    w2 = exponentials(m2, shift, scale, True)
     return m, l1 * w1 + l2 * w2, w1, w2
 
 

@@ -67,11 +67,11 @@ def softmax_update_kernel(
 
 
 @triton.jit
-def softmax_merge_kernel(a_ptr, b_ptr, out_ptr, weights_ptr, R: tl.constexpr, EXACT: tl.constexpr):
+def softmax_merge_kernel(a_ptr, b_ptr, out_ptr, weights_ptr, R: tl.constexpr):
     row = tl.arange(0, R)
     m, l, w1, w2 = online_softmax_merge(
         tl.load(a_ptr + row), tl.load(a_ptr + R + row),
-        tl.load(b_ptr + row), tl.load(b_ptr + R + row), LOG2E, EXACT,
+        tl.load(b_ptr + row), tl.load(b_ptr + R + row), LOG2E,
     )  # fmt: skip
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + R + row, l)
@@ -142,7 +142,7 @@ class Softmax:
 
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         out, self.weights = torch.empty_like(a), torch.empty_like(a)
-        softmax_merge_kernel[(1,)](a, b, out, self.weights, R=R, EXACT=self.exact)
+        softmax_merge_kernel[(1,)](a, b, out, self.weights, R=R)
         return out
 
     def finish(self, state: Tensor) -> tuple[Tensor, Tensor]:

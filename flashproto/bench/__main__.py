@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 
 from .. import backends
 from ..env import environment, render
@@ -142,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         site.addsitedir(str(options.peers_path))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # A graph that is kept for several backward passes cannot give its buffers away.
-    torch._functorch.config.donated_buffer = False
+    functorch_config.donated_buffer = False
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     print(render(environment()), "\n")
     if device.type != "cuda":
