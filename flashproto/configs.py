@@ -20,6 +20,7 @@ class RowConfig:
     looped: rows are wider than a tile and looped over, one row a program.
     stages: depth of the pipeline over the tiles of one program, where it takes several.
     programs: programs a multiprocessor, where each takes several tiles.
+    max_registers: a cap for the compiler, where room for one more program a multiprocessor pays.
     """
 
     rows: int
@@ -28,6 +29,7 @@ class RowConfig:
     looped: bool = False
     stages: int = 1
     programs: int = 1
+    max_registers: int | None = None
 
 
 def power_of_two(n: int) -> int:
@@ -53,9 +55,13 @@ def _row_tile(
     return RowConfig(rows, columns, min(max(rows * columns // per_warp, 1), most_warps))
 
 
-def norm_forward(N: int, itemsize: int) -> RowConfig:
-    """Forward of the norms: x, and weight and bias beside it."""
-    return _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
+def norm_forward(N: int, itemsize: int, residual: bool) -> RowConfig:
+    """Forward of the norms: x, perhaps a residual, and weight and bias beside it."""
+    tile = _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
+    if tile == RowConfig(1, 8192, 8) and not residual:
+        # LayerNorm would take 71 registers: three programs a multiprocessor, not four.
+        return replace(tile, max_registers=64)
+    return tile
 
 
 def norm_backward(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
@@ -140,7 +146,7 @@ def _family(capability: tuple[int, int]) -> str:
 # (block_m, block_n, num_warps, num_stages) by padded head_dim.
 _HALF = {
     ("forward", "ampere"): {
-        16: (128, 64, 4, 3),
+        16: (64, 64, 4, 2),
         32: (64, 64, 4, 3),
         64: (128, 64, 4, 3),
         128: (128, 32, 8, 3),
@@ -149,7 +155,7 @@ _HALF = {
     ("forward", "hopper"): {
         16: (128, 64, 4, 3),
         32: (128, 64, 4, 3),
-        64: (128, 64, 8, 3),
+        64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
     },
@@ -164,7 +170,7 @@ _HALF = {
         16: (64, 64, 4, 2),
         32: (64, 64, 4, 2),
         64: (32, 64, 4, 2),
-        128: (64, 32, 4, 2),
+        128: (64, 64, 8, 2),
         256: (32, 64, 8, 2),
     },
     ("keys", "hopper"): {
@@ -215,8 +221,8 @@ _FLOAT32 = {
     "keys": {
         16: (16, 32, 4, 2),
         32: (16, 32, 4, 2),
-        64: (32, 16, 8, 2),
-        128: (16, 16, 8, 1),
+        64: (32, 32, 8, 2),
+        128: (16, 16, 8, 2),
         256: (16, 16, 8, 1),
     },
     "queries": {
@@ -252,10 +258,15 @@ def attention_forward(
 
 
 def attention_backward(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, causal: bool
 ) -> tuple[AttentionConfig, AttentionConfig]:
     """Backward: the kernel of dK and dV, and that of dQ."""
-    return (
-        _attention("keys", capability, itemsize, head_dim, head_dim_v),
-        _attention("queries", capability, itemsize, head_dim, head_dim_v),
-    )
+    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    if causal and keys == AttentionConfig(64, 128, 8, 3):
+        # The diagonal takes the registers of the third stage, and padding those of half the tile.
+        padded = head_dim != D or head_dim_v != Dv
+        keys = AttentionConfig(32, 128, 8, 3) if padded else AttentionConfig(64, 128, 8, 2)
+    if D != Dv and keys == AttentionConfig(64, 64, 8, 2):
+        keys = AttentionConfig(32, 64, 4, 2)
+    return keys, _attention("queries", capability, itemsize, head_dim, head_dim_v)

@@ -74,10 +74,11 @@ def attention_backward_keys_kernel(
 ):  # fmt: skip
     """Program: dK and dV of one tile of BLOCK_N keys of one key head.
 
-    One loop runs over the query heads of the group and their query tiles; it counts them and does not
-    divide them out of one index, which is what fits the registers.  Scores are held transposed,
-    [BN, BM], so that P^T and dS^T are left operands as they stand.  Queries past Sq have lse2 = +inf;
-    keys past Sk need no mask: what they compute lands in rows that are not stored.
+    One loop runs over the query heads of the group and their query tiles.  Scores are held transposed,
+    [BN, BM], so that P^T and dS^T are left operands as they stand.  Queries past Sq have lse2 = +inf.
+    This kernel lives at the edge of its registers (dK and dV alone take 128 at head_dim 128): the order
+    of its lines, the mask on every tile and the clamped loads are what Triton 3.6 and 3.9 compile
+    without spilling, pipelined.
     """
     n_tiles = tl.cdiv(Sk, BLOCK_N)
     head = tl.program_id(0) // n_tiles
@@ -92,31 +93,30 @@ def attention_backward_keys_kernel(
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     begin, end = query_tiles(j0, Sq, offset, BLOCK_M, CAUSAL)
-    hq = h * GROUP
-    i0 = begin * BLOCK_M
+    visits = end - begin
 
-    for _ in range(GROUP * (end - begin)):
-        i = i0 + tl.arange(0, BLOCK_M)
-        row = (b * Hq + hq) * Sq
+    for visit in range(GROUP * visits):
+        member = visit // visits
+        hq = h * GROUP + member
+        i0 = (begin + visit - member * visits) * BLOCK_M
         q_base = q_ptr + b * stride_qb + hq * stride_qh
         dout_base = dout_ptr + b * stride_gb + hq * stride_gh
+        row = (b * Hq + hq) * Sq
+        i = i0 + tl.arange(0, BLOCK_M)
+        j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
+        dout = load_tile_clamped(
+            dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE
+        )  # fmt: skip
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         p = probabilities(s, lse2[None, :], scale)
-        if CAUSAL:
-            j = j0 + tl.arange(0, BLOCK_N)
-            p = tl.where(visible(i[None, :], j[:, None], Sk, offset, CAUSAL), p, 0.0)
-        dout = load_tile_clamped(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
+        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, CAUSAL), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         dv = dot(rounded(p, dout.dtype), dout, dv, TF32)
         delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
         ds = score_gradient(p, dp, delta[None, :])
         dk = dot(rounded(ds, q.dtype), q, dk, TF32)
-        i0 += BLOCK_M
-        if i0 >= Sq:
-            i0 = begin * BLOCK_M
-            hq += 1
 
     dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
     dv_base = dv_ptr + b * stride_dvb + h * stride_dvh

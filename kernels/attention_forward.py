@@ -40,17 +40,22 @@ def attend_to_tiles(
         k = load_tile(
             k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE
         )  # [BN, D]
-        # V before S: where loads are not pipelined (unaligned tensors), K and V would else share one
-        # buffer in turns, and ptxas 12.8 confuses the wgmma descriptors of its two swizzles.
-        v = load_tile(
-            v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
-        )  # [BN, DV]
+        if BLOCK_D != BLOCK_DV:
+            # Where loads are not pipelined (unaligned tensors), K and V would share one buffer in
+            # turns, and ptxas 12.8 confuses the wgmma descriptors of its two swizzles.
+            v = load_tile(
+                v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
+            )  # [BN, DV]
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
         if MASKED:
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             s = tl.where(visible(i, j, Sk, offset, CAUSAL), s, -float("inf"))
         m, l, p, alpha = online_softmax_update(m, l, s, scale, EXACT)
+        if BLOCK_D == BLOCK_DV:
+            v = load_tile(
+                v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
+            )  # [BN, DV]
         acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None], TF32)
     return m, l, acc
 

@@ -16,6 +16,7 @@ class Case:
     constexprs: values of every tl.constexpr argument.
     divisible_by_16: arguments that are multiples of 16 (pointers: 16-byte aligned), as at run time.
     num_warps, num_stages: launch options.
+    max_registers: the cap that the launch sets, if any.
     max_stack: bytes of stack allowed per thread; ptxas puts register spills there, so 0 means none.
     """
 
@@ -27,3 +28,4 @@ class Case:
     num_warps: int = 4
     num_stages: int = 2
     max_stack: int = 0
+    max_registers: int | None = None

@@ -55,7 +55,7 @@ def attention_cases(arch: int) -> Iterator[Case]:
                 }  # fmt: skip
                 max_stack = 0 if max(D, Dv) <= 128 else 65536
                 forward = configs.attention_forward(capability, itemsize, D, Dv)
-                keys, queries = configs.attention_backward(capability, itemsize, D, Dv)
+                keys, queries = configs.attention_backward(capability, itemsize, D, Dv, causal)
                 for kernel, stem, config, extra in (
                     (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
                     (attention_backward_keys_kernel, "keys", keys, {}),

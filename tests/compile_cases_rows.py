@@ -28,13 +28,16 @@ def case(
     signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
     constexprs = missing | constexprs | {n: tile[n] for n in tile if n in names}
     aligned = tuple(n for n in signature if n not in ("M", "P", "eps"))
-    return Case(name, kernel, signature, constexprs, aligned, config.num_warps)
+    return Case(
+        name, kernel, signature, constexprs, aligned, config.num_warps,
+        max_registers=config.max_registers,
+    )  # fmt: skip
 
 
 def norm_forward(
     name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = ""
 ) -> Case:
-    config = configs.norm_forward(N, ITEMSIZE[residual or x])
+    config = configs.norm_forward(N, ITEMSIZE[residual or x], bool(residual))
     kernel = norm.norm_forward_looped_kernel if config.looped else norm.norm_forward_kernel
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -74,6 +77,8 @@ def norm_cases() -> list[Case]:
         norm_forward("layer-narrow", NARROW, "*bf16", True, "*bf16"),
         norm_forward("rms-2048", 2048, "*bf16", False, "*bf16"),
         norm_forward("rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
+        norm_forward("layer-8192", 8192, "*bf16", True, "*bf16"),
+        norm_forward("layer-8192-add", 8192, "*bf16", True, "*fp32", "*bf16"),
         norm_forward("layer-widest", WIDEST_FORWARD, "*bf16", True, "*bf16"),
         norm_forward("layer-widest-fp32-add", WIDEST_FORWARD, "*fp32", True, "*fp32", "*fp32"),
         norm_forward("layer-looped-add", LOOPED, "*fp16", True, "*fp32", "*fp16"),

@@ -55,7 +55,11 @@ def compile_case(case: Case, arch: int) -> Any:
         constexprs=case.constexprs,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
     )
-    options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
+    options = {
+        "num_warps": case.num_warps,
+        "num_stages": case.num_stages,
+        "maxnreg": case.max_registers,
+    }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 

@@ -246,7 +246,7 @@ def test_cuda_graph() -> None:
 def test_configurations_fit(capability, itemsize: int, D: int, Dv: int) -> None:
     budget = configs.shared_bytes(capability)
     forward = configs.attention_forward(capability, itemsize, D, Dv)
-    keys, queries = configs.attention_backward(capability, itemsize, D, Dv)
+    keys, queries = configs.attention_backward(capability, itemsize, D, Dv, causal=True)
     for config in (forward, keys, queries):
         assert min(config.block_m, config.block_n) >= 16
         assert config.num_stages >= 1 and config.num_warps in (4, 8)

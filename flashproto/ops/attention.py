@@ -117,7 +117,7 @@ def attention_backward(
     dout = dout.to(q.dtype)
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     arguments = kernel_arguments(q, k, v, causal)
-    keys, queries = configs.attention_backward(capability(q.device), q.dtype.itemsize, D, Dv)
+    keys, queries = configs.attention_backward(capability(q.device), q.dtype.itemsize, D, Dv, causal)
     sizes = (Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, scale)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, *gradients)

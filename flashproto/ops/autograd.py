@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
@@ -36,7 +38,9 @@ def refuse_tangents(op: torch.library.CustomOpDef) -> None:
             raise NotImplementedError(NO_TANGENT)
         return differentiate(keyset, *args, **kwargs)
 
-    op._lib.impl(op._name, autograd, "Autograd", with_keyset=True, allow_override=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the override is meant
+        op._lib.impl(op._name, autograd, "Autograd", with_keyset=True, allow_override=True)
 
 
 def _has_tangent(x: object) -> bool:

@@ -88,14 +88,16 @@ def norm_forward(
         y, None if residual is None else total, mean if centered else None, rstd,
         x.stride(0), 0 if residual is None else residual.stride(0), M, N, eps, centered,
     )  # fmt: skip
-    config = configs.norm_forward(N, (x if residual is None else total).element_size())
+    itemsize = (x if residual is None else total).element_size()
+    config = configs.norm_forward(N, itemsize, residual is not None)
     with on_device(x.device):
         if config.looped:
             norm_forward_looped_kernel[(M,)](*arguments, C=config.columns, num_warps=config.num_warps)
         else:
             norm_forward_kernel[(triton.cdiv(M, config.rows),)](
-                *arguments, R=config.rows, C=config.columns, num_warps=config.num_warps
-            )
+                *arguments, R=config.rows, C=config.columns, num_warps=config.num_warps,
+                maxnreg=config.max_registers,
+            )  # fmt: skip
     return y, total, mean, rstd
 
 
