@@ -55,10 +55,10 @@ def _row_tile(
     return RowConfig(rows, columns, min(max(rows * columns // per_warp, 1), most_warps))
 
 
-def norm_forward(N: int, itemsize: int, residual: bool) -> RowConfig:
+def norm_forward(N: int, itemsize: int, residual: bool, capability: tuple[int, int]) -> RowConfig:
     """Forward of the norms: x, perhaps a residual, and weight and bias beside it."""
     tile = _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
-    if tile == RowConfig(1, 8192, 8) and not residual:
+    if tile == RowConfig(1, 8192, 8) and not residual and capability[0] == 9:
         # LayerNorm would take 71 registers: three programs a multiprocessor, not four.
         return replace(tile, max_registers=64)
     return tile
@@ -267,6 +267,6 @@ def attention_backward(
         # The diagonal takes the registers of the third stage, and padding those of half the tile.
         padded = head_dim != D or head_dim_v != Dv
         keys = AttentionConfig(32, 128, 8, 3) if padded else AttentionConfig(64, 128, 8, 2)
-    if D != Dv and keys == AttentionConfig(64, 64, 8, 2):
+    if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
         keys = AttentionConfig(32, 64, 4, 2)
     return keys, _attention("queries", capability, itemsize, head_dim, head_dim_v)

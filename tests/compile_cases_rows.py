@@ -35,9 +35,9 @@ def case(
 
 
 def norm_forward(
-    name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = ""
+    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = ""
 ) -> Case:
-    config = configs.norm_forward(N, ITEMSIZE[residual or x], bool(residual))
+    config = configs.norm_forward(N, ITEMSIZE[residual or x], bool(residual), divmod(arch, 10))
     kernel = norm.norm_forward_looped_kernel if config.looped else norm.norm_forward_kernel
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -66,7 +66,7 @@ def norm_backward(
     return case(name, kernel, pointers, {"CENTERED": centered}, config)
 
 
-def norm_cases() -> list[Case]:
+def norm_cases(arch: int) -> list[Case]:
     sums = dict.fromkeys(
         ("dweight_partial_ptr", "dbias_partial_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"
     )
@@ -74,15 +74,15 @@ def norm_cases() -> list[Case]:
         ("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"
     )
     return [
-        norm_forward("layer-narrow", NARROW, "*bf16", True, "*bf16"),
-        norm_forward("rms-2048", 2048, "*bf16", False, "*bf16"),
-        norm_forward("rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
-        norm_forward("layer-8192", 8192, "*bf16", True, "*bf16"),
-        norm_forward("layer-8192-add", 8192, "*bf16", True, "*fp32", "*bf16"),
-        norm_forward("layer-widest", WIDEST_FORWARD, "*bf16", True, "*bf16"),
-        norm_forward("layer-widest-fp32-add", WIDEST_FORWARD, "*fp32", True, "*fp32", "*fp32"),
-        norm_forward("layer-looped-add", LOOPED, "*fp16", True, "*fp32", "*fp16"),
-        norm_forward("rms-looped", LOOPED, "*fp32", False),
+        norm_forward(arch, "layer-narrow", NARROW, "*bf16", True, "*bf16"),
+        norm_forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16"),
+        norm_forward(arch, "rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
+        norm_forward(arch, "layer-8192", 8192, "*bf16", True, "*bf16"),
+        norm_forward(arch, "layer-8192-add", 8192, "*bf16", True, "*fp32", "*bf16"),
+        norm_forward(arch, "layer-widest", WIDEST_FORWARD, "*bf16", True, "*bf16"),
+        norm_forward(arch, "layer-widest-fp32-add", WIDEST_FORWARD, "*fp32", True, "*fp32", "*fp32"),
+        norm_forward(arch, "layer-looped-add", LOOPED, "*fp16", True, "*fp32", "*fp16"),
+        norm_forward(arch, "rms-looped", LOOPED, "*fp32", False),
         norm_backward("layer-narrow-backward", NARROW, "*bf16", True, "*fp32"),
         norm_backward("rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
         norm_backward("layer-widest-backward", WIDEST_BACKWARD, "*bf16", True, "*bf16"),

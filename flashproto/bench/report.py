@@ -22,7 +22,12 @@ Cells = dict[str, dict[str, Any]]
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """The git commit of this source tree and whether it has changes; None outside a checkout."""
+    """The git commit of this source tree and whether it has changes.
+
+    A copy of the tree without its history says so in FLASHPROTO_COMMIT, whose word is taken; None
+    where neither is there.
+    """
+    unknown = os.environ.get("FLASHPROTO_COMMIT"), None
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
@@ -31,10 +36,10 @@ def commit() -> tuple[str | None, bool | None]:
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != root:
-            return None, None
+            return unknown
         return git("rev-parse", "HEAD"), bool(git("status", "--porcelain"))
     except (OSError, subprocess.CalledProcessError):
-        return None, None
+        return unknown
 
 
 def describe_run(ceilings: dict[str, Any], protocol: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ..kernels.norm import (
     norm_weight_gradient_kernel,
 )
 from .autograd import FirstDerivative, refuse_tangents, use_op
-from .launch import multiprocessors, on_device
+from .launch import capability, multiprocessors, on_device
 from .rows import as_rows
 
 
@@ -89,7 +89,7 @@ def norm_forward(
         x.stride(0), 0 if residual is None else residual.stride(0), M, N, eps, centered,
     )  # fmt: skip
     itemsize = (x if residual is None else total).element_size()
-    config = configs.norm_forward(N, itemsize, residual is not None)
+    config = configs.norm_forward(N, itemsize, residual is not None, capability(x.device))
     with on_device(x.device):
         if config.looped:
             norm_forward_looped_kernel[(M,)](*arguments, C=config.columns, num_warps=config.num_warps)
