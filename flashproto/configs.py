@@ -264,9 +264,11 @@ def attention_backward(
     keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if causal and keys == AttentionConfig(64, 128, 8, 3):
-        # The diagonal takes the registers of the third stage, and padding those of half the tile.
+        # The diagonal takes the registers of the third stage, and on Hopper padding takes those of half
+        # the tile.
         padded = head_dim != D or head_dim_v != Dv
-        keys = AttentionConfig(32, 128, 8, 3) if padded else AttentionConfig(64, 128, 8, 2)
+        half = padded and _family(capability) == "hopper"
+        keys = AttentionConfig(32, 128, 8, 3) if half else AttentionConfig(64, 128, 8, 2)
     if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
         keys = AttentionConfig(32, 64, 4, 2)
     return keys, _attention("queries", capability, itemsize, head_dim, head_dim_v)
