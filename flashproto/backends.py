@@ -12,6 +12,8 @@ reason against it.  Nothing falls back silently.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import importlib.util
 import logging
 import os
@@ -24,6 +26,7 @@ BACKENDS = ("hopper", "triton", "torch", "reference")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MIN_CAPABILITY = (8, 0)
+HOPPER_CAPABILITY = (9, 0)
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str]] = set()
@@ -68,10 +71,10 @@ def device_reasons(backend: str, device: torch.device) -> tuple[str, ...]:
     """Why `backend` can run nothing at all on `device`; empty where it can."""
     if backend in ("torch", "reference"):
         return ()
-    if backend == "hopper":
-        return ("the Hopper kernels are not part of this version",)
     if not HAS_TRITON:
         return ("the package triton is not installed (pip install triton; Linux only)",)
+    if backend == "hopper":
+        return _hopper_device_reasons(device)
     if device.type == "cpu":
         if INTERPRETED:
             return ()
@@ -86,6 +89,27 @@ def device_reasons(backend: str, device: torch.device) -> tuple[str, ...]:
     capability = torch.cuda.get_device_capability(device)
     if capability < MIN_CAPABILITY:
         return (f"compute capability is {capability[0]}.{capability[1]}; the kernels need 8.0",)
+    return ()
+
+
+def _hopper_device_reasons(device: torch.device) -> tuple[str, ...]:
+    if device.type != "cuda" or torch.version.hip is not None:
+        where = device.type if torch.version.hip is None else "rocm"
+        return (f"the tensors are on {where!r}; the kernels take cuda, of compute capability 9.0",)
+    capability = torch.cuda.get_device_capability(device)
+    if capability != HOPPER_CAPABILITY:
+        return (f"compute capability is {capability[0]}.{capability[1]}; the kernels take 9.0 alone",)
+    if INTERPRETED:
+        return ("TRITON_INTERPRET is 1, and the interpreter does not run Gluon",)
+    return _gluon_reasons()
+
+
+@functools.cache
+def _gluon_reasons() -> tuple[str, ...]:
+    try:
+        importlib.import_module("flashproto.kernels.hopper.gluon_names")
+    except (ImportError, AttributeError) as missing:
+        return (f"this version of triton lacks what the kernels need of Gluon ({missing})",)
     return ()
 
 

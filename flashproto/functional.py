@@ -96,17 +96,19 @@ def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
     """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None)."""
     check_scale(operator, scale)
     backend = backends.choose(
-        operator, impl, q.device, lambda b: _attention_reasons(b, q, v, causal, offset, return_lse)
+        operator, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
     )
     if backend == "torch":
         return _torch_attention(q, k, v, causal, scale), None
     if backend == "reference":
         return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    return attention_op.attention(q, k, v, causal, offset, scale)
+    return attention_op.attention(q, k, v, causal, offset, scale, backend)
 
 
-def _attention_reasons(backend, q, v, causal, offset, return_lse) -> list[str]:
+def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str]:
+    if backend == "hopper":
+        return _hopper_attention_reasons(q, k, v)
     reasons = []
     if backend == "torch":
         if return_lse:
@@ -122,6 +124,40 @@ def _attention_reasons(backend, q, v, causal, offset, return_lse) -> list[str]:
             reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
         if max(q.shape[3], v.shape[3]) > 256:
             reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
+    return reasons
+
+
+def _hopper_attention_reasons(q, k, v) -> list[str]:
+    """What TMA and the tiles of kernels/hopper do not take."""
+    reasons = []
+    D, Dv = q.shape[3], v.shape[3]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return [f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"]
+    if Dv != D:
+        reasons.append(f"q and k have head_dim {D} and v has {Dv}; the kernels take one for all")
+    if D > 256 or D % 8:
+        reasons.append(f"head_dim is {D}; the kernels take multiples of 8 up to 256")
+    if q.numel() == 0 or k.numel() == 0:
+        reasons.append("q or k is empty")
+    if k.shape[1] * D >= 2**25:
+        reasons.append(f"{k.shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            reasons.append(f"{name}'s last dimension has stride {x.stride(3)}; TMA takes 1")
+        for dim in range(3):
+            stride = x.stride(dim)
+            if x.shape[dim] > 1 and (stride <= 0 or stride % 8 or stride >= 2**39):
+                reasons.append(
+                    f"{name}'s stride {stride} of dimension {dim} is no positive multiple of 8 "
+                    "elements (16 bytes) below 2^39; TMA takes no other"
+                )
+        if x.storage_offset() % 8:
+            reasons.append(f"{name} does not start at a multiple of 16 bytes, as TMA wants")
+    if torch.are_deterministic_algorithms_enabled():
+        reasons.append(
+            "torch.use_deterministic_algorithms is on, and this backend's backward sums dQ in no "
+            "fixed order"
+        )
     return reasons
 
 

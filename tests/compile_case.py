@@ -18,6 +18,7 @@ class Case:
     num_warps, num_stages: launch options.
     max_registers: the cap that the launch sets, if any.
     max_stack: bytes of stack allowed per thread; ptxas puts register spills there, so 0 means none.
+    hgmma: whether the code has to hold wgmma instructions, which ptxas must not have serialised.
     """
 
     name: str
@@ -29,3 +30,4 @@ class Case:
     num_stages: int = 2
     max_stack: int = 0
     max_registers: int | None = None
+    hgmma: bool = False

@@ -5,7 +5,8 @@
 
 Runs in a process of its own, since kernels are either interpreted or compiled for a whole process.
 Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
-program), max_stack, with --sass the number of HGMMA (wgmma) instructions, or else "error".
+program), max_stack, with --sass the number of HGMMA (wgmma) instructions, for cases that want these
+also the warnings that they were serialised, or else "error".
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from compile_case import Case
 
 FAMILIES = {
     "selftest": "compile_cases_selftest.selftest_cases",
+    "hopper": "compile_cases_hopper.hopper_cases",
     "attention": "compile_cases_attention.attention_cases",
     "norm": "compile_cases_rows.norm_cases",
     "softmax": "compile_cases_rows.softmax_cases",
@@ -43,16 +45,18 @@ def compile_case(case: Case, arch: int) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
     unknown = {*case.signature, *case.constexprs, *case.divisible_by_16} - set(names)
     missing = set(names) - {*case.signature, *case.constexprs}
     if unknown or missing:
         raise ValueError(f"unknown arguments {sorted(unknown)}, missing arguments {sorted(missing)}")
-    source = ASTSource(
+    make_source = GluonASTSource if case.kernel.is_gluon() else ASTSource
+    source = make_source(
         fn=case.kernel,
         signature={name: case.signature.get(name, "constexpr") for name in names},
-        constexprs=case.constexprs,
+        constexprs={(names.index(name),): value for name, value in case.constexprs.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
     )
     options = {
@@ -82,11 +86,25 @@ def resources(cubin: bytes, sass: bool) -> dict[str, int]:
     return result
 
 
+def serialised(ptx: str) -> list[str]:
+    """The codes of ptxas's warnings that it makes wgmmas wait for one another (C7510 and others)."""
+    from triton import knobs
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+    return sorted(set(re.findall(r"C75\d\d", said.stdout + said.stderr)))
+
+
 def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {"name": case.name, "max_stack": case.max_stack}
+    line: dict[str, Any] = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
     try:
         kernel = compile_case(case, arch)
-        line |= resources(kernel.asm["cubin"], sass)
+        line |= resources(kernel.asm["cubin"], sass or case.hgmma)
+        if case.hgmma:
+            line["serialised"] = serialised(kernel.asm["ptx"])
         line["shared"] = kernel.metadata.shared
     except Exception as error:
         line["error"] = f"{type(error).__name__}: {error}"

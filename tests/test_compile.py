@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 ARCHES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
-SHARDS = {"attention": 4, "norm": 1, "softmax": 1}
+SHARDS = {"hopper": 2, "attention": 4, "norm": 1, "softmax": 1}
 WORKER = Path(__file__).with_name("compile_worker.py")
 
 
@@ -41,6 +41,10 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
         found.append(f"{line['name']}: stack of {line['stack']} bytes, allowed {line['max_stack']}")
     if line["shared"] > SHARED_LIMIT[arch]:
         found.append(f"{line['name']}: {line['shared']} bytes of shared memory")
+    if line["wants_hgmma"] and not line["hgmma"]:
+        found.append(f"{line['name']}: no wgmma")
+    if line["wants_hgmma"] and line["serialised"]:
+        found.append(f"{line['name']}: ptxas serialised wgmma: {line['serialised']}")
     return found
 
 

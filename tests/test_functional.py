@@ -127,12 +127,14 @@ def test_compiles_with_the_default_backend_of_torch(x: Tensor) -> None:
 def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) -> None:
     q = torch.randn(1, 2, 9, 16, device=device, requires_grad=requires_grad)
     k = torch.randn(1, 1, 7, 16, device=device).mT.contiguous().mT.requires_grad_(requires_grad)
-    torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, causal, -2, 0.25))
-    out, lse = torch.ops.flashproto.attention_forward(q, k, k, causal, -2, 0.25)
+    torch.library.opcheck(
+        torch.ops.flashproto.attention_forward.default, (q, k, k, causal, -2, 0.25, "triton")
+    )
+    out, lse = torch.ops.flashproto.attention_forward(q, k, k, causal, -2, 0.25, "triton")
     saved = [t.detach() for t in (q, k, k, out, lse, torch.randn_like(out), torch.randn_like(lse))]
     torch.library.opcheck(
         torch.ops.flashproto.attention_backward.default,
-        (*saved, causal, -2, 0.25, True, requires_grad),
+        (*saved, causal, -2, 0.25, "triton", True, requires_grad),
     )
 
 
@@ -166,7 +168,7 @@ def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
     q = torch.randn(1, 1, 5, 16, device=device)
     ops = torch.ops.flashproto
     for call in (
-        lambda q: ops.attention_forward(q, q, q, False, 0, 1.0)[0],
+        lambda q: ops.attention_forward(q, q, q, False, 0, 1.0, "triton")[0],
         lambda q: ops.norm(q, None, None, None, 1, 1e-5, True)[0],
         lambda q: ops.softmax(q, False),
         lambda q: ops.logsumexp(q)[0],

@@ -1,4 +1,5 @@
-"""Attention: launches of the portable kernels, their autograd.Function and their torch.library ops.
+"""Attention: launches of the portable kernels, and the autograd.Function and torch.library ops of both
+kernel backends, "triton" and "hopper" (whose launches are in attention_hopper.py).
 
 Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq, Dv]; lse [B, Hq, Sq].
 """
@@ -28,13 +29,13 @@ ROWS_BLOCK_M = 64
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), both differentiable.  Query i sees key j if j <= i + offset, when causal."""
     if scale < 0:
         q, scale = -q, -scale
     apply = torch.ops.flashproto.attention_forward if use_op() else AttentionFunction.apply
-    return apply(q, k, v, causal, offset, scale)
+    return apply(q, k, v, causal, offset, scale, backend)
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -52,12 +53,10 @@ def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
 def empty_gradients(
     q: Tensor, k: Tensor, v: Tensor, need_dq: bool, need_dkv: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv), uninitialised; one that is not needed is of no elements."""
-    dq, dk, dv = (
-        empty_like_heads(t if need else t[:0], t.shape[3])
-        for t, need in ((q, need_dq), (k, need_dkv), (v, need_dkv))
-    )
-    return dq, dk, dv
+    """(dq, dk, dv), uninitialised, dv in k's memory order; one that is not needed is of no elements."""
+    q, k = q if need_dq else q[:0], k if need_dkv else k[:0]
+    D, Dv = q.shape[3], v.shape[3]
+    return empty_like_heads(q, D), empty_like_heads(k, D), empty_like_heads(k, Dv)
 
 
 def is_wide(*tensors: Tensor) -> bool:
@@ -80,14 +79,20 @@ def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str,
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Launch the forward kernel; scale >= 0."""
+    """Launch the forward kernel of `backend`; scale >= 0."""
     B, Hq, Sq, D = q.shape
     Hkv, Sk, Dv = v.shape[1], v.shape[2], v.shape[3]
     out = empty_like_heads(q, Dv)
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
+        return out, lse
+    if backend == "hopper":
+        from . import attention_hopper  # needs Gluon, which not every Triton and device has
+
+        positive_scale = max(scale, SMALLEST_SCALE)
+        attention_hopper.attention_forward(q, k, v, out, lse, causal, offset, positive_scale)
         return out, lse
     config = configs.attention_forward(capability(q.device), q.dtype.itemsize, D, Dv)
     grid = (triton.cdiv(Sq, config.block_m) * B * Hq,)
@@ -105,9 +110,12 @@ def attention_forward(
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    causal: bool, offset: int, scale: float, need_dq: bool, need_dkv: bool,
+    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the backward kernels; returns (dq, dk, dv) as empty_gradients describes them."""
+    """Launch the backward kernels; returns (dq, dk, dv) as empty_gradients describes them.
+
+    Backend "hopper" copies a dout that TMA cannot read (expanded, or of odd strides).
+    """
     B, Hq, Sq, D = q.shape
     Hkv, Sk, Dv = v.shape[1], v.shape[2], v.shape[3]
     gradients = dq, dk, dv = empty_gradients(q, k, v, need_dq, need_dkv)
@@ -115,6 +123,13 @@ def attention_backward(
         dq, dk, dv = (t.zero_() for t in gradients)
         return dq, dk, dv
     dout = dout.to(q.dtype)
+    if backend == "hopper":
+        from . import attention_hopper
+
+        attention_hopper.attention_backward(
+            q, k, v, out, lse, dout, dlse, dq, dk, dv, causal, offset, scale, max(scale, SMALLEST_SCALE)
+        )
+        return gradients
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     arguments = kernel_arguments(q, k, v, causal)
     keys, queries = configs.attention_backward(capability(q.device), q.dtype.itemsize, D, Dv, causal)
@@ -147,27 +162,28 @@ def attention_backward(
 
 
 def setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.offset, ctx.scale = inputs
+    q, k, v, ctx.causal, ctx.offset, ctx.scale, ctx.backend = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
 def backward(ctx, launch, dout: Tensor | None, dlse: Tensor | None):
-    """Gradients of attention's six arguments; `launch` calls attention_backward."""
+    """Gradients of attention's seven arguments; `launch` calls attention_backward."""
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 6
+        return (None,) * 7
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
     need_q, need_k, need_v = ctx.needs_input_grad[:3]
     dq, dk, dv = launch(
-        q, k, v, out, lse, dout, dlse, ctx.causal, ctx.offset, ctx.scale, need_q, need_k or need_v
-    )
+        q, k, v, out, lse, dout, dlse, ctx.causal, ctx.offset, ctx.scale, ctx.backend,
+        need_q, need_k or need_v,
+    )  # fmt: skip
     return (
         dq if need_q else None,
         dk if need_k else None,
         dv if need_v else None,
-        *(None,) * 3,
+        *(None,) * 4,
     )
 
 
@@ -175,8 +191,8 @@ class AttentionFunction(torch.autograd.Function):
     """It has no jvp, so forward-mode differentiation raises instead of returning zeros."""
 
     @staticmethod
-    def forward(q, k, v, causal, offset, scale):
-        return attention_forward(q, k, v, causal, offset, scale)
+    def forward(q, k, v, causal, offset, scale, backend):
+        return attention_forward(q, k, v, causal, offset, scale, backend)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -202,7 +218,7 @@ attention_forward_op = torch.library.custom_op(
     "flashproto::attention_forward",
     attention_forward,
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, bool causal, SymInt offset, float scale) "
+    schema="(Tensor q, Tensor k, Tensor v, bool causal, SymInt offset, float scale, str backend) "
     "-> (Tensor, Tensor)",
 )
 attention_backward_op = torch.library.custom_op(
@@ -210,18 +226,18 @@ attention_backward_op = torch.library.custom_op(
     attention_backward,
     mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
-    "bool causal, SymInt offset, float scale, bool need_dq, bool need_dkv) "
+    "bool causal, SymInt offset, float scale, str backend, bool need_dq, bool need_dkv) "
     "-> (Tensor, Tensor, Tensor)",
 )
 
 
 @attention_forward_op.register_fake
-def _(q, k, v, causal, offset, scale):
+def _(q, k, v, causal, offset, scale, backend):
     return empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @attention_backward_op.register_fake
-def _(q, k, v, out, lse, dout, dlse, causal, offset, scale, need_dq, need_dkv):
+def _(q, k, v, out, lse, dout, dlse, causal, offset, scale, backend, need_dq, need_dkv):
     return empty_gradients(q, k, v, need_dq, need_dkv)
 
 

@@ -1,0 +1,414 @@
+"""Attention forward on Hopper, in Gluon: TMA, asynchronous wgmma, warp specialisation.
+
+    q [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] -> out [B, Hq, Sq, D], lse [B, Hq, Sq]
+    D: head_dim padded to 64, 128 or 256 (TMA fills with zeros), BM = 64 W queries, BN keys a tile
+
+The algorithm is that of kernels/attention_forward.py; what differs is who does what, and when.
+
+    producer   one warpgroup of few registers keeps TMA busy: K and V tiles into rings of KS and VS
+               buffers, Q tiles into one buffer for each consumer
+    consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
+
+A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought, and
+empty when every consumer has arrived at its named barrier (KB, VB, QB: see warpgroups.py).
+
+A program takes work items one after another, an item being the queries of one tile of one head.  Within
+an item a consumer runs, for key tiles from right to left:
+
+    S_j = Q K_j^T is issued, then P_{j+1} V_{j+1} behind it
+    wait for S_j; its softmax runs on the ordinary cores while the tensor cores do P V
+    wait for P V; rescale the accumulator
+
+and across items likewise: the first scores of the next item are issued behind the last P V of this one,
+and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is waited for at any loop edge,
+and nothing depends on there being a next tile: the producer ends with a phantom K and Q of no bytes.
+
+Ping-pong (PP): two consumers take turns to issue their products, so that one computes its softmax while
+the other has the tensor cores.  Under a causal mask items differ in length; the order in which each
+program takes them comes from a table, `plan` (flashproto/plans.py).
+
+Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
+needs none where key_tiles of schedule.py says so.
+
+Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..online_softmax import online_softmax_finish, online_softmax_update
+from ..schedule import key_tiles
+from .gluon_names import tma_load
+from .warpgroups import bar_arrive, bar_sync, matrix, static_arrive, static_sync, wide_rows
+
+# --- rings and work items ------------------------------------------------------------------------
+
+
+@gluon.jit
+def advance(slot, phase, DEPTH: gl.constexpr):
+    """The next slot of a ring of DEPTH buffers, and its parity."""
+    slot += 1
+    wrap = slot == DEPTH
+    return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def work_index(r, plan, total, CFG: gl.constexpr):
+    """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
+    a causal mask, every num_programs-th otherwise."""
+    if CFG.CAUSAL:
+        return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
+    else:
+        return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
+
+
+@gluon.jit
+def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
+    """Work item t as (batch, head, first query row, key tiles to visit, at least one)."""
+    BM: gl.constexpr = CFG.BM
+    if CFG.CAUSAL:
+        # the longest rows first among HG heads, whose keys and values share L2
+        per = HG * NT
+        grp = t // per
+        r = t - grp * per
+        hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
+        mi = r // hg
+        bh = grp * HG + (r - mi * hg)
+        row = (NT - 1 - mi) * BM
+    else:
+        bh = t // NT
+        row = (t - bh * NT) * BM
+    _, end = key_tiles(row, Sk, offset, BM, CFG.BN, CFG.CAUSAL)
+    b = bh // H
+    return b, bh - b * H, row, gl.maximum(end, 1)
+
+
+# --- the producer --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
+    """Fetch one tile of values when its buffer is empty; returns the next buffer."""
+    if loaded > CFG.VS:
+        bar_sync(CFG.VB + vslot, 128 * CFG.W + 128)
+    mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
+    tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
+    return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
+
+
+@gluon.jit
+def producer(args, CFG: gl.constexpr):
+    """Bring every tile in the order in which the consumers wait for them."""
+    (
+        q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
+        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
+    ) = args  # fmt: skip
+    BN: gl.constexpr = CFG.BN
+    W: gl.constexpr = CFG.W
+    D: gl.constexpr = CFG.D
+    ALL: gl.constexpr = 128 * W + 128
+    kslot = 0
+    vslot = 0
+    loaded = 0
+    r = 0
+    t = work_index(0, plan, total, CFG)
+    b_v = 0
+    h_v = 0
+    col_v = 0
+    while t < total:
+        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        hk = h // GROUP
+        r += 1
+        t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
+        for i in range(n):
+            # K is one tile ahead of V, across work items too
+            col = (n - 1 - i) * BN
+            if loaded >= CFG.KS:
+                bar_sync(CFG.KB + kslot, ALL)
+            mbarrier.expect(k_full.index(kslot), BN * D * 2)
+            tma_load(k_desc, [b, hk, col, 0], k_full.index(kslot), ks.index(kslot))
+            kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
+            if loaded > 0:
+                vslot = load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+            if i == 0:
+                for c in gl.static_range(W):
+                    if r > 1:
+                        static_sync(CFG.QB + c, 256)
+                    mbarrier.expect(q_full.index(c), 64 * D * 2)
+                    tma_load(q_desc, [b, h, row + 64 * c, 0], q_full.index(c), qs.index(c))
+            loaded += 1
+            b_v = b
+            h_v = hk
+            col_v = col
+    # a phantom K and Q: the consumers look one key tile ahead without asking whether there is one
+    if loaded >= CFG.KS:
+        bar_sync(CFG.KB + kslot, ALL)
+    mbarrier.expect(k_full.index(kslot), 0)
+    load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+    for c in gl.static_range(W):
+        static_sync(CFG.QB + c, 256)
+        mbarrier.expect(q_full.index(c), 0)
+
+
+# --- a consumer ----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def key_limit(row, col, Sk, offset, R: gl.constexpr):
+    """The last key that each of 64 rows may see, counted from col [64]."""
+    return gl.minimum(Sk - 1 - col, row + (offset - col) + gl.arange(0, 64, R))
+
+
+@gluon.jit
+def mask_scores(x, limit):
+    """-inf where the column passes the row's limit; x [64, BN], limit [64].
+
+    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit the comparisons
+    are with constants.
+    """
+    BN: gl.constexpr = x.shape[1]
+    y = x.reshape([64, BN // 8, 4, 2])
+    L: gl.constexpr = y.type.layout
+    rows = gl.convert_layout(
+        limit, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))), assert_trivial=True
+    )
+    tile = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
+    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
+    seen = rows[:, None, None, None] - lane[None, None, :, None] * 2
+    y = gl.where(tile[None, :, None, None] * 8 + pair[None, None, None, :] <= seen, y, -float("inf"))
+    return gl.convert_layout(y.reshape([64, BN]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def step(
+    c: gl.constexpr, j, whole, last, m, l, pc, acc, kslot, kphase, vslot, vphase,
+    qs, ks, vs, k_full, v_full, row, Sk, offset, scale_log2, CFG: gl.constexpr,
+):  # fmt: skip
+    """Scores and softmax of key tile j, while P V of the tile before runs.
+
+    m, l [64]: the online-softmax state; pc [64, BN]: the exponentials of the tile before, as wgmma's
+    operand in registers; acc [64, D].
+    """
+    D: gl.constexpr = CFG.D
+    BN: gl.constexpr = CFG.BN
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    O: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    ALL: gl.constexpr = 128 * CFG.W + 128
+    dt: gl.constexpr = qs.dtype
+    z = gl.zeros([64, BN], gl.float32, S)
+    if CFG.PP:
+        static_sync(CFG.PB + c, 256)
+    q = matrix(qs.index(c), 64, D)
+    x = warpgroup_mma(
+        q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
+    )
+    acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
+    if CFG.PP:
+        static_arrive(CFG.PB + 1 - c, 256)
+    x = warpgroup_mma_wait(1, deps=(x,))
+    # Both waits for the next tiles stand where they do for their branches, over which ptxas moves
+    # nothing: without the first it gives K back late, without the second it waits for P V before the
+    # exponentials, and nothing overlaps.
+    bar_arrive(CFG.KB + kslot, ALL)
+    if last:
+        static_arrive(CFG.QB + c, 256)
+    kslot, kphase = advance(kslot, kphase, CFG.KS)
+    mbarrier.wait(k_full.index(kslot), kphase)
+    if CFG.CAUSAL:  # otherwise only the rightmost tile is masked, before the loop
+        if j >= whole:
+            x = mask_scores(x, key_limit(row, j * BN, Sk, offset, gl.SliceLayout(1, S)))
+    m, l, p, alpha = online_softmax_update(m, l, x, scale_log2)
+    vlast = vslot
+    vslot, vphase = advance(vslot, vphase, CFG.VS)
+    mbarrier.wait(v_full.index(vslot), vphase)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+    bar_arrive(CFG.VB + vlast, ALL)
+    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+    pc = gl.convert_layout(p.to(dt), A)
+    return m, l, pc, acc, kslot, kphase, vslot, vphase
+
+
+@gluon.jit
+def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
+    """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
+    (
+        o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
+        plan, total, NT, H, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+    ) = args  # fmt: skip
+    CAUSAL: gl.constexpr = CFG.CAUSAL
+    BN: gl.constexpr = CFG.BN
+    D: gl.constexpr = CFG.D
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+    )
+    O: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    ALL: gl.constexpr = 128 * CFG.W + 128
+    R: gl.constexpr = gl.SliceLayout(1, S)
+    RO: gl.constexpr = gl.SliceLayout(1, O)
+    dt: gl.constexpr = qs.dtype
+    z = gl.zeros([64, BN], gl.float32, S)
+    q = matrix(qs.index(c), 64, D)
+
+    r = 0
+    t = work_index(0, plan, total, CFG)
+    b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+    kslot = 0
+    kphase = 0
+    vslot = 0
+    vphase = 0
+    if CFG.PP:
+        if c == 1:
+            static_arrive(CFG.PB, 256)
+    mbarrier.wait(k_full.index(0), 0)
+    mbarrier.wait(q_full.index(c), 0)
+    if CFG.PP:
+        static_sync(CFG.PB + c, 256)
+    x = warpgroup_mma(q, matrix(ks.index(0), BN, D).permute((1, 0)), z, use_acc=False, is_async=True)
+    if CFG.PP:
+        static_arrive(CFG.PB + 1 - c, 256)
+    x = warpgroup_mma_wait(0, deps=(x,))
+    while t < total:
+        row = row0 + 64 * c
+        r += 1
+        t = work_index(r, plan, total, CFG)
+        # x: raw scores of the rightmost key tile
+        bar_arrive(CFG.KB + kslot, ALL)
+        if n == 1:
+            static_arrive(CFG.QB + c, 256)
+        kslot, kphase = advance(kslot, kphase, CFG.KS)
+        whole, _ = key_tiles(row, Sk, offset, 64, BN, CAUSAL)
+        if whole < n:
+            x = mask_scores(x, key_limit(row, (n - 1) * BN, Sk, offset, R))
+        m = gl.full([64], -float("inf"), gl.float32, R)
+        l = gl.zeros([64], gl.float32, R)
+        m, l, p, _ = online_softmax_update(m, l, x, scale_log2)
+        pc = gl.convert_layout(p.to(dt), A)
+        acc = gl.zeros([64, D], gl.float32, O)
+        mbarrier.wait(k_full.index(kslot), kphase)
+        mbarrier.wait(v_full.index(vslot), vphase)
+        for i in range(0, n - 1):
+            m, l, pc, acc, kslot, kphase, vslot, vphase = step(
+                c, n - 2 - i, whole, i == n - 2, m, l, pc, acc, kslot, kphase, vslot, vphase,
+                qs, ks, vs, k_full, v_full, row, Sk, offset, scale_log2, CFG,
+            )  # fmt: skip
+        # the last P V of this work item, and the first scores of the next one under it
+        bo = b
+        ho = h
+        b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        if CFG.PP:
+            static_sync(CFG.PB + c, 256)
+        acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
+        mbarrier.wait(q_full.index(c), r & 1)
+        x = warpgroup_mma(
+            q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
+        )
+        if CFG.PP:
+            static_arrive(CFG.PB + 1 - c, 256)
+        lse, rl = online_softmax_finish(m, l, scale_log2)
+        rows = row + gl.arange(0, 64, R)
+        gl.store(lse_ptr + (bo * H + ho).to(gl.int64) * Sq + rows, lse, mask=rows < Sq)
+        acc = warpgroup_mma_wait(1, deps=(acc,))
+        bar_arrive(CFG.VB + vslot, ALL)
+        vslot, vphase = advance(vslot, vphase, CFG.VS)
+        out = (acc * gl.convert_layout(rl, RO)[:, None]).to(dt)
+        if CFG.WIDE:
+            out = gl.convert_layout(out, wide_rows(D))
+        OUT: gl.constexpr = out.type.layout
+        ro = row + gl.arange(0, 64, gl.SliceLayout(1, OUT))
+        co = gl.arange(0, D, gl.SliceLayout(0, OUT))
+        base = o_ptr + (bo.to(gl.int64) * so_b + ho.to(gl.int64) * so_h) * 8
+        gl.store(
+            base + ro.to(gl.int64)[:, None] * so_s * 8 + co[None, :],
+            out,
+            mask=(ro < Sq)[:, None] & (co // 8 < D_out // 8)[None, :],
+        )
+        x = warpgroup_mma_wait(0, deps=(x,))
+
+
+# --- the kernel ----------------------------------------------------------------------------------
+
+VARYING = (
+    "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
+)  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=VARYING)
+def attention_forward_kernel(
+    q_desc, k_desc, v_desc,  # TMA boxes [1, 1, 64, D] of queries, [1, 1, BN, D] of keys and values
+    o_ptr, lse_ptr,
+    plan,  # [rounds, programs] int32 under a causal mask, else not read
+    total,  # work items: NT * BH
+    NT,  # query tiles of a head
+    H, GROUP, BH,  # query heads, query heads a key head, B * H
+    HG,  # heads whose work items are mixed
+    Sq, Sk,
+    offset,  # query i sees key j <= i + offset
+    so_b, so_h, so_s,  # strides of out, in units of 8 elements
+    D_out,  # head_dim as it is in memory, a multiple of 8
+    scale_log2,  # scale * log2(e)
+    CFG: gl.constexpr,  # HopperForward
+):  # fmt: skip
+    W: gl.constexpr = CFG.W
+    D: gl.constexpr = CFG.D
+    BN: gl.constexpr = CFG.BN
+    KS: gl.constexpr = CFG.KS
+    VS: gl.constexpr = CFG.VS
+    dt: gl.constexpr = q_desc.dtype
+    qs = gl.allocate_shared_memory(dt, [W, 1, 1, 64, D], q_desc.layout)
+    ks = gl.allocate_shared_memory(dt, [KS, 1, 1, BN, D], k_desc.layout)
+    vs = gl.allocate_shared_memory(dt, [VS, 1, 1, BN, D], v_desc.layout)
+    ML: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [W, 1], ML)
+    k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], ML)
+    v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
+    for i in gl.static_range(W):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(KS):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(VS):
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+    produce = (
+        q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
+        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
+    )  # fmt: skip
+    consume = (
+        o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
+        plan, total, NT, H, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+    )  # fmt: skip
+    if W == 2:
+        gl.warp_specialize(
+            [
+                (producer, (produce, CFG)),
+                (consumer, (gl.constexpr(0), consume, CFG)),
+                (consumer, (gl.constexpr(1), consume, CFG)),
+            ],
+            [4, 4],
+            [240, 240],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (producer, (produce, CFG)),
+                (consumer, (gl.constexpr(0), consume, CFG)),
+                (consumer, (gl.constexpr(1), consume, CFG)),
+                (consumer, (gl.constexpr(2), consume, CFG)),
+            ],
+            [4, 4, 4],
+            [160, 160, 160],
+        )

@@ -1,0 +1,57 @@
+"""What warpgroups of both Hopper kernels share: named barriers, views of tiles, 16-byte output rows.
+
+Why named barriers: gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
+one thread.  `bar.arrive` lets every thread pass on, and whoever needs the buffer waits with `bar.sync`.
+There are 16 of them in a program; Triton's own come from the lowest numbers, ours from the highest.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def bar_sync(id, N: gl.constexpr):
+    """Wait at named barrier `id` until N threads have arrived, this warpgroup's 128 included."""
+    gl.inline_asm_elementwise(
+        f"bar.sync $1, {N}; mov.u32 $0, 0;", "=r,r", [id], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def bar_arrive(id, N: gl.constexpr):
+    """Arrive at named barrier `id`, one of N threads, and go on."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive $1, {N}; mov.u32 $0, 0;", "=r,r", [id], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def static_sync(ID: gl.constexpr, N: gl.constexpr):
+    """bar_sync at a barrier known when compiling."""
+    gl.inline_asm_elementwise(
+        f"bar.sync {ID}, {N}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def static_arrive(ID: gl.constexpr, N: gl.constexpr):
+    """bar_arrive at a barrier known when compiling."""
+    gl.inline_asm_elementwise(
+        f"bar.arrive {ID}, {N}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def matrix(buf, R: gl.constexpr, D: gl.constexpr):
+    """The [R, D] view of a TMA box [1, 1, R, D]."""
+    return buf.reshape([R, D])
+
+
+@gluon.constexpr_function
+def wide_rows(D):
+    """Layout of [64, D] with 8 neighbouring columns (16 bytes of a half type) in each thread: a shuffle
+    among four lanes away from the accumulator's, and full sectors when stored."""
+    columns = [[0, 1 << i] for i in range(5, D.bit_length() - 1)]
+    registers = [[0, 1], [0, 2], [0, 4], *columns, [8, 0]]
+    lanes = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [64, D])

@@ -1,0 +1,92 @@
+"""The Hopper attention kernels in every configuration that configs.py chooses; sm_90 only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from compile_case import Case
+
+from flashproto import configs
+from flashproto.kernels.hopper import attention_backward as backward
+from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
+from flashproto.ops.attention_hopper import PREPROCESS_ROWS, float32_layout, half_layout
+
+HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
+
+
+def heads(element: str, rows: int, D: int) -> str:
+    """The type of a descriptor with boxes [1, 1, rows, D]."""
+    return f"tensordesc<{element}[1, 1, {rows}, {D}],{half_layout(D)!r}>"
+
+
+def float32(*box: int) -> str:
+    """The type of a descriptor of float32 with such boxes."""
+    return f"tensordesc<fp32[{', '.join(map(str, box))}],{float32_layout(*box)!r}>"
+
+
+def case(
+    name: str, kernel: Any, element: str, constexprs: dict[str, Any],
+    descriptors: dict[str, str] | None = None, max_stack: int = 0, hgmma: bool = True,
+) -> Case:  # fmt: skip
+    signature = dict(descriptors or {})
+    for argument in kernel.arg_names:
+        if argument.endswith("_ptr"):
+            signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
+        elif argument == "plan":
+            signature[argument] = "*i32"
+        elif argument not in signature and argument not in constexprs:
+            signature[argument] = "fp32" if argument.startswith("scale") else "i32"
+    aligned = tuple(n for n, kind in signature.items() if kind.startswith("*"))
+    return Case(
+        name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=constexprs,
+        divisible_by_16=aligned, max_stack=max_stack, hgmma=hgmma,
+    )  # fmt: skip
+
+
+def forward_configs() -> list[configs.HopperForward]:
+    """Each once, over the head dims, lengths and masks that tell them apart."""
+    chosen = (
+        configs.attention_forward_hopper(D, Sk, causal)
+        for D in HEAD_DIMS
+        for Sk in LENGTHS
+        for causal in (False, True)
+    )
+    return list(dict.fromkeys(chosen))
+
+
+def hopper_cases(arch: int) -> Iterator[Case]:
+    if arch != 90:
+        return
+    for element in ("bf16", "fp16"):
+        for config in forward_configs():
+            if element == "fp16" and (config.D != 128 or not config.CAUSAL):
+                continue  # the same registers as bf16
+            name = f"forward-{config.D}-{'causal' if config.CAUSAL else 'full'}"
+            keys = heads(element, config.BN, config.D)
+            descriptors = {"q_desc": heads(element, 64, config.D), "k_desc": keys, "v_desc": keys}
+            yield case(
+                f"{name}-{config.W}-{config.KS}-{config.VS}", attention_forward_kernel, element,
+                {"CFG": config}, descriptors,
+            )  # fmt: skip
+        for D in HEAD_DIMS:
+            for causal in (False, True):
+                if element == "fp16" and not (D == 128 and causal):
+                    continue
+                config = configs.attention_backward_hopper(D, causal)
+                queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
+                descriptors = {
+                    "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
+                    "ld_desc": float32(2 * config.BM), "dq_desc": float32(128, 32),
+                }  # fmt: skip
+                yield case(
+                    f"backward-{D}-{'causal' if causal else 'full'}",
+                    backward.attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
+                )  # fmt: skip
+    for D in HEAD_DIMS:
+        config = configs.attention_backward_hopper(D, causal=False)
+        rows = {"HAS_DLSE": True, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM}
+        yield case(f"preprocess-{D}", backward.preprocess_kernel, "bf16", rows, hgmma=False)
+        sums = {"D": D, "N": config.NQ}
+        yield case(f"postprocess-{D}", backward.postprocess_kernel, "bf16", sums, hgmma=False)
