@@ -151,7 +151,8 @@ def _hopper_attention_reasons(q, k, v) -> list[str]:
                     f"{name}'s stride {stride} of dimension {dim} is no positive multiple of 8 "
                     "elements (16 bytes) below 2^39; TMA takes no other"
                 )
-        if x.storage_offset() % 8:
+        # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
+        if not torch.compiler.is_compiling() and x.storage_offset() % 8:
             reasons.append(f"{name} does not start at a multiple of 16 bytes, as TMA wants")
     if torch.are_deterministic_algorithms_enabled():
         reasons.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ STRIDES = (
 
 @dataclass(frozen=True)
 class Problem:
-    """One call of attention; `strides` says how q, k and v lie in memory."""
+    """One call of attention; `strides` says how q, k and v lie in memory, and dout unless dout_strides
+    does."""
 
     dtype: torch.dtype
     B: int
@@ -44,6 +45,7 @@ class Problem:
     scale: float | None = None
     strides: str = "contiguous"
     lse_gradient: bool = True
+    dout_strides: str | None = None
 
     @property
     def offset(self) -> int:
@@ -76,6 +78,19 @@ def draw(generator: random.Random, longest: int, most_heads: int) -> Problem:
     )
 
 
+def accepted(problem: Problem, impl: str) -> Problem:
+    """The nearest problem that backend `impl` takes; only dout keeps its strides."""
+    if impl != "hopper":
+        return problem
+    return replace(
+        problem,
+        dtype=torch.bfloat16 if problem.dtype == torch.float32 else problem.dtype,
+        Dv=problem.D,
+        strides=problem.strides if problem.strides in STRIDES[:3] else "packed",
+        dout_strides=problem.strides,
+    )
+
+
 def lay_out(x: Tensor, strides: str) -> Tensor:
     """The values of x [B, H, S, D] in memory as `strides` says."""
     B, H, S, D = x.shape
@@ -102,7 +117,8 @@ def make(problem: Problem, device: str) -> tuple[list[Tensor], list[Tensor]]:
         lay_out(torch.randn(s, device=device).to(p.dtype), p.strides).detach().requires_grad_()
         for s in shapes
     ]
-    dout = lay_out(torch.randn(p.B, p.Hq, p.Sq, p.Dv, device=device).to(p.dtype), p.strides)
+    dout = torch.randn(p.B, p.Hq, p.Sq, p.Dv, device=device).to(p.dtype)
+    dout = lay_out(dout, p.dout_strides or p.strides)
     dlse = torch.randn(p.B, p.Hq, p.Sq, device=device) * p.lse_gradient
     return inputs, [dout, dlse]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import triton
 from compile_case import Case
 
 from flashproto import configs
@@ -13,6 +14,8 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.ops.attention_hopper import PREPROCESS_ROWS, float32_layout, half_layout
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+# None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
+FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 48
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
 
 
@@ -68,7 +71,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             descriptors = {"q_desc": heads(element, 64, config.D), "k_desc": keys, "v_desc": keys}
             yield case(
                 f"{name}-{config.W}-{config.KS}-{config.VS}", attention_forward_kernel, element,
-                {"CFG": config}, descriptors,
+                {"CFG": config}, descriptors, FORWARD_STACK,
             )  # fmt: skip
         for D in HEAD_DIMS:
             for causal in (False, True):

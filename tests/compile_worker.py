@@ -5,14 +5,16 @@
 
 Runs in a process of its own, since kernels are either interpreted or compiled for a whole process.
 Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
-program), max_stack, with --sass the number of HGMMA (wgmma) instructions, for cases that want these
-also the warnings that they were serialised, or else "error".
+program), max_stack, serialised (ptxas's warnings that it serialised wgmma), with --sass or for cases
+that want them the number of HGMMA (wgmma) instructions, or else "error".
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
+import io
 import json
 import os
 import re
@@ -86,25 +88,14 @@ def resources(cubin: bytes, sass: bool) -> dict[str, int]:
     return result
 
 
-def serialised(ptx: str) -> list[str]:
-    """The codes of ptxas's warnings that it makes wgmmas wait for one another (C7510 and others)."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "-arch=sm_90a", file.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True)
-    return sorted(set(re.findall(r"C75\d\d", said.stdout + said.stderr)))
-
-
 def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
     line: dict[str, Any] = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
     try:
-        kernel = compile_case(case, arch)
+        with contextlib.redirect_stdout(io.StringIO()) as ptxas_log:
+            kernel = compile_case(case, arch)
         line |= resources(kernel.asm["cubin"], sass or case.hgmma)
-        if case.hgmma:
-            line["serialised"] = serialised(kernel.asm["ptx"])
+        # ptxas says so when it makes wgmmas wait for one another, by C7510, C7514 and their neighbours
+        line["serialised"] = sorted(set(re.findall(r"C75\d\d", ptxas_log.getvalue())))
         line["shared"] = kernel.metadata.shared
     except Exception as error:
         line["error"] = f"{type(error).__name__}: {error}"
@@ -122,7 +113,7 @@ def main() -> None:
         sys.exit("compile_worker: TRITON_INTERPRET is 1; it takes 0. Unset it.")
     shard, shards = map(int, arguments.shard.split("/"))
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
+        os.environ |= {"TRITON_CACHE_DIR": cache, "TRITON_DUMP_PTXAS_LOG": "1"}
         for case in cases_of(arguments.family, arguments.arch)[shard::shards]:
             print(json.dumps(report(case, arguments.arch, arguments.sass)), flush=True)
 

@@ -60,8 +60,11 @@ def float32_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
 
 def for_tma(x: Tensor) -> Tensor:
     """x if TMA can read it, else a contiguous copy: last dimension contiguous, other strides positive
-    multiples of 16 bytes, the first element on one.  Inputs were checked by the caller, all but the
-    address of memory that is not PyTorch's; a gradient comes as it comes."""
+    multiples of 16 bytes, the first element on one.
+
+    The caller has checked the inputs, all but where they start: that is not known while torch.compile
+    traces, nor of memory that is not PyTorch's.  A gradient comes as it comes.
+    """
     strides = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
     if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides[:-1]):
         return x
