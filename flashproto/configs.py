@@ -279,7 +279,8 @@ def attention_backward(
 #
 # For kernels/hopper.  Chosen among the configurations that fit in registers and in 227 KiB of shared
 # memory by what an H200 measured at 1024, 4096 and 16384 tokens (README, "How the Hopper kernels came
-# about"); lengths between go to the nearer side.
+# about"); lengths between go to the nearer side.  Triton's cache on disk knows a configuration by its
+# fields alone: after a change of a property or of a named barrier's number, empty it.
 
 L2_SHARE = 32 << 20  # bytes of L2 that the tiles of concurrent programs may take
 
