@@ -77,7 +77,13 @@ def test_reasons_are_found_while_compiling(dynamic: bool) -> None:
 
     torch.compiler.reset()
     compiled = torch.compile(count, fullgraph=True, backend="eager", dynamic=dynamic)
-    for x in (FITS, half(2, 3, 9, 64), half(2, 3, 5, 68)[..., :64], lay_out(FITS, "transposed")):
+    for x in (
+        FITS,
+        half(2, 3, 9, 64),
+        half(2, 3, 5, 68)[..., :64],
+        lay_out(FITS, "transposed"),
+        FITS.float(),
+    ):
         assert torch.equal(compiled(x), count(x))
 
 

@@ -67,9 +67,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def chosen_impls(names: str | None, device: torch.device) -> list[str]:
-    """The backends to time: those named, or those with kernels of their own that run on the device
-    (where none does, all that run)."""
+def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[str]:
+    """The backends to time: those named, or those with kernels of their own for the subject that run on
+    the device (where none does, all that run)."""
     if names is not None:
         listed = names.split(",")
         for name in listed:
@@ -78,6 +78,8 @@ def chosen_impls(names: str | None, device: torch.device) -> list[str]:
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
+    if subject in ("norm", "softmax"):
+        runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]
 
@@ -149,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if device.type != "cuda":
         print("No NVIDIA GPU: small float32 shapes, wall clock; this says nothing of a GPU.\n")
     try:
-        impls = chosen_impls(options.impl, device)
+        impls = chosen_impls(options.impl, device, options.subject)
         if options.subject == "launch":
             run_launch(options, device, impls)
             return

@@ -105,15 +105,21 @@ class Summed(nn.Module):
 
 
 def our_layer(p: Problem, impl: str | None) -> nn.Module:
+    """flashproto's layer on backend `impl`; beside attention on "hopper" norms choose theirs."""
     if p.kind == "norm":
-        return RMSNorm(p.C, EPS, impl=impl)
-    if p.kind == "attention":
-        return Attention(p.C, p.heads, bias=False, impl=impl)
-    if p.kind == "mlp":
-        return MLP(p.C, kind="swiglu", bias=False)
-    return Summed(
-        TransformerBlock(p.C, p.heads, norm="rms", mlp="swiglu", bias=False, eps=EPS, impl=impl)
-    )
+        layer: nn.Module = RMSNorm(p.C, EPS, impl=impl)
+    elif p.kind == "attention":
+        layer = Attention(p.C, p.heads, bias=False, impl=impl)
+    elif p.kind == "mlp":
+        layer = MLP(p.C, kind="swiglu", bias=False)
+    else:
+        layer = Summed(
+            TransformerBlock(p.C, p.heads, norm="rms", mlp="swiglu", bias=False, eps=EPS, impl=impl)
+        )
+    for module in layer.modules():
+        if isinstance(module, RMSNorm) and impl == "hopper":
+            module.impl = None
+    return layer
 
 
 def plain_layer(p: Problem, d_ff: int) -> nn.Module:
