@@ -37,7 +37,9 @@ def case(
 def norm_forward(
     arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = ""
 ) -> Case:
-    config = configs.norm_forward(N, ITEMSIZE[residual or x], bool(residual), divmod(arch, 10))
+    config = configs.norm_forward(
+        N, ITEMSIZE[residual or x], bool(residual), centered, divmod(arch, 10)
+    )
     kernel = norm.norm_forward_looped_kernel if config.looped else norm.norm_forward_kernel
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -77,6 +79,7 @@ def norm_cases(arch: int) -> list[Case]:
         norm_forward(arch, "layer-narrow", NARROW, "*bf16", True, "*bf16"),
         norm_forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16"),
         norm_forward(arch, "rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
+        norm_forward(arch, "layer-5120", 5120, "*bf16", True, "*bf16"),
         norm_forward(arch, "layer-8192", 8192, "*bf16", True, "*bf16"),
         norm_forward(arch, "layer-8192-add", 8192, "*bf16", True, "*fp32", "*bf16"),
         norm_forward(arch, "layer-widest", WIDEST_FORWARD, "*bf16", True, "*bf16"),

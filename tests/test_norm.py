@@ -319,7 +319,7 @@ def test_configurations() -> None:
     for itemsize in (2, 4):
         for N in [*range(1, 70), 1000, 4096, 8193, 16384, 16385, 10**6]:
             for config in (
-                configs.norm_forward(N, itemsize, False, (9, 0)),
+                configs.norm_forward(N, itemsize, False, True, (9, 0)),
                 configs.norm_backward(N, itemsize, True),
                 configs.norm_backward(N, itemsize, False),
                 configs.softmax_forward(N, itemsize),

@@ -89,7 +89,7 @@ def norm_forward(
         x.stride(0), 0 if residual is None else residual.stride(0), M, N, eps, centered,
     )  # fmt: skip
     itemsize = (x if residual is None else total).element_size()
-    config = configs.norm_forward(N, itemsize, residual is not None, capability(x.device))
+    config = configs.norm_forward(N, itemsize, residual is not None, centered, capability(x.device))
     with on_device(x.device):
         if config.looped:
             norm_forward_looped_kernel[(M,)](*arguments, C=config.columns, num_warps=config.num_warps)
