@@ -12,10 +12,9 @@ from torch import Tensor
 from flashproto import reference
 
 # |ours - float64| <= 2 |eager - float64| + ATOL, for the output, lse and every gradient.  The absolute
-# part is four units in the last place at 1 for the half types.  It is needed where there are few keys:
-# eager is exact there by luck (one key makes its dq exactly 0), while a flash backward forms
-# delta = rowsum(dO * O) from an O of order 1 that was rounded.
-ATOL = {torch.float32: 2e-5, torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+# part is one unit in the last place at 1 for the half types; it is needed where eager is exact by
+# luck: one key makes its dq exactly 0.
+ATOL = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 HEAD_DIMS = (16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
 STRIDES = (
     "contiguous",
