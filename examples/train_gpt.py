@@ -27,8 +27,8 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
-# Threads that spin while they wait starve each other where other programs run on the same cores: a
-# run slowed down twenty times so.  Set before torch starts them; waiting costs a fifth of the speed.
+# Threads that spin while they wait can starve each other where other programs run on the same cores.
+# Set before torch starts them; on two idle cores it costs a fifth of the speed.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import checkpoint
