@@ -1,4 +1,4 @@
-"""The attention kernels in every configuration that configs.py chooses for an architecture."""
+"""The attention kernels in every configuration that flashproto.configs chooses for an architecture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Hopper attention kernels in every configuration that configs.py chooses; sm_90 only."""
+"""The Hopper attention kernels in every configuration that flashproto.configs chooses; sm_90 only."""
 
 from __future__ import annotations
 

@@ -11,7 +11,8 @@ from attention_problem import Problem, lay_out, make, results
 from torch import Tensor
 
 import flashproto
-from flashproto import backends, configs, functional
+from flashproto import backends, configs
+from flashproto.functional.attention import hopper_attention_reasons
 
 SHARED_LIMIT = 227 * 1024
 
@@ -52,7 +53,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_refuses_with_the_reason(reason: str) -> None:
-    found = functional._hopper_attention_reasons(*REFUSED[reason])
+    found = hopper_attention_reasons(*REFUSED[reason])
     assert any(reason in text for text in found), found
 
 
@@ -60,20 +61,20 @@ def test_refuses_with_the_reason(reason: str) -> None:
 @pytest.mark.parametrize("D", [8, 64, 96, 128, 192, 256])
 def test_takes_whatever_tma_takes(D: int, strides: str) -> None:
     q = lay_out(half(2, 3, 5, D), strides)
-    assert functional._hopper_attention_reasons(q, q, q) == []
+    assert hopper_attention_reasons(q, q, q) == []
     one = lay_out(half(1, 1, 5, D), "expanded")  # strides of single entries are never used
-    assert functional._hopper_attention_reasons(one, one, one) == []
+    assert hopper_attention_reasons(one, one, one) == []
 
 
 def test_refuses_when_asked_for_determinism(deterministic: None) -> None:
-    (reason,) = functional._hopper_attention_reasons(FITS, FITS, FITS)
+    (reason,) = hopper_attention_reasons(FITS, FITS, FITS)
     assert "use_deterministic_algorithms" in reason
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_reasons_are_found_while_compiling(dynamic: bool) -> None:
     def count(q: Tensor) -> Tensor:
-        return q + len(functional._hopper_attention_reasons(q, q, q))
+        return q + len(hopper_attention_reasons(q, q, q))
 
     torch.compiler.reset()
     compiled = torch.compile(count, fullgraph=True, backend="eager", dynamic=dynamic)

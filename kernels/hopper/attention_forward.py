@@ -25,7 +25,7 @@ and nothing depends on there being a next tile: the producer ends with a phantom
 
 Ping-pong (PP): two consumers take turns to issue their products, so that one computes its softmax while
 the other has the tensor cores.  Under a causal mask items differ in length; the order in which each
-program takes them comes from a table, `plan` (balanced_plan in flashproto/configs.py).
+program takes them comes from a table, `plan` (balanced_plan in flashproto/configs/hopper.py).
 
 Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
 needs none where key_tiles of schedule.py says so.

@@ -1,0 +1,179 @@
+"""Tiles of the portable attention kernels.
+
+Chosen from the architecture, the size of an element and the padded head dimensions.  Each entry is
+the fastest measured on an H200 (sm_90) among those that keep every register up to head_dim 128;
+other architectures take the largest tiles that fit their registers and shared memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from .sizes import power_of_two
+
+SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile shapes of an attention kernel: block_m queries by block_n keys."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The head dimension as the tensor cores see it: a power of two, at least 16."""
+    return max(power_of_two(head_dim), 16)
+
+
+def shared_bytes(capability: tuple[int, int]) -> int:
+    """Shared memory a program can have on this architecture; the smallest known for unknown ones."""
+    major, minor = capability
+    return SHARED_KIB.get(10 * major + minor, min(SHARED_KIB.values())) * 1024
+
+
+def _fitted(config: AttentionConfig, fixed: int, per_stage: int, budget: int) -> AttentionConfig:
+    """`config` with as many pipeline stages as fit: fixed + stages * per_stage bytes in `budget`."""
+    stages = config.num_stages
+    while stages > 1 and fixed + stages * per_stage > budget:
+        stages -= 1
+    return replace(config, num_stages=stages)
+
+
+def _family(capability: tuple[int, int]) -> str:
+    """The generation whose tiles this architecture takes."""
+    return {9: "hopper", 10: "blackwell"}.get(capability[0], "ampere")
+
+
+# (block_m, block_n, num_warps, num_stages) by padded head_dim.
+_HALF = {
+    ("forward", "ampere"): {
+        16: (64, 64, 4, 2),
+        32: (64, 64, 4, 3),
+        64: (128, 64, 4, 3),
+        128: (128, 32, 8, 3),
+        256: (64, 32, 4, 2),
+    },
+    ("forward", "hopper"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (64, 64, 4, 3),
+        256: (128, 64, 8, 2),
+    },
+    ("forward", "blackwell"): {
+        16: (64, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (128, 32, 8, 2),
+    },
+    ("keys", "ampere"): {
+        16: (64, 64, 4, 2),
+        32: (64, 64, 4, 2),
+        64: (32, 64, 4, 2),
+        128: (64, 64, 8, 2),
+        256: (32, 64, 8, 2),
+    },
+    ("keys", "hopper"): {
+        16: (64, 64, 4, 3),
+        32: (64, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (64, 128, 8, 3),
+        256: (64, 64, 8, 2),
+    },
+    ("keys", "blackwell"): {
+        16: (64, 128, 8, 3),
+        32: (64, 128, 8, 3),
+        64: (64, 128, 8, 3),
+        128: (64, 128, 8, 3),
+        256: (32, 64, 8, 2),
+    },
+    ("queries", "ampere"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (64, 64, 8, 2),
+        256: (64, 32, 8, 2),
+    },
+    ("queries", "hopper"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (64, 64, 4, 3),
+        128: (128, 64, 8, 3),
+        256: (128, 32, 8, 2),
+    },
+    ("queries", "blackwell"): {
+        16: (128, 64, 4, 3),
+        32: (128, 64, 4, 3),
+        64: (128, 64, 8, 3),
+        128: (128, 64, 8, 3),
+        256: (64, 32, 8, 2),
+    },
+}
+# float32 products run on the ordinary cores, from registers: tiles are small everywhere.
+_FLOAT32 = {
+    "forward": {
+        16: (64, 16, 4, 2),
+        32: (32, 32, 4, 2),
+        64: (64, 32, 8, 2),
+        128: (32, 16, 8, 2),
+        256: (16, 32, 8, 1),
+    },
+    "keys": {
+        16: (16, 32, 4, 2),
+        32: (16, 32, 4, 2),
+        64: (32, 32, 8, 2),
+        128: (16, 16, 8, 2),
+        256: (16, 16, 8, 1),
+    },
+    "queries": {
+        16: (32, 32, 4, 2),
+        32: (32, 32, 4, 2),
+        64: (32, 32, 8, 2),
+        128: (32, 32, 8, 2),
+        256: (16, 16, 8, 1),
+    },
+}
+
+
+def _attention(
+    kernel: str, capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> AttentionConfig:
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
+    config = AttentionConfig(*table[max(D, Dv)])
+    if kernel == "forward":
+        fixed, per_stage = config.block_m * D, config.block_n * (D + Dv)
+    elif kernel == "keys":
+        fixed, per_stage = config.block_n * (D + Dv), config.block_m * (D + Dv)
+    else:
+        fixed, per_stage = config.block_m * (D + Dv), config.block_n * (D + Dv)
+    return _fitted(config, fixed * itemsize, per_stage * itemsize, shared_bytes(capability))
+
+
+def attention_forward(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> AttentionConfig:
+    """Forward, for elements of `itemsize` bytes."""
+    return _attention("forward", capability, itemsize, head_dim, head_dim_v)
+
+
+def attention_backward(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, causal: bool
+) -> tuple[AttentionConfig, AttentionConfig]:
+    """Backward: the kernel of dK and dV, and that of dQ."""
+    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    if causal and keys == AttentionConfig(64, 128, 8, 3):
+        # The diagonal takes the registers of the third stage, and on Hopper padding takes those of half
+        # the tile.
+        padded = head_dim != D or head_dim_v != Dv
+        half = padded and _family(capability) == "hopper"
+        keys = AttentionConfig(32, 128, 8, 3) if half else AttentionConfig(64, 128, 8, 2)
+    if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
+        keys = AttentionConfig(32, 64, 4, 2)
+    return keys, _attention("queries", capability, itemsize, head_dim, head_dim_v)

@@ -1,0 +1,188 @@
+"""Attention: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends, reference
+from ..checks import check_attention, check_scale, refuse
+from .autocast import autocast_low_precision
+
+if backends.HAS_TRITON:
+    from ..ops import attention as attention_op
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale * q k^T) v without ever writing the scores to memory.
+
+    Args:
+        q: [B, Hq, Sq, D], float16, bfloat16, float32 (float64 on the torch and reference backends),
+            any strides.
+        k: [B, Hkv, Sk, D]; Hkv divides Hq (GQA, MQA): query head h reads key head h // (Hq // Hkv).
+        v: [B, Hkv, Sk, Dv]; Dv may differ from D.
+        causal: query i sees key j only if j <= i + Sk - Sq, so that the last query sees every key
+            (bottom-right alignment, as in flash-attn; torch's is_causal is top-left, see
+            scaled_dot_product_attention).
+        scale: multiplies the scores; 1 / sqrt(D) by default.
+        return_lse: also return the rows' logsumexp.
+        impl: the backend by name; None chooses.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in q's dtype; with return_lse also lse [B, Hq, Sq], float32 (float64 for
+        float64 inputs), natural logarithm.  Both are differentiable.  A query that sees no key gives
+        0 and -inf.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
+
+    Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
+    """
+    q, k, v = autocast_low_precision(q, k, v)
+    check_attention("attention", q, k, v)
+    out, lse = _attention(
+        "attention", q, k, v, causal, k.shape[2] - q.shape[2], scale, return_lse, impl
+    )
+    return (out, lse) if return_lse else out
+
+
+def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
+    """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None)."""
+    check_scale(operator, scale)
+    backend = backends.choose(
+        operator, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
+    )
+    if backend == "torch":
+        return _torch_attention(q, k, v, causal, scale), None
+    if backend == "reference":
+        return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    return attention_op.attention(q, k, v, causal, offset, scale, backend)
+
+
+def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str]:
+    if backend == "hopper":
+        return hopper_attention_reasons(q, k, v)
+    reasons = []
+    if backend == "torch":
+        if return_lse:
+            reasons.append("torch's attention does not return lse")
+        if causal and offset != 0:
+            reasons.append(
+                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
+            )
+        if q.numel() == 0 or v.numel() == 0:
+            reasons.append("q or v is empty")
+    elif backend == "triton":
+        if q.dtype == torch.float64:
+            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
+        if max(q.shape[3], v.shape[3]) > 256:
+            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
+    return reasons
+
+
+def hopper_attention_reasons(q, k, v) -> list[str]:
+    """What TMA and the tiles of kernels/hopper do not take."""
+    reasons = []
+    D, Dv = q.shape[3], v.shape[3]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return [f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"]
+    if Dv != D:
+        reasons.append(f"q and k have head_dim {D} and v has {Dv}; the kernels take one for all")
+    if D > 256 or D % 8:
+        reasons.append(f"head_dim is {D}; the kernels take multiples of 8 up to 256")
+    if q.numel() == 0 or k.numel() == 0:
+        reasons.append("q or k is empty")
+    if k.shape[1] * D >= 2**25:
+        reasons.append(f"{k.shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            reasons.append(f"{name}'s last dimension has stride {x.stride(3)}; TMA takes 1")
+        for dim in range(3):
+            stride = x.stride(dim)
+            if x.shape[dim] > 1 and (stride <= 0 or stride % 8 or stride >= 2**39):
+                reasons.append(
+                    f"{name}'s stride {stride} of dimension {dim} is no positive multiple of 8 "
+                    "elements (16 bytes) below 2^39; TMA takes no other"
+                )
+        # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
+        if not torch.compiler.is_compiling() and x.storage_offset() % 8:
+            reasons.append(f"{name} does not start at a multiple of 16 bytes, as TMA wants")
+    if torch.are_deterministic_algorithms_enabled():
+        reasons.append(
+            "torch.use_deterministic_algorithms is on, and this backend's backward sums dQ in no "
+            "fixed order"
+        )
+    return reasons
+
+
+def _torch_attention(q, k, v, causal, scale):
+    gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, on flashproto's kernels where they apply.
+
+    Same signature and meaning: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], with
+    broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
+    attention(causal=True) when L != S.  attn_mask and dropout_p > 0 run on torch's own operator; where
+    another backend was made the default by name they raise BackendError.
+
+    Raises: TypeError, ValueError: an argument does not fit.
+    """
+    name = "scaled_dot_product_attention"
+    if attn_mask is not None or dropout_p > 0.0:
+        backends.choose(name, None, query.device, _mask_reasons)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    q, k, v = autocast_low_precision(query, key, value)
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
+    if not enable_gqa and q.ndim >= 3 and q.shape[-3] != k.shape[-3] and k.shape[-3] != 1:
+        refuse(
+            name, "key", f"of {k.shape[-3]} heads", f"query's {q.shape[-3]} heads",
+            "Pass enable_gqa=True when groups of query heads share a key head.",
+        )  # fmt: skip
+    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (
+        _as_4d(t, lead, 1 if enable_gqa else q.shape[-3] if q.ndim > 2 else 1) for t in (q, k, v)
+    )
+    check_attention(name, q, k, v)
+    out, _ = _attention(name, q, k, v, is_causal, 0, scale, False, None)
+    shape = (*lead, *query.shape[-3:-1], out.shape[-1])
+    return out.reshape(shape)
+
+
+def _mask_reasons(backend: str) -> list[str]:
+    return [] if backend == "torch" else ["attn_mask and dropout_p run on backend 'torch' only"]
+
+
+def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:
+    """[..., S, D] to [B, H, S, D], leading dimensions broadcast to `lead`, one head to `heads`."""
+    x = x if x.ndim > 2 else x[None]
+    H = heads if x.shape[-3] == 1 else x.shape[-3]
+    x = x.expand(*lead, H, *x.shape[-2:])
+    return x[None] if len(lead) == 0 else x.flatten(0, len(lead) - 1)

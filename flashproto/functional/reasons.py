@@ -1,0 +1,14 @@
+"""Reasons against a backend that operators share; see backends.choose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> list[str]:
+    if backend == "triton" and any(t.dtype == torch.float64 for t in tensors):
+        return ["dtype is float64; the kernels take float16, bfloat16 and float32"]
+    return ["not written for this operator"] if backend == "hopper" else []

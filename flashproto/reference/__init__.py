@@ -1,0 +1,51 @@
+"""Every operator in plain PyTorch: the definition of correct.
+
+Nothing here is fast.  Everything is differentiable as often as wanted, in reverse and forward mode,
+runs on any device, and computes in float64 when given float64 (half-precision inputs are computed in
+float32 and rounded once at the end).  The kernels are tested against this file; both states below
+carry the names they have in the device code.
+
+Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]; x [..., N].
+"""
+
+from .attention import (
+    attention,
+    causal_mask,
+)
+from .norm import (
+    add_norm,
+    norm,
+)
+from .softmax import (
+    log_softmax,
+    logsumexp,
+    softmax,
+)
+from .states import (
+    compute_dtype,
+    moments_finish,
+    moments_merge,
+    moments_of_tile,
+    online_softmax_finish,
+    online_softmax_merge,
+    online_softmax_start,
+    online_softmax_update,
+)
+
+__all__ = [
+    "add_norm",
+    "attention",
+    "causal_mask",
+    "compute_dtype",
+    "log_softmax",
+    "logsumexp",
+    "moments_finish",
+    "moments_merge",
+    "moments_of_tile",
+    "norm",
+    "online_softmax_finish",
+    "online_softmax_merge",
+    "online_softmax_start",
+    "online_softmax_update",
+    "softmax",
+]
