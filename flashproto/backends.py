@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -29,7 +29,7 @@ MIN_CAPABILITY = (8, 0)
 HOPPER_CAPABILITY = (9, 0)
 
 _log = logging.getLogger("flashproto")
-_logged: set[tuple[str, str, str]] = set()
+_logged: set[tuple[str, str, str | torch.device]] = set()
 _default: str | None = os.environ.get("FLASHPROTO_IMPL") or None
 
 
@@ -113,40 +113,51 @@ def _gluon_reasons() -> tuple[str, ...]:
     return ()
 
 
+@functools.cache
+def _usable(device: torch.device, interpreted: bool) -> tuple[str, ...]:
+    """The backends that can run something on `device`, in the order of BACKENDS."""
+    return tuple(b for b in BACKENDS if not device_reasons(b, device))
+
+
 def choose(
     operator: str,
     impl: str | None,
     device: torch.device,
-    call_reasons: Callable[[str], list[str]],
+    call_reasons: Callable[[str], Sequence[str]],
 ) -> str:
     """The backend for one call of `operator` on `device`.
 
     call_reasons(backend) lists why that backend cannot run this particular call.  Raises ValueError
     for an unknown name and BackendError when the backend asked for by name cannot run.
     """
-    _check_name(impl)
-    wanted = impl or _default
+    compiling = torch.compiler.is_compiling()
+    wanted = _default if impl is None else impl
     if wanted is None:
-        chosen = next(b for b in BACKENDS if not device_reasons(b, device) and not call_reasons(b))
+        if compiling:
+            return next(b for b in BACKENDS if not device_reasons(b, device) and not call_reasons(b))
+        for chosen in _usable(device, INTERPRETED):
+            if not call_reasons(chosen):
+                break
     else:
+        _check_name(wanted)
         chosen = wanted
-        reasons = [*device_reasons(chosen, device), *call_reasons(chosen)]
-        if reasons:
-            raise BackendError(
-                f"{operator}: backend {chosen!r} cannot run this call: {'; '.join(reasons)}. "
-                "Pass impl=None to let flashproto choose, or see python -m flashproto.env."
-            )
-    if not torch.compiler.is_compiling():
-        _log_once(operator, chosen, device.type, wanted is None)
+        if compiling or chosen not in _usable(device, INTERPRETED) or call_reasons(chosen):
+            reasons = [*device_reasons(chosen, device), *call_reasons(chosen)]
+            if reasons:
+                raise BackendError(
+                    f"{operator}: backend {chosen!r} cannot run this call: {'; '.join(reasons)}. "
+                    "Pass impl=None to let flashproto choose, or see python -m flashproto.env."
+                )
+    if not compiling and (operator, chosen, device) not in _logged:
+        _log_once(operator, chosen, device, wanted is None)
     return chosen
 
 
-def _log_once(operator: str, backend: str, device_type: str, automatic: bool) -> None:
-    key = (operator, backend, device_type)
-    if key not in _logged:
-        _logged.add(key)
+def _log_once(operator: str, backend: str, device: torch.device, automatic: bool) -> None:
+    if (operator, backend, device.type) not in _logged:
         how = "chosen automatically" if automatic else "as asked"
-        _log.info("%s runs on backend %r for %s tensors (%s)", operator, backend, device_type, how)
+        _log.info("%s runs on backend %r for %s tensors (%s)", operator, backend, device.type, how)
+    _logged.update([(operator, backend, device.type), (operator, backend, device)])
 
 
 _check_name(_default, "FLASHPROTO_IMPL")

@@ -1,4 +1,8 @@
-"""What stands before a kernel: import time, the first call's, and the host time of later calls."""
+"""What stands before a kernel: import time, the first call's, and the host time of later calls.
+
+Limits, on the processor that drives an H200: microseconds of a later call (LIMITS), seconds of the
+first one of the Hopper kernels, compilation included (FIRST_LIMITS).
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,9 @@ import torch.nn.functional as F
 import flashproto
 
 from .timing import host_microseconds
+
+LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
+FIRST_LIMITS = {"forward": 6, "backward": 10}
 
 FIRST_CALL = """
 import json, sys, time, torch, flashproto
@@ -74,7 +81,9 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
     for suffix, wants in (("", False), (" with grad", True)):
         x = torch.randn(8, 256, **like).requires_grad_(wants)
         w = torch.ones(256, **like).requires_grad_(wants)
-        q = torch.randn(1, 2, 16, 64, **like).requires_grad_(wants)
+        q, k, v = (torch.randn(1, 2, 16, 64, **like).requires_grad_(wants) for _ in range(3))
+        attention = partial(flashproto.attention, q, k, v, causal=True, impl=impl)
+        torch_attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         rows |= {
             f"flashproto.rms_norm{suffix}": partial(flashproto.rms_norm, x, 256, w, impl=impl),
             f"torch rms_norm{suffix}": partial(F.rms_norm, x, (256,), w),
@@ -82,13 +91,15 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
             f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, w),
             f"flashproto.softmax{suffix}": partial(flashproto.softmax, x, impl=impl),
             f"torch softmax{suffix}": partial(torch.softmax, x, -1),
-            f"flashproto.attention{suffix}": partial(
-                flashproto.attention, q, q, q, causal=True, impl=impl
-            ),
-            f"torch attention{suffix}": partial(
-                F.scaled_dot_product_attention, q, q, q, is_causal=True
-            ),
+            f"flashproto.attention{suffix}": attention,
+            f"torch attention{suffix}": torch_attention,
         }
+        if wants:
+            for name, forward in (("flashproto.", attention), ("torch ", torch_attention)):
+                out: Any = forward()
+                rows[f"{name}attention backward"] = partial(
+                    torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True
+                )
     return {name: call for name, call in rows.items() if impl != "hopper" or "attention" in name}
 
 
@@ -107,13 +118,22 @@ def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
 
 def launch_text(figures: dict[str, Any]) -> str:
     first = figures["first_attention_s"]
+    most = FIRST_LIMITS if figures["impl"] == "hopper" else {}
     lines = [
         f"backend {figures['impl']}",
         f"import torch {figures['import_torch_s']:.2f} s, import flashproto "
         f"{figures['import_flashproto_s']:.2f} s, ratio {figures['import_ratio']:.2f}",
-        f"first causal attention with an empty cache: forward {first['forward']:.2f} s, "
-        f"backward {first['backward']:.2f} s",
+        "first causal attention with an empty cache: "
+        + ", ".join(f"{name} {first[name]:.2f} s{_limit(most.get(name))}" for name in first),
         "host time of a call on a tiny input, microseconds",
     ]
-    lines += [f"  {name:<36}{us:8.1f}" for name, us in figures["host_us"].items()]
+    for name, us in figures["host_us"].items():
+        operator = name.removeprefix("flashproto.").removesuffix(" with grad")
+        ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
+        most_us = LIMITS.get(operator) if ours else None
+        lines.append(f"  {name:<36}{us:8.1f}{_limit(most_us)}")
     return "\n".join(lines)
+
+
+def _limit(most: float | None) -> str:
+    return "" if most is None else f" (at most {most})"

@@ -10,6 +10,8 @@ from .. import backends
 
 def autocast_float32(aten_name: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     """Cast to float32 where autocast does so for torch's operator of that name on this device."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device) or not _autocasts(aten_name, device):
         return tensors
@@ -24,6 +26,8 @@ def _autocasts(aten_name: str, device: str) -> bool:
 
 def autocast_low_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast to the autocast dtype, as torch does for scaled_dot_product_attention."""
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

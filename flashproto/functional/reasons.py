@@ -8,7 +8,11 @@ import torch
 from torch import Tensor
 
 
-def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> list[str]:
-    if backend == "triton" and any(t.dtype == torch.float64 for t in tensors):
-        return ["dtype is float64; the kernels take float16, bfloat16 and float32"]
-    return ["not written for this operator"] if backend == "hopper" else []
+def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Sequence[str]:
+    if backend == "hopper":
+        return ("not written for this operator",)
+    if backend == "triton":
+        for t in tensors:
+            if t.dtype is torch.float64:
+                return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
+    return ()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor, is_grad_enabled
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C._functorch import unwrap_if_dead
 from torch._library.autograd import make_autograd_impl
 from torch.autograd import forward_ad
 
@@ -44,14 +49,44 @@ def refuse_tangents(op: torch.library.CustomOpDef) -> None:
 
 
 def _has_tangent(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+    return isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
-class FirstDerivative(torch.autograd.Function):
+class KernelFunction(torch.autograd.Function):
+    """Base of the Functions of eager calls.  forward takes no ctx, setup_context is separate, and there
+    is no jvp, so that forward-mode differentiation raises.
+
+    Calling `apply` costs what the call needs: torch's own binds the arguments to forward's signature at
+    each call (15 microseconds), though no argument here is ever left out or named.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        if forward_ad._current_level >= 0 or transforms_active():
+            return super().apply(*args)
+        if is_grad_enabled():
+            for x in args:
+                if isinstance(x, Tensor) and x.requires_grad:
+                    return cls._record(*args)
+        return cls.forward(*args)
+
+    _record: ClassVar[Callable[..., Any]]
+
+    def __init_subclass__(cls) -> None:
+        # What torch.autograd.Function.apply ends in where no transform of torch.func is active.
+        cls._record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
+
+
+class FirstDerivative(KernelFunction):
     """Base of the Functions that launch backward kernels: differentiating once more raises.
 
     They are Functions, not plain launches, so that torch.func hands them plain tensors.
     """
+
+    @classmethod
+    def apply(cls, *args):
+        # A pullback of torch.func.vjp that is called late finds tensors of a transform that has ended.
+        return super().apply(*[unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args])
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -1,14 +1,30 @@
-"""What every launch needs to know about the device."""
+"""Launching kernels, and what every launch needs to know about the device.
+
+    launch_norm_forward = launcher(norm_forward_kernel, tensors=3)           # once, at import
+    launch_norm_forward(programs, x, weight, y, M, N, eps, R=4, C=1024, num_warps=4)
+
+is norm_forward_kernel[(programs,)](x, ..., num_warps=4) in about 2 microseconds before the driver
+instead of 30: Triton derives anew at each call how the arguments specialize the kernel, through
+several layers; a launcher is one generated function that derives the same facts inline, finds the
+compiled kernel under them and hands the arguments to Triton's own entry point in C.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
+import triton
+
+from . import triton_entry
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+KEPT_NUMBERS = 4096  # sets of numbers whose specialization a launcher keeps
 
 
 @functools.cache
@@ -28,8 +44,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make `device` current for a launch, where it is not already: Triton launches on the current
-    device and its current stream."""
+    """Make `device` current, where it is not already.  Launchers do so themselves."""
     if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -38,3 +53,131 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 def allows_tf32() -> bool:
     """Whether the user allowed tf32 products through torch's own switch."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; triton.cdiv takes a microsecond and more outside a kernel."""
+    return -(-a // b)
+
+
+# --- launchers -----------------------------------------------------------------------------------
+
+
+def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -> Callable[..., None]:
+    """A function launch(programs, *arguments, **constants_and_options) that does what
+    kernel[(programs,)](*arguments, **constants_and_options) does.
+
+    The kernel's first `descriptors` parameters take descriptors of ops/descriptors.py, the next
+    `tensors` tensors or None, the others numbers and constants.  The launch is on the current stream of
+    the device of the first tensor.  Arguments are passed by name or position, options (OPTIONS) by
+    name; an option of None is one not given.
+
+    given: constants and options that are the same at every launch, and not passed there.  A function
+    with most of them given is a microsecond faster; keep one for each set of them.
+
+    Triton's ordinary path is taken under the interpreter, the first time that arguments specialize
+    the kernel in some way, and while a launch hook or an instrumentation of Triton is on.
+    """
+    if not isinstance(kernel, triton.runtime.JITFunction) or not triton_entry.KNOWN:
+        return functools.partial(_launch_ordinarily, kernel, **given)
+    entries: dict[tuple[object, ...], triton_entry.Entry] = {}
+
+    def launch_first(
+        key: tuple[object, ...], programs: int, arguments: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        compiled = _launch_ordinarily(kernel, programs, *arguments, **options)
+        if compiled is not None and not (triton_entry.hooked() or kernel.pre_run_hooks):
+            entry = triton_entry.entry(compiled)
+            if entry is not None:
+                entries[key] = entry
+
+    numbers = [p for p in kernel.params[descriptors + tensors :] if not p.is_constexpr]
+    defaults = {p.name: p.default for p in kernel.params if p.has_default}
+    names = {
+        "_entries": entries,
+        "_launch_first": launch_first,
+        "_hooked": triton_entry.hooked,
+        "_current_device": getattr(torch._C, "_cuda_getDevice", None),
+        "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
+        "_on": torch.cuda.device,
+        "_specialization": functools.lru_cache(KEPT_NUMBERS, typed=True)(
+            functools.partial(triton_entry.specialization, numbers)
+        ),
+        **dict.fromkeys(OPTIONS),
+        **{f"default_{name}": value for name, value in defaults.items()},
+        **given,
+    }
+    source = _source(
+        [p.name for p in kernel.params], descriptors, tensors, [p.name for p in numbers],
+        defaults.keys(), given.keys(),
+    )  # fmt: skip
+    exec(source, names)
+    launch: Callable[..., None] = names["launch"]
+    return launch
+
+
+def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any) -> Any:
+    """Triton's own way; returns the compiled kernel, or None."""
+    options = {name: value for name, value in named.items() if not (name in OPTIONS and value is None)}
+    return kernel[(programs,)](*arguments, **options)
+
+
+def _source(
+    parameters: list[str], descriptors: int, tensors: int, numbers: list[str],
+    defaults: Collection[str], given: Collection[str],
+) -> str:  # fmt: skip
+    """Source of the function that `launcher` returns.
+
+    All that it knows of the arguments goes into the key of the compiled kernel: a descriptor's type, a
+    tensor's dtype and its address modulo 16, Triton's own specialization of the numbers, and the
+    constants and options themselves.
+    """
+    described, pointed = parameters[:descriptors], parameters[descriptors:][:tensors]
+    passed = [x for x in parameters if x not in given]
+    options = [x for x in OPTIONS if x not in given]
+    signature = [f"{x}=default_{x}" if x in defaults else x for x in passed]
+    keywords = ["*", *(f"{x}=None" for x in options)] if options else []
+    *others, last = described + pointed
+    key = [
+        "_device",
+        *(f"{x}.type" for x in described),
+        *(f"{x}_dtype" for x in pointed),
+        f"_late and ({''.join(f'{x}_address & 15, ' for x in pointed)})",
+        f"_specialization({', '.join(numbers)})",
+        *(x for x in passed if x not in others and x != last and x not in numbers),
+        *options,
+    ]
+    lines = [
+        f"def launch(_programs, {', '.join(signature + keywords)}):",
+        f"    _device = {''.join(f'{x}.get_device() if {x} is not None else ' for x in others)}"
+        f"{last}.get_device()",
+        "    if _device != _current_device():",
+        "        with _on(_device):",
+        f"            return launch(_programs, {', '.join(passed + [f'{x}={x}' for x in options])})",
+    ]
+    for x in pointed:
+        lines += [
+            f"    if {x} is None:",
+            f"        {x}_dtype, {x}_address = None, 0",
+            "    else:",
+            f"        {x}_dtype, {x}_address = {x}.dtype, {x}.data_ptr()",
+        ]
+    lines += [
+        f"    _late = ({' | '.join(f'{x}_address' for x in pointed)}) & 15",
+        f"    _key = ({', '.join(key)})",
+        "    _entry = _entries.get(_key)",
+        "    if _entry is None or _hooked():",
+        f"        _options = dict({', '.join(f'{x}={x}' for x in OPTIONS)})",
+        f"        return _launch_first(_key, _programs, ({', '.join(parameters)}), _options)",
+        "    _run, _middle, _descriptors = _entry",
+    ]
+    handed = [f"{x}_address" if x in pointed else x for x in parameters]
+    if triton_entry.DIRECT:
+        handed[:descriptors] = [f"*{x}.encoded" for x in described]
+        lines += [
+            f"    if {x}.encoded is None: {x}.encode(_descriptors[{i}])"
+            for i, x in enumerate(described)
+        ]
+    arguments = f"({', '.join(handed)},)" if triton_entry.PACKED else ", ".join(handed)
+    lines += [f"    _run(_programs, 1, 1, _current_stream(_device), *_middle, {arguments})"]
+    return "\n".join(lines)

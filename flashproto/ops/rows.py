@@ -10,6 +10,8 @@ from torch import Tensor
 def as_rows(x: Tensor, ndim: int = 1) -> Tensor:
     """x [..., *trailing] as [M, N], N the product of the last `ndim` dimensions: columns of stride
     1, rows of any one stride.  A view where x allows it, else a contiguous copy."""
+    if x.ndim == 2 and ndim == 1 and x.stride()[1] == 1:
+        return x
     M = math.prod(x.shape[: x.ndim - ndim])
     N = math.prod(x.shape[x.ndim - ndim :])
     rows = x.reshape(M, N)

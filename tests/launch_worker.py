@@ -1,0 +1,147 @@
+"""Calls launchers with random arguments and compares what they launch with what Triton would launch.
+
+Runs in a process of its own, without the interpreter and without a GPU: compiling and the entry point
+in C are stood in for by a kernel that remembers under which of Triton's own keys it was compiled.
+Prints how many calls went through a kernel found by the own key, and how many kernels there are.
+
+    python tests/launch_worker.py SEED
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import create_function_from_signature
+
+torch._C._cuda_getDevice = lambda: -1  # the index of CPU tensors
+torch._C._cuda_getCurrentRawStream = lambda device: 7
+
+from flashproto.ops import launch, triton_entry  # noqa: E402
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+INTEGERS = (
+    0,
+    1,
+    2,
+    8,
+    15,
+    16,
+    17,
+    4096,
+    -1,
+    -16,
+    -17,
+    2**31 - 1,
+    2**31 - 16,
+    2**31,
+    2**31 + 8,
+    -(2**31),
+)
+INTEGERS += (-(2**31) - 1, -(2**31) - 16, 2**40, 2**40 + 1, 2**63 - 1, 2**63, 2**63 + 16)
+NUMBERS = (*INTEGERS, True, False, 0.0, 1.0, 16.0, 0.125)
+
+
+@triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["M"])
+def toy_kernel(
+    x_ptr, w_ptr, y_ptr, stride, M, N, seed, eps,
+    CENTERED: tl.constexpr, R: tl.constexpr, C: tl.constexpr = 64,
+):  # fmt: skip
+    pass
+
+
+BINDER = create_function_from_signature(
+    toy_kernel.signature, toy_kernel.params, CUDABackend(GPUTarget("cuda", 90, 32))
+)
+
+
+class Compiled:
+    """A kernel compiled under one of Triton's keys."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def launch(self, *arguments: Any) -> None:
+        launched.append((self.key, arguments))
+
+
+compiled: dict[str, Compiled] = {}
+launched: list[tuple[str, tuple[Any, ...]]] = []
+
+
+def triton_key(arguments: tuple[Any, ...], named: dict[str, Any]) -> str:
+    _, specialization, options = BINDER(*arguments, **named)
+    return f"{specialization} {sorted(options.items())}"
+
+
+def launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any) -> Compiled:
+    key = triton_key(arguments, {k: v for k, v in named.items() if v is not None})
+    return compiled.setdefault(key, Compiled(key))
+
+
+def random_tensor(draw: random.Random) -> torch.Tensor:
+    return torch.empty(64, dtype=draw.choice(DTYPES))[draw.choice((0, 0, 0, 1, 2, 4, 8)) :]
+
+
+def random_argument(draw: random.Random, position: int) -> Any:
+    """For a parameter of toy_kernel."""
+    if position < 3:
+        return None if position == 1 and draw.random() < 0.3 else random_tensor(draw)
+    return draw.choice(NUMBERS) if position < 8 else draw.choice((False, True))
+
+
+def check(
+    launch_toy: Any, arguments: tuple[Any, ...], given: dict[str, Any], named: dict[str, Any]
+) -> bool:
+    """Whether a launch went through a kernel found by the launcher's own key; it is then the right one,
+    with the right arguments."""
+    launch_toy(3, *arguments, **named)
+    if not launched:
+        return False
+    ((key, (programs, y, z, stream, middle, *handed)),) = launched
+    launched.clear()
+    named = given | named
+    expected = triton_key(arguments, {k: v for k, v in named.items() if v is not None})
+    assert key == expected, f"launched {key}, not {expected}"
+    assert (programs, y, z, stream, middle) == (3, 1, 1, 7, "middle")
+    if triton_entry.PACKED:
+        (handed,) = handed
+    addresses = [0 if x is None else x.data_ptr() for x in arguments[:3]]
+    assert list(handed) == [*addresses, *arguments[3:], named["R"], named["C"]]
+    assert [type(x) for x in handed[3:8]] == [type(x) for x in arguments[3:8]]
+    return True
+
+
+def main(seed: int) -> None:
+    draw = random.Random(seed)
+    launch._launch_ordinarily = launch_ordinarily
+    triton_entry.entry = lambda kernel: triton_entry.Entry(kernel.launch, ("middle",), ())
+    given = {"R": 4, "C": 128, "num_warps": 8}
+    launch_toy = launch.launcher(toy_kernel, tensors=3)
+    launch_given = launch.launcher(toy_kernel, tensors=3, **given)
+    arguments = tuple(random_argument(draw, i) for i in range(9))
+    found = 0
+    for _ in range(6000):
+        # One argument at a time changes, so that calls that differ in little follow each other.
+        i = draw.randrange(9)
+        arguments = (*arguments[:i], random_argument(draw, i), *arguments[i + 1 :])
+        maxnreg = draw.choice((None, 64))
+        constants = {
+            "R": draw.choice((1, 4)),
+            "C": draw.choice((64, 128)),
+            "num_warps": draw.choice((4, 8)),
+        }
+        for _ in range(2):
+            found += check(launch_toy, arguments, {}, constants | {"maxnreg": maxnreg})
+            found += check(launch_given, arguments, given, {"maxnreg": maxnreg})
+    print(found, len(compiled))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
