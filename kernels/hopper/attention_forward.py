@@ -13,22 +13,22 @@ A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the byte
 empty when every consumer has arrived at its named barrier (KB, VB, QB: see warpgroups.py).
 
 A program takes work items one after another, an item being the queries of one tile of one head.  Within
-an item a consumer runs, for key tiles from right to left:
+an item a consumer goes over key tiles from right to left, and for each issues S_j = Q K_j^T and, behind
+it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
 
-    S_j = Q K_j^T is issued, then P_{j+1} V_{j+1} behind it
-    wait for S_j; its softmax runs on the ordinary cores while the tensor cores do P V
-    wait for P V; rescale the accumulator
+    OVERLAP    as soon as S_j is there, while the tensor cores still do this consumer's P V
+    otherwise  when both are done, with the registers of P free again: another consumer's products run
 
-and across items likewise: the first scores of the next item are issued behind the last P V of this one,
-and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is waited for at any loop edge,
-and nothing depends on there being a next tile: the producer ends with a phantom K and Q of no bytes.
+and the consumers take turns to issue (PB), so that one computes its softmax while others have the
+tensor cores.  Across items likewise: the first scores of the next item are issued behind the last P V of
+this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is in flight at any loop
+edge, and nothing depends on there being a next tile: the producer ends with a phantom K and Q of no
+bytes.
 
-Ping-pong (PP): two consumers take turns to issue their products, so that one computes its softmax while
-the other has the tensor cores.  Under a causal mask items differ in length; the order in which each
-program takes them comes from a table, `plan` (balanced_plan in flashproto/configs/hopper.py).
-
-Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
-needs none where key_tiles of schedule.py says so.
+Under a causal mask items differ in length; the order in which each program takes them comes from a
+table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py, written
+so that a thread's comparisons are with constants.  The tile needs none where key_tiles of schedule.py
+says so.
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
 """
@@ -42,9 +42,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..online_softmax import online_softmax_finish, online_softmax_update
 from ..schedule import key_tiles
 from .gluon_names import tma_load
+from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile
 from .warpgroups import bar_arrive, bar_sync, matrix, static_arrive, static_sync, wide_rows
 
 # --- rings and work items ------------------------------------------------------------------------
@@ -187,57 +187,38 @@ def mask_scores(x, limit):
 
 
 @gluon.jit
-def step(
-    c: gl.constexpr, j, whole, last, m, l, pc, acc, kslot, kphase, vslot, vphase,
-    qs, ks, vs, k_full, v_full, row, Sk, offset, scale_log2, CFG: gl.constexpr,
-):  # fmt: skip
-    """Scores and softmax of key tile j, while P V of the tile before runs.
+def masked(x, j, row, whole, Sk, offset, CFG: gl.constexpr):
+    """Scores of key tile j, masked if it is not among the first `whole`, under a uniform branch."""
+    if j >= whole:
+        x = mask_scores(x, key_limit(row, j * CFG.BN, Sk, offset, gl.SliceLayout(1, x.type.layout)))
+    return x
 
-    m, l [64]: the online-softmax state; pc [64, BN]: the exponentials of the tile before, as wgmma's
-    operand in registers; acc [64, D].
-    """
-    D: gl.constexpr = CFG.D
-    BN: gl.constexpr = CFG.BN
-    S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
+
+@gluon.jit
+def take_turn(c: gl.constexpr, CFG: gl.constexpr):
+    """Wait until the other consumers have issued their products."""
+    static_sync(CFG.PB + c, 256)
+
+
+@gluon.jit
+def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
+    static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
+
+
+@gluon.jit
+def store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt: gl.constexpr):
+    """64 rows of the output from `row` on, in pieces of 16 bytes."""
+    D: gl.constexpr = acc.shape[1]
+    out = gl.convert_layout(acc.to(dt), wide_rows(D))
+    L: gl.constexpr = out.type.layout
+    rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
+    cols = gl.arange(0, D, gl.SliceLayout(0, L))
+    base = o_ptr + (b.to(gl.int64) * so_b + h.to(gl.int64) * so_h) * 8
+    gl.store(
+        base + rows.to(gl.int64)[:, None] * so_s * 8 + cols[None, :],
+        out,
+        mask=(rows < Sq)[:, None] & (cols // 8 < D_out // 8)[None, :],
     )
-    O: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    ALL: gl.constexpr = 128 * CFG.W + 128
-    dt: gl.constexpr = qs.dtype
-    z = gl.zeros([64, BN], gl.float32, S)
-    if CFG.PP:
-        static_sync(CFG.PB + c, 256)
-    q = matrix(qs.index(c), 64, D)
-    x = warpgroup_mma(
-        q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
-    )
-    acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
-    if CFG.PP:
-        static_arrive(CFG.PB + 1 - c, 256)
-    x = warpgroup_mma_wait(1, deps=(x,))
-    # Both waits for the next tiles stand where they do for their branches, over which ptxas moves
-    # nothing: without the first it gives K back late, without the second it waits for P V before the
-    # exponentials, and nothing overlaps.
-    bar_arrive(CFG.KB + kslot, ALL)
-    if last:
-        static_arrive(CFG.QB + c, 256)
-    kslot, kphase = advance(kslot, kphase, CFG.KS)
-    mbarrier.wait(k_full.index(kslot), kphase)
-    if CFG.CAUSAL:  # otherwise only the rightmost tile is masked, before the loop
-        if j >= whole:
-            x = mask_scores(x, key_limit(row, j * BN, Sk, offset, gl.SliceLayout(1, S)))
-    m, l, p, alpha = online_softmax_update(m, l, x, scale_log2)
-    vlast = vslot
-    vslot, vphase = advance(vslot, vphase, CFG.VS)
-    mbarrier.wait(v_full.index(vslot), vphase)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    bar_arrive(CFG.VB + vlast, ALL)
-    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-    pc = gl.convert_layout(p.to(dt), A)
-    return m, l, pc, acc, kslot, kphase, vslot, vphase
 
 
 @gluon.jit
@@ -247,7 +228,6 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         plan, total, NT, H, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
     ) = args  # fmt: skip
-    CAUSAL: gl.constexpr = CFG.CAUSAL
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
     S: gl.constexpr = gl.NVMMADistributedLayout(
@@ -259,85 +239,107 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
     ALL: gl.constexpr = 128 * CFG.W + 128
     R: gl.constexpr = gl.SliceLayout(1, S)
-    RO: gl.constexpr = gl.SliceLayout(1, O)
     dt: gl.constexpr = qs.dtype
     z = gl.zeros([64, BN], gl.float32, S)
     q = matrix(qs.index(c), 64, D)
 
     r = 0
     t = work_index(0, plan, total, CFG)
+    following = work_index(1, plan, total, CFG)
     b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
     kslot = 0
     kphase = 0
     vslot = 0
     vphase = 0
-    if CFG.PP:
-        if c == 1:
-            static_arrive(CFG.PB, 256)
+    if c == CFG.W - 1:
+        pass_turn(c, CFG)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(c), 0)
-    if CFG.PP:
-        static_sync(CFG.PB + c, 256)
+    take_turn(c, CFG)
     x = warpgroup_mma(q, matrix(ks.index(0), BN, D).permute((1, 0)), z, use_acc=False, is_async=True)
-    if CFG.PP:
-        static_arrive(CFG.PB + 1 - c, 256)
+    pass_turn(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
         row = row0 + 64 * c
         r += 1
-        t = work_index(r, plan, total, CFG)
+        # where the next item is, early: the divisions would hold up the last product
+        t = following
+        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        if t < total:
+            following = work_index(r + 1, plan, total, CFG)
+        whole, _ = key_tiles(row, Sk, offset, 64, BN, CFG.CAUSAL)
+        shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
+        l = gl.zeros([64, 4], gl.float32, lanes())
+        acc = gl.zeros([64, D], gl.float32, O)
         # x: raw scores of the rightmost key tile
         bar_arrive(CFG.KB + kslot, ALL)
         if n == 1:
             static_arrive(CFG.QB + c, 256)
         kslot, kphase = advance(kslot, kphase, CFG.KS)
-        whole, _ = key_tiles(row, Sk, offset, 64, BN, CAUSAL)
-        if whole < n:
-            x = mask_scores(x, key_limit(row, (n - 1) * BN, Sk, offset, R))
-        m = gl.full([64], -float("inf"), gl.float32, R)
-        l = gl.zeros([64], gl.float32, R)
-        m, l, p, _ = online_softmax_update(m, l, x, scale_log2)
-        pc = gl.convert_layout(p.to(dt), A)
-        acc = gl.zeros([64, D], gl.float32, O)
         mbarrier.wait(k_full.index(kslot), kphase)
-        mbarrier.wait(v_full.index(vslot), vphase)
+        if CFG.OVERLAP:
+            x = masked(x, n - 1, row, whole, Sk, offset, CFG)
+            shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, dt)
+            pc = gl.convert_layout(p, A)
+            mbarrier.wait(v_full.index(vslot), vphase)
         for i in range(0, n - 1):
-            m, l, pc, acc, kslot, kphase, vslot, vphase = step(
-                c, n - 2 - i, whole, i == n - 2, m, l, pc, acc, kslot, kphase, vslot, vphase,
-                qs, ks, vs, k_full, v_full, row, Sk, offset, scale_log2, CFG,
-            )  # fmt: skip
+            if not CFG.OVERLAP:
+                x = masked(x, n - 1 - i, row, whole, Sk, offset, CFG)
+                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+                mbarrier.wait(v_full.index(vslot), vphase)
+                acc = rescaled(acc, alpha)
+                pc = gl.convert_layout(p, A)
+            take_turn(c, CFG)
+            x = warpgroup_mma(
+                q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
+            )
+            acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
+            pass_turn(c, CFG)
+            x = warpgroup_mma_wait(1, deps=(x,))
+            bar_arrive(CFG.KB + kslot, ALL)
+            if i == n - 2:
+                static_arrive(CFG.QB + c, 256)
+            kslot, kphase = advance(kslot, kphase, CFG.KS)
+            mbarrier.wait(k_full.index(kslot), kphase)
+            used = vslot
+            vslot, vphase = advance(vslot, vphase, CFG.VS)
+            if CFG.OVERLAP:
+                if CFG.CAUSAL:  # otherwise only the rightmost tile is masked
+                    x = masked(x, n - 2 - i, row, whole, Sk, offset, CFG)
+                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+                mbarrier.wait(v_full.index(vslot), vphase)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            bar_arrive(CFG.VB + used, ALL)
+            if CFG.OVERLAP:
+                acc = rescaled(acc, alpha)
+                pc = gl.convert_layout(p, A)
+        if not CFG.OVERLAP:
+            x = masked(x, 0, row, whole, Sk, offset, CFG)
+            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+            mbarrier.wait(v_full.index(vslot), vphase)
+            acc = rescaled(acc, alpha)
+            pc = gl.convert_layout(p, A)
         # the last P V of this work item, and the first scores of the next one under it
-        bo = b
-        ho = h
-        b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
-        if CFG.PP:
-            static_sync(CFG.PB + c, 256)
+        take_turn(c, CFG)
         acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
         mbarrier.wait(q_full.index(c), r & 1)
         x = warpgroup_mma(
             q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
         )
-        if CFG.PP:
-            static_arrive(CFG.PB + 1 - c, 256)
-        lse, rl = online_softmax_finish(m, l, scale_log2)
+        pass_turn(c, CFG)
+        lse, normaliser = softmax_finish(shift, l, R)
         rows = row + gl.arange(0, 64, R)
-        gl.store(lse_ptr + (bo * H + ho).to(gl.int64) * Sq + rows, lse, mask=rows < Sq)
+        gl.store(lse_ptr + (b * H + h).to(gl.int64) * Sq + rows, lse, mask=rows < Sq)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         bar_arrive(CFG.VB + vslot, ALL)
         vslot, vphase = advance(vslot, vphase, CFG.VS)
-        out = (acc * gl.convert_layout(rl, RO)[:, None]).to(dt)
-        if CFG.WIDE:
-            out = gl.convert_layout(out, wide_rows(D))
-        OUT: gl.constexpr = out.type.layout
-        ro = row + gl.arange(0, 64, gl.SliceLayout(1, OUT))
-        co = gl.arange(0, D, gl.SliceLayout(0, OUT))
-        base = o_ptr + (bo.to(gl.int64) * so_b + ho.to(gl.int64) * so_h) * 8
-        gl.store(
-            base + ro.to(gl.int64)[:, None] * so_s * 8 + co[None, :],
-            out,
-            mask=(ro < Sq)[:, None] & (co // 8 < D_out // 8)[None, :],
-        )
+        acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
+        store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt)
         x = warpgroup_mma_wait(0, deps=(x,))
+        b = b1
+        h = h1
+        row0 = row1
+        n = n1
 
 
 # --- the kernel ----------------------------------------------------------------------------------
