@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import triton
 from compile_case import Case
 
 from flashproto import configs
-from flashproto.kernels.hopper import attention_backward as backward
+from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
+from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
-from flashproto.ops.attention_hopper import PREPROCESS_ROWS, float32_layout, half_layout
+from flashproto.ops.attention_hopper import PREPROCESS_ROWS
+from flashproto.ops.descriptors import layout
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
-FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 48
+FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
+INT32 = {"plan", "turns_ptr"}
 
 
 def heads(element: str, rows: int, D: int) -> str:
     """The type of a descriptor with boxes [1, 1, rows, D]."""
-    return f"tensordesc<{element}[1, 1, {rows}, {D}],{half_layout(D)!r}>"
+    in_shared = layout(torch.bfloat16, (1, 1, rows, D))
+    return f"tensordesc<{element}[1, 1, {rows}, {D}],{in_shared!r}>"
 
 
 def float32(*box: int) -> str:
     """The type of a descriptor of float32 with such boxes."""
-    return f"tensordesc<fp32[{', '.join(map(str, box))}],{float32_layout(*box)!r}>"
+    return f"tensordesc<fp32[{', '.join(map(str, box))}],{layout(torch.float32, box)!r}>"
 
 
 def case(
@@ -35,10 +41,10 @@ def case(
 ) -> Case:  # fmt: skip
     signature = dict(descriptors or {})
     for argument in kernel.arg_names:
-        if argument.endswith("_ptr"):
-            signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
-        elif argument == "plan":
+        if argument in INT32:
             signature[argument] = "*i32"
+        elif argument.endswith("_ptr"):
+            signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
         elif argument not in signature and argument not in constexprs:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, kind in signature.items() if kind.startswith("*"))
@@ -73,23 +79,22 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 f"{name}-{config.W}-{config.KS}-{config.VS}", attention_forward_kernel, element,
                 {"CFG": config}, descriptors, FORWARD_STACK,
             )  # fmt: skip
-        for D in HEAD_DIMS:
-            for causal in (False, True):
-                if element == "fp16" and not (D == 128 and causal):
-                    continue
-                config = configs.attention_backward_hopper(D, causal)
-                queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
-                descriptors = {
+        for D, causal, ordered in itertools.product(HEAD_DIMS, (False, True), (False, True)):
+            if element == "fp16" and not (D == 128 and causal):
+                continue
+            config = configs.attention_backward_hopper(D, causal, ordered)
+            queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
+            descriptors = {
                     "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
                     "ld_desc": float32(2 * config.BM), "dq_desc": float32(128, 32),
                 }  # fmt: skip
-                yield case(
-                    f"backward-{D}-{'causal' if causal else 'full'}",
-                    backward.attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
+            yield case(
+                    f"backward-{D}-{'causal' if causal else 'full'}{'-ordered' * ordered}",
+                    attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip
     for D in HEAD_DIMS:
         config = configs.attention_backward_hopper(D, causal=False)
-        rows = {"HAS_DLSE": True, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM}
-        yield case(f"preprocess-{D}", backward.preprocess_kernel, "bf16", rows, hgmma=False)
+        rows = {"HAS_DLSE": True, "FIRST": True, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM}
+        yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}
-        yield case(f"postprocess-{D}", backward.postprocess_kernel, "bf16", sums, hgmma=False)
+        yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)

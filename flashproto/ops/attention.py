@@ -6,10 +6,13 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import configs
@@ -19,8 +22,8 @@ from ..kernels.attention_backward import (
     attention_backward_rows_kernel,
 )
 from ..kernels.attention_forward import attention_forward_kernel
-from .autograd import FirstDerivative, refuse_tangents, use_op
-from .launch import allows_tf32, capability, on_device
+from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .launch import allows_tf32, capability, cdiv, launcher
 
 LOG2E = math.log2(math.e)
 # Scores times this are 0 in float32: a scale of 0 means a uniform softmax, and stays positive.
@@ -44,10 +47,15 @@ def attention(
 def empty_like_heads(x: Tensor, head_dim: int) -> Tensor:
     """An uninitialised [B, H, S, head_dim] in the memory order of x's heads and tokens, so that what
     arrives as a transposed [B, S, H, D] leaves as one."""
-    B, H, S, _ = x.shape
-    if x.stride(1) < x.stride(2):
-        return x.new_empty(B, S, H, head_dim).transpose(1, 2)
-    return x.new_empty(B, H, S, head_dim)
+    B, H, S, D = x.shape
+    if head_dim == D and x.is_contiguous():
+        return torch.empty_like(x)
+    _, head, token, _ = x.stride()
+    heads_inside = head < token
+    strides = (head_dim, H * head_dim) if heads_inside else (S * head_dim, head_dim)
+    return torch.empty_strided(
+        (B, H, S, head_dim), (H * S * head_dim, *strides, 1), dtype=x.dtype, device=x.device
+    )
 
 
 def empty_gradients(
@@ -62,19 +70,73 @@ def empty_gradients(
 def is_wide(*tensors: Tensor) -> bool:
     """Whether offsets inside the matrix of one batch entry and head, tiles' overhang included, can
     pass 2^31 elements."""
-    return any((t.shape[2] + 256) * t.stride(2) + 512 * t.stride(3) >= 2**31 for t in tensors)
+    for t in tensors:
+        _, _, token, element = t.stride()
+        if (t.shape[2] + 256) * token + 512 * element >= 2**31:
+            return True
+    return False
 
 
-def kernel_arguments(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, object]:
-    """The compile-time facts that every attention kernel shares."""
-    D, Dv = q.shape[3], v.shape[3]
+@functools.cache
+def hopper() -> ModuleType:
+    """The launches of backend "hopper", which need Gluon: not every Triton has it."""
+    from . import attention_hopper
+
+    return attention_hopper
+
+
+def tf32(q: Tensor) -> bool:
+    """Whether products of q's elements may be rounded to tf32."""
+    return q.dtype is torch.float32 and allows_tf32()
+
+
+# Launchers and their constants are kept by the plain facts that they follow from.
+
+
+@functools.lru_cache(1024)
+def forward_launcher(
+    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
+) -> tuple[int, Callable[..., None]]:
+    """(queries a program, launcher)."""
+    config = configs.attention_forward(capability, dtype.itemsize, D, Dv)
+    constants = attention_constants(config, D, Dv, causal, tf32)
+    exact = dtype == torch.float32
+    return config.block_m, launcher(attention_forward_kernel, tensors=5, EXACT=exact, **constants)
+
+
+@functools.lru_cache(1024)
+def backward_launchers(
+    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
+) -> tuple[Callable[..., None], int, Callable[..., None], int, Callable[..., None]]:
+    """(launch over rows, keys a program, launch over keys, queries a program, launch over queries)."""
+    keys, queries = configs.attention_backward(capability, dtype.itemsize, D, Dv, causal)
+    rows = {"DV": Dv, "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": ROWS_BLOCK_M, "num_warps": 4}
+    keys_constants = attention_constants(keys, D, Dv, causal, tf32)
+    queries_constants = attention_constants(queries, D, Dv, causal, tf32)
+    return (
+        launcher(attention_backward_rows_kernel, tensors=6, **rows),
+        keys.block_n,
+        launcher(attention_backward_keys_kernel, tensors=8, **keys_constants),
+        queries.block_m,
+        launcher(attention_backward_queries_kernel, tensors=7, **queries_constants),
+    )
+
+
+def attention_constants(
+    config: configs.AttentionConfig, D: int, Dv: int, causal: bool, tf32: bool
+) -> dict[str, Any]:
+    """The constants that the kernels share, and the options."""
     return {
         "D": D,
         "DV": Dv,
         "BLOCK_D": configs.padded_head_dim(D),
         "BLOCK_DV": configs.padded_head_dim(Dv),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
         "CAUSAL": causal,
-        "TF32": q.dtype == torch.float32 and allows_tf32(),
+        "TF32": tf32,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
     }
 
 
@@ -83,28 +145,21 @@ def attention_forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel of `backend`; scale >= 0."""
     B, Hq, Sq, D = q.shape
-    Hkv, Sk, Dv = v.shape[1], v.shape[2], v.shape[3]
+    _, Hkv, Sk, Dv = v.shape
     out = empty_like_heads(q, Dv)
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
     if backend == "hopper":
-        from . import attention_hopper  # needs Gluon, which not every Triton and device has
-
         positive_scale = max(scale, SMALLEST_SCALE)
-        attention_hopper.attention_forward(q, k, v, out, lse, causal, offset, positive_scale)
+        hopper().attention_forward(q, k, v, out, lse, causal, offset, positive_scale)
         return out, lse
-    config = configs.attention_forward(capability(q.device), q.dtype.itemsize, D, Dv)
-    grid = (triton.cdiv(Sq, config.block_m) * B * Hq,)
-    with on_device(q.device):
-        attention_forward_kernel[grid](
-            q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-            Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E,
-            **kernel_arguments(q, k, v, causal), BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            EXACT=q.dtype == torch.float32,
-            WIDE=is_wide(q, k, v, out),
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, causal, tf32(q))
+    launch(
+        cdiv(Sq, block_m) * B * Hq,
+        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, WIDE=is_wide(q, k, v, out),
+    )  # fmt: skip
     return out, lse
 
 
@@ -116,53 +171,64 @@ def attention_backward(
 
     Backend "hopper" copies a dout that TMA cannot read (expanded, or of odd strides).
     """
-    B, Hq, Sq, D = q.shape
-    Hkv, Sk, Dv = v.shape[1], v.shape[2], v.shape[3]
-    gradients = dq, dk, dv = empty_gradients(q, k, v, need_dq, need_dkv)
-    if q.numel() == 0 or k.numel() == 0:
-        dq, dk, dv = (t.zero_() for t in gradients)
-        return dq, dk, dv
-    dout = dout.to(q.dtype)
-    if backend == "hopper":
-        from . import attention_hopper
+    gradients = empty_gradients(q, k, v, need_dq, need_dkv)
+    fill_gradients(
+        q, k, v, out, lse, dout, dlse, *gradients, causal, offset, scale, backend, need_dq, need_dkv
+    )
+    return gradients
 
-        attention_hopper.attention_backward(
+
+def fill_gradients(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor,
+    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
+) -> None:  # fmt: skip
+    """attention_backward into given tensors, of which dk and dv have the same strides."""
+    B, Hq, Sq, D = q.shape
+    _, Hkv, Sk, Dv = v.shape
+    if q.numel() == 0 or k.numel() == 0:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+        return
+    if dout.dtype != q.dtype:
+        dout = dout.to(q.dtype)
+    if backend == "hopper":
+        hopper().attention_backward(
             q, k, v, out, lse, dout, dlse, dq, dk, dv, causal, offset, scale, max(scale, SMALLEST_SCALE)
         )
-        return gradients
+        return
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    arguments = kernel_arguments(q, k, v, causal)
-    keys, queries = configs.attention_backward(capability(q.device), q.dtype.itemsize, D, Dv, causal)
+    launch_rows, block_n, launch_keys, block_m, launch_queries = backward_launchers(
+        capability(q.device), q.dtype, D, Dv, causal, tf32(q)
+    )
     sizes = (Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, scale)
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    wide = is_wide(q, k, v, out, dout, *gradients)
-    with on_device(q.device):
-        attention_backward_rows_kernel[(triton.cdiv(Sq, ROWS_BLOCK_M) * B * Hq,)](
-            out, dout, lse, dlse, lse2, delta, *out.stride(), *dout.stride(),
-            *((0, 0, 0) if dlse is None else dlse.stride()),
-            Hq, Sq, DV=Dv, BLOCK_DV=arguments["BLOCK_DV"], BLOCK_M=ROWS_BLOCK_M,
-            HAS_DLSE=dlse is not None, WIDE=wide, num_warps=4,
+    wide = is_wide(q, k, v, out, dout, dq, dk, dv)
+    launch_rows(
+        cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
+        out, dout, lse, dlse, lse2, delta, *out.stride(), *dout.stride(),
+        *((0, 0, 0) if dlse is None else dlse.stride()),
+        Hq, Sq, HAS_DLSE=dlse is not None, WIDE=wide,
+    )  # fmt: skip
+    if need_dkv:
+        launch_keys(
+            cdiv(Sk, block_n) * B * Hkv,
+            q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes,
+            WIDE=wide,
         )  # fmt: skip
-        if need_dkv:
-            attention_backward_keys_kernel[(triton.cdiv(Sk, keys.block_n) * B * Hkv,)](
-                q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes,
-                **arguments, BLOCK_M=keys.block_m, BLOCK_N=keys.block_n, WIDE=wide,
-                num_warps=keys.num_warps, num_stages=keys.num_stages,
-            )  # fmt: skip
-        if need_dq:
-            attention_backward_queries_kernel[(triton.cdiv(Sq, queries.block_m) * B * Hq,)](
-                q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes,
-                **arguments, BLOCK_M=queries.block_m, BLOCK_N=queries.block_n, WIDE=wide,
-                num_warps=queries.num_warps, num_stages=queries.num_stages,
-            )  # fmt: skip
-    return gradients
+    if need_dq:
+        launch_queries(
+            cdiv(Sq, block_m) * B * Hq,
+            q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes,
+            WIDE=wide,
+        )  # fmt: skip
 
 
 # --- eager: autograd.Function --------------------------------------------------------------------
 
 
 def setup_context(ctx, inputs, output) -> None:
-    q, k, v, ctx.causal, ctx.offset, ctx.scale, ctx.backend = inputs
+    q, k, v, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -175,19 +241,11 @@ def backward(ctx, launch, dout: Tensor | None, dlse: Tensor | None):
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
     need_q, need_k, need_v = ctx.needs_input_grad[:3]
-    dq, dk, dv = launch(
-        q, k, v, out, lse, dout, dlse, ctx.causal, ctx.offset, ctx.scale, ctx.backend,
-        need_q, need_k or need_v,
-    )  # fmt: skip
-    return (
-        dq if need_q else None,
-        dk if need_k else None,
-        dv if need_v else None,
-        *(None,) * 4,
-    )
+    dq, dk, dv = launch(q, k, v, out, lse, dout, dlse, *ctx.settings, need_q, need_k or need_v)
+    return dq if need_q else None, dk if need_k else None, dv if need_v else None, *(None,) * 4
 
 
-class AttentionFunction(torch.autograd.Function):
+class AttentionFunction(KernelFunction):
     """It has no jvp, so forward-mode differentiation raises instead of returning zeros."""
 
     @staticmethod

@@ -8,67 +8,38 @@ from __future__ import annotations
 import functools
 import math
 import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
-from triton.experimental.gluon.language import NVMMASharedLayout, float32
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .. import configs
-from ..kernels.hopper.attention_backward import (
-    attention_backward_kernel,
-    postprocess_kernel,
-    preprocess_kernel,
-)
+from ..kernels.hopper.attention_backward import attention_backward_kernel
+from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
+from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
-from .launch import multiprocessors, on_device
+from .descriptors import describe, tma_reads
+from .launch import cdiv, launcher, multiprocessors
 
 LOG2E = math.log2(math.e)
-# The stride of a dimension of one entry, which is never used: what it is may not be what TMA accepts.
-UNUSED_STRIDE = 1 << 23
 PREPROCESS_ROWS = 32
+SUMS_BOX = (128, 32)  # of the float32 sums of dQ
 
 
-# --- descriptors ---------------------------------------------------------------------------------
+# --- operands ------------------------------------------------------------------------------------
 
 
-@functools.cache
-def half_layout(D: int) -> NVMMASharedLayout:
-    """How TMA leaves a box [1, 1, rows, D] of a half type in shared memory."""
-    return NVMMASharedLayout(swizzle_byte_width=min(128, 2 * D), element_bitwidth=16, rank=4)
-
-
-@functools.cache
-def float32_layout(*box: int) -> NVMMASharedLayout:
-    """How TMA leaves a box of float32 in shared memory."""
-    return NVMMASharedLayout.get_default_for(list(box), float32)
-
-
-def heads_descriptor(x: Tensor, rows: int, D: int) -> TensorDescriptor:
-    """Boxes [1, 1, rows, D] of x [B, H, S, head_dim], with zeros past its end."""
-    strides = [
-        stride if size > 1 else UNUSED_STRIDE
-        for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True)
-    ]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, D], half_layout(D))
-
-
-def float32_descriptor(x: Tensor, *box: int) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(box), float32_layout(*box))
-
-
-def for_tma(x: Tensor) -> Tensor:
-    """x if TMA can read it, else a contiguous copy: last dimension contiguous, other strides positive
-    multiples of 16 bytes, the first element on one.
-
-    The caller has checked the inputs, all but where they start: that is not known while torch.compile
-    traces, nor of memory that is not PyTorch's.  A gradient comes as it comes.
-    """
-    strides = [s for n, s in zip(x.shape, x.stride(), strict=True) if n > 1]
-    if x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in strides[:-1]):
+def for_rows(x: Tensor) -> Tensor:
+    """x, or a contiguous copy where its rows do not come in pieces of 16 bytes."""
+    if x.data_ptr() % 16 == 0 and rows_fit(x.shape, x.stride()):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(1024)
+def rows_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return tma_reads(0, 2, shape, strides)
 
 
 def eighths(x: Tensor) -> tuple[int, int, int]:
@@ -80,43 +51,89 @@ def eighths(x: Tensor) -> tuple[int, int, int]:
 # --- the order of work ---------------------------------------------------------------------------
 
 
-@functools.cache
-def plan_on_device(
-    config: configs.HopperForward,
-    heads: int,
-    together: int,
-    Sq: int,
-    Sk: int,
-    offset: int,
-    programs: int,
-    device: torch.device,
-) -> Tensor:
-    """configs.balanced_plan as the kernel reads it: [rounds + 1, programs] int32, ended by the number
-    of items.
+_tables: dict[tuple[object, ...], Tensor] = {}
 
-    Made on the host, once for a shape, and kept: 4 bytes for a tile of a head.  Raises RuntimeError
-    while a CUDA graph is captured, where nothing can be copied from the host.
+
+def order_on_device(
+    config: configs.HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int,
+    programs: int, device: torch.device,
+) -> Tensor:  # fmt: skip
+    """The order of work under a causal mask as the kernel reads it: [rounds, programs] int32, item
+    numbers, each column ended by the number of items.
+
+    configs.balanced_plan is made on the host, once for a shape, and kept: 4 bytes for a tile of a head.
+    While a CUDA graph is captured nothing can be copied from the host; then a shape that never ran
+    before is dealt out in turns, which the graph recomputes at each replay.  Results are the same.
     """
+    key = (config, heads, together, Sq, Sk, offset, programs, device)
+    table = _tables.get(key)
+    if table is not None:
+        return table
+    total = heads * cdiv(Sq, config.BM)
     if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"attention: a causal call with Sq = {Sq} and Sk = {Sk} is captured in a CUDA graph before "
-            "it ran once; its schedule comes from the host. Run it once before capturing it."
-        )
+        turns = torch.arange((total // programs + 2) * programs, dtype=torch.int32, device=device)
+        turns = turns.clamp_(max=total).view(-1, programs)
+        turns[1::2] = turns[1::2].flip(1)  # heavy first, and back: who was first is last
+        return turns
     items = configs.balanced_plan(config, heads, together, Sq, Sk, offset, programs)
     rounds = max(map(len, items)) + 1
-    total = sum(map(len, items))
     rows = [[*own, *[total] * (rounds - len(own))] for own in items]
-    table = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+    host = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+
     # In a thread of its own, since a private memory pool of the calling thread (torch.compile's CUDA
     # graphs make one to warm up) would take this memory back.
-    kept: list[Tensor] = []
-    upload = threading.Thread(target=lambda: kept.append(table.to(device)))
-    upload.start()
-    upload.join()
-    return kept[0]
+    def upload() -> None:
+        _tables[key] = host.to(device)
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    thread.join()
+    return _tables[key]
 
 
-# --- launches ------------------------------------------------------------------------------------
+# --- launches: what follows from plain facts is kept ---------------------------------------------
+
+
+@functools.cache
+def forward_launcher(config: configs.HopperForward) -> Callable[..., None]:
+    return launcher(attention_forward_kernel, descriptors=3, tensors=3, CFG=config, num_warps=4)
+
+
+class Forward(NamedTuple):
+    """How the forward kernel is launched for one shape.
+
+    queries, keys: boxes of the descriptors; sizes: the kernel's numbers up to offset; order: arguments
+    of order_on_device, None without a mask.
+    """
+
+    launch: Callable[..., None]
+    programs: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    sizes: tuple[int, ...]
+    order: tuple[Any, ...] | None
+
+
+@functools.lru_cache(1024)
+def plan_forward(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, offset: int, device: torch.device
+) -> Forward:
+    (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
+    config = configs.attention_forward_hopper(head_dim, Sk, causal)
+    tiles = cdiv(Sq, config.BM)
+    total = tiles * B * Hq
+    programs = min(total, multiprocessors(device))
+    together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
+    if not causal:
+        offset = Sk
+    return Forward(
+        forward_launcher(config),
+        programs,
+        (1, 1, 64, config.D),
+        (1, 1, config.BN, config.D),
+        (total, tiles, Hq, Hq // Hkv, B * Hq, together, Sq, Sk, offset),
+        (config, B * Hq, together, Sq, Sk, offset, programs, device) if causal else None,
+    )
 
 
 def attention_forward(
@@ -124,25 +141,76 @@ def attention_forward(
     causal: bool, offset: int, scale: float,
 ) -> None:  # fmt: skip
     """Fill out and lse; scale > 0, no tensor empty."""
-    B, Hq, Sq, head_dim = q.shape
-    Hkv, Sk = k.shape[1], k.shape[2]
-    q, k, v = for_tma(q), for_tma(k), for_tma(v)
-    config = configs.attention_forward_hopper(head_dim, Sk, causal)
-    tiles = triton.cdiv(Sq, config.BM)
-    programs = min(tiles * B * Hq, multiprocessors(q.device))
-    together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
-    plan = lse  # not read
-    if causal:
-        plan = plan_on_device(config, B * Hq, together, Sq, Sk, offset, programs, q.device)
-    else:
-        offset = Sk
-    with on_device(q.device):
-        attention_forward_kernel[(programs,)](
-            heads_descriptor(q, 64, config.D),
-            heads_descriptor(k, config.BN, config.D), heads_descriptor(v, config.BN, config.D),
-            out, lse, plan, tiles * B * Hq, tiles, Hq, Hq // Hkv, B * Hq, together, Sq, Sk, offset,
-            *eighths(out), head_dim, scale * LOG2E, config, num_warps=4,
-        )  # fmt: skip
+    plan = plan_forward(q.shape, k.shape, causal, offset, q.device)
+    # The copies, if TMA needs any, are held until the launch.
+    (q, q_box), (k, k_box), (v, v_box) = (
+        describe(q, plan.queries), describe(k, plan.keys), describe(v, plan.keys)
+    )  # fmt: skip
+    order = lse if plan.order is None else order_on_device(*plan.order)  # lse is not read
+    plan.launch(
+        plan.programs, q_box, k_box, v_box, out, lse, order,
+        *plan.sizes, *eighths(out), q.shape[3], scale * LOG2E,
+    )  # fmt: skip
+
+
+@functools.cache
+def backward_launchers(
+    config: configs.HopperBackward,
+) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+    """(preprocess, main, postprocess)."""
+    rows = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
+    sums = {"D": config.D, "N": config.NQ}
+    return (
+        launcher(preprocess_kernel, tensors=7, **rows, num_warps=4),
+        launcher(attention_backward_kernel, descriptors=6, tensors=4, CFG=config, num_warps=4),
+        launcher(postprocess_kernel, tensors=2, **sums, num_warps=4),
+    )
+
+
+class Backward(NamedTuple):
+    """How the backward kernels are launched for one shape.
+
+    queries, keys, rows: boxes of the descriptors of q and dout, k and v, lse and delta; padded: queries
+    in whole tiles; zeroed: queries whose sums of dQ start at zero; turns: counters of work items
+    and of tiles; sizes: the main kernel's numbers up to offset.
+    """
+
+    launch_preprocess: Callable[..., None]
+    launch: Callable[..., None]
+    launch_postprocess: Callable[..., None]
+    config: configs.HopperBackward
+    programs: int
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    rows: tuple[int, ...]
+    padded: int
+    zeroed: int
+    turns: int
+    sizes: tuple[int, ...]
+
+
+@functools.lru_cache(1024)
+def plan_backward(
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, offset: int, ordered: bool,
+    device: torch.device,
+) -> Backward:  # fmt: skip
+    (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
+    config = configs.attention_backward_hopper(head_dim, causal, ordered)
+    D, BM, BN = config.D, config.BM, config.BN
+    query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
+    together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
+    zeroed, turns = query_tiles * BM, FIRST_TURN.value
+    if config.FIRST:
+        # The first key tile stores: zeros are for query tiles that see no key.
+        zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
+        turns += B * Hq * query_tiles
+    programs = min(key_tiles * B * Hkv, multiprocessors(device))
+    sizes = (key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset if causal else Sk)
+    return Backward(
+        *backward_launchers(config), config, programs,
+        (1, 1, BM, D), (1, 1, BN, D), (2 * BM,),
+        query_tiles * BM, zeroed, turns, sizes,
+    )  # fmt: skip
 
 
 def attention_backward(
@@ -152,37 +220,36 @@ def attention_backward(
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv, of which dk and dv have the same strides; one of no elements is not wanted.
 
-    scale >= 0 multiplies the gradients, positive_scale > 0 the scores.
+    scale >= 0 multiplies the gradients, positive_scale > 0 the scores.  dq is summed in a fixed order
+    under torch.use_deterministic_algorithms(True).
     """
     B, Hq, Sq, head_dim = q.shape
-    Hkv, Sk = k.shape[1], k.shape[2]
-    q, k, v, out, dout = (for_tma(x) for x in (q, k, v, out, dout))
-    dq = dq if dq.numel() else torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    device = q.device
+    dq = dq if dq.numel() else torch.empty(q.shape, dtype=q.dtype, device=device)
     if not dk.numel():
-        dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
-    config = configs.attention_backward_hopper(head_dim, causal)
-    D = config.D
-    query_tiles, key_tiles = triton.cdiv(Sq, config.BM), triton.cdiv(Sk, config.BN)
-    rows = B * Hq * query_tiles * config.BM
-    sums = torch.empty(rows * D // 32, 32, dtype=torch.float32, device=q.device)
-    lse_delta = torch.empty(rows * 2, dtype=torch.float32, device=q.device)
-    together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(q.device))
-    padded = query_tiles * config.BM
-    with on_device(q.device):
-        preprocess_kernel[(rows // PREPROCESS_ROWS,)](
-            out, dout, lse, lse if dlse is None else dlse.contiguous(), lse_delta, sums,
-            Sq, padded, Hq, head_dim, *eighths(out), *eighths(dout),
-            HAS_DLSE=dlse is not None, D=D, R=PREPROCESS_ROWS, BM=config.BM, num_warps=4,
-        )  # fmt: skip
-        attention_backward_kernel[(key_tiles * B * Hkv,)](
-            heads_descriptor(q, config.BM, D), heads_descriptor(dout, config.BM, D),
-            heads_descriptor(k, config.BN, D), heads_descriptor(v, config.BN, D),
-            float32_descriptor(lse_delta, 2 * config.BM), float32_descriptor(sums, 128, 32), sums,
-            dk, dv, key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk,
-            offset if causal else Sk, *eighths(dk), head_dim, scale, positive_scale * LOG2E, config,
-            num_warps=4,
-        )  # fmt: skip
-        postprocess_kernel[(rows * D // (64 * config.NQ),)](
-            sums, dq, Sq, padded // 64, Hq, head_dim, *eighths(dq), scale, D=D, N=config.NQ,
-            num_warps=4,
-        )  # fmt: skip
+        dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=device) for _ in range(2))
+    ordered = torch.are_deterministic_algorithms_enabled()
+    plan = plan_backward(q.shape, k.shape, causal, offset, ordered, device)
+    rows, D = B * Hq * plan.padded, plan.config.D
+    # The copies, if TMA needs any, are held until the launches.
+    (q, q_box), (dout, dout_box) = describe(q, plan.queries), describe(dout, plan.queries)
+    (k, k_box), (v, v_box) = describe(k, plan.keys), describe(v, plan.keys)
+    out = for_rows(out)
+    sums = torch.empty(rows * D // 32, 32, dtype=torch.float32, device=device)
+    lse_delta = torch.empty(rows * 2, dtype=torch.float32, device=device)
+    turns = torch.empty(plan.turns, dtype=torch.int32, device=device)
+    plan.launch_preprocess(
+        rows // PREPROCESS_ROWS,
+        out, dout, lse, lse if dlse is None else dlse.contiguous(), lse_delta, sums, turns,
+        Sq, plan.padded, plan.zeroed, Hq, head_dim, *eighths(out), *eighths(dout),
+        HAS_DLSE=dlse is not None,
+    )  # fmt: skip
+    plan.launch(
+        plan.programs, q_box, dout_box, k_box, v_box,
+        describe(lse_delta, plan.rows)[1], describe(sums, SUMS_BOX)[1], sums, turns, dk, dv,
+        *plan.sizes, *eighths(dk), head_dim, scale, positive_scale * LOG2E,
+    )  # fmt: skip
+    plan.launch_postprocess(
+        rows * D // (64 * plan.config.NQ),
+        sums, dq, Sq, plan.padded // 64, Hq, head_dim, *eighths(dq), scale,
+    )  # fmt: skip

@@ -6,6 +6,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # tma_load(descriptor, coordinates, mbarrier, buffer): an asynchronous copy of one box to shared memory.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+# tma_store(descriptor, coordinates, buffer): an asynchronous copy of one box to global memory.
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add

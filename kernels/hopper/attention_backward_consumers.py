@@ -1,0 +1,294 @@
+"""Attention backward on Hopper: the consumers of attention_backward.py, and their masks and stores."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..scores import probabilities, score_gradient
+from .attention_backward_sums import put_dq
+from .attention_backward_work import (
+    distance,
+    first_tile,
+    get_item,
+    inner_step,
+    key_tile,
+    loops,
+    outer_step,
+)
+from .warpgroups import bar_arrive, matrix, static_sync, wide_rows
+
+# --- masks and stores ------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def along(layout, dim):
+    """The layout of one dimension of a six-dimensional tensor."""
+    for d in reversed(range(6)):
+        if d != dim:
+            layout = gl.SliceLayout(d, layout)
+    return layout
+
+
+@gluon.jit
+def mask_keys(x, limit, dist):
+    """-inf where key > min(query + dist, limit), both counted from the tile's first; x [64 keys, BM].
+
+    Each lane's part is moved to one side, so that the comparisons are with constants.
+    """
+    BM: gl.constexpr = x.shape[1]
+    y = x.reshape([4, 2, 8, BM // 8, 4, 2])  # warp, half, row, tile, lane, pair
+    L: gl.constexpr = y.type.layout
+    warp = gl.arange(0, 4, along(L, 0))[:, None, None, None, None, None]
+    half = gl.arange(0, 2, along(L, 1))[None, :, None, None, None, None]
+    row = gl.arange(0, 8, along(L, 2))[None, None, :, None, None, None]
+    tile = gl.arange(0, BM // 8, along(L, 3))[None, None, None, :, None, None]
+    lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
+    pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
+    low = warp * 16 + row
+    seen = (half * 8 - tile * 8 - pair <= dist - low + lane * 2) & (half * 8 <= limit - low)
+    y = gl.where(seen, y, -float("inf"))
+    return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def masked(x, limit, dist, CAUSAL: gl.constexpr):
+    """x with -inf where a query may not see a key, under a uniform branch: most tiles are whole.
+
+    limit: the last key there is; dist: the last key that the tile's first query sees.
+    """
+    if CAUSAL:
+        if gl.minimum(limit, dist) < 63:
+            x = mask_keys(x, limit, dist)
+    else:
+        if limit < 63:
+            keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+            x = gl.where((keys <= limit)[:, None], x, -float("inf"))
+    return x
+
+
+@gluon.jit
+def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
+    """The first n rows of x [64, D], and D_out columns, in pieces of 16 bytes."""
+    x = gl.convert_layout(x, wide_rows(D))
+    L: gl.constexpr = x.type.layout
+    r = gl.arange(0, 64, gl.SliceLayout(1, L))
+    d = gl.arange(0, D, gl.SliceLayout(0, L))
+    gl.store(
+        ptr + (r * (s_row * 8))[:, None] + d[None, :],
+        x,
+        mask=(r < n)[:, None] & (d // 8 < D_out // 8)[None, :],
+    )
+
+
+# --- head_dim up to 128 -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
+    """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile."""
+    (
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        k_full, v_full, q_full, do_full,
+        NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+    ) = args  # fmt: skip
+    BM: gl.constexpr = CFG.BM
+    BN: gl.constexpr = CFG.BN
+    D: gl.constexpr = CFG.D
+    ST: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    AC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    QA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    CL: gl.constexpr = gl.SliceLayout(0, ST)
+    dt: gl.constexpr = qs.dtype
+    r = 0
+    it = 0
+    mbarrier.wait(k_full.index(0), 0)
+    t = get_item(items, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    if not CFG.LATE:
+        lse = lds.index(0).slice(0, BM).load(CL)
+    mbarrier.wait(do_full.index(0), 0)
+    while t < NB * BH:
+        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        row = col + 64 * c
+        at = r % CFG.KV
+        dk = gl.zeros([64, D], gl.float32, AC)
+        dv = gl.zeros([64, D], gl.float32, AC)
+        limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
+        tile = (b * H + hk * GROUP) * M + first_tile(m0, M, CFG)
+        low = m0 * BM + offset - row
+        high = M * BM + offset - row
+        dist = high - BM
+        outer, begin, end = loops(low, high, m0, M, GROUP, CFG)
+        mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
+        for _ in range(outer):
+            for index in range(begin, end, CFG.STEP):
+                slot = it & 1
+                q = matrix(qs.index(slot), BM, D)
+                do = matrix(dos.index(slot), BM, D)
+                here = at + (it >> 30)
+                k = matrix(ks.index(here), BN, D)
+                kc = k.slice(64 * c, 64, 0)
+                vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
+                z = gl.zeros([64, BM], gl.float32, ST)
+                x = warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                dp = warpgroup_mma(vc, do.permute((1, 0)), z, use_acc=False, is_async=True)
+                x = warpgroup_mma_wait(1, deps=(x,))
+                x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+                if CFG.LATE:
+                    lse = lds.index(slot).slice(0, BM).load(CL)
+                p = probabilities(x, lse[None, :], scale_log2)
+                dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+                if CFG.LATE:
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                    delta = lds.index(slot).slice(BM, BM).load(CL)
+                else:
+                    delta = lds.index(slot).slice(BM, BM).load(CL)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                dsw = dss.index(slot)
+                dsw.slice(64 * c, 64, 0).store(ds)
+                fence_async_shared()
+                static_sync(CFG.DS, 256)
+                zq = gl.zeros([64, 64], gl.float32, QA)
+                if D == 128:
+                    dq = warpgroup_mma(
+                        dsw.permute((1, 0)), k.slice(64 * c, 64, 1), zq, use_acc=False, is_async=True
+                    )
+                else:
+                    dq = warpgroup_mma(
+                        dsw.slice(64 * c, 64, 1).permute((1, 0)), k, zq, use_acc=False, is_async=True
+                    )
+                dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+                # The next lse comes before the adds, or it queues behind them; both waits also hold
+                # ptxas from waiting earlier for what is in flight.
+                it += 1
+                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                if not CFG.LATE:
+                    lse = lds.index(it & 1).slice(0, BM).load(CL)
+                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                bar_arrive(CFG.OB + slot, 384)
+                put_dq(c, tile, col == 0, dq_ptr, stages, dq, CFG)
+                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                bar_arrive(CFG.QB + slot, 384)
+                tile = inner_step(tile, M, CFG)
+            tile, dist = outer_step(tile, dist, m0, M, GROUP, CFG)
+        # read and worked out again, so as to take no registers in the loop
+        t = get_item(items, r)
+        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        row = col + 64 * c
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
+        store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
+        r += 1
+        mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
+        t = get_item(items, r)
+
+
+# --- head_dim 256 ---------------------------------------------------------------------------------
+
+
+@gluon.jit
+def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
+    """Warpgroup c at head_dim 256: both own the same 64 keys and half the columns of dK, dV and dQ.
+
+    The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
+    """
+    (
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        k_full, v_full, q_full, do_full,
+        NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+    ) = args  # fmt: skip
+    BM: gl.constexpr = CFG.BM
+    D: gl.constexpr = CFG.D
+    N: gl.constexpr = D // 2
+    ST: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    AC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
+    )
+    CL: gl.constexpr = gl.SliceLayout(0, ST)
+    dt: gl.constexpr = qs.dtype
+    r = 0
+    it = 0
+    mbarrier.wait(k_full.index(0), 0)
+    t = get_item(items, 0)
+    while t < NB * BH:
+        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        dsw = dss.index(2)
+        dk = gl.zeros([64, N], gl.float32, AC)
+        dv = gl.zeros([64, N], gl.float32, AC)
+        limit = Sk - 1 - col
+        tile = (b * H + hk * GROUP) * M + first_tile(m0, M, CFG)
+        low = m0 * BM + offset - col
+        high = M * BM + offset - col
+        dist = high - BM
+        outer, begin, end = loops(low, high, m0, M, GROUP, CFG)
+        mbarrier.wait(v_full.index(0), r & 1)
+        for _ in range(outer):
+            for index in range(begin, end, CFG.STEP):
+                slot = it & 1
+                ps = dss.index(slot)
+                k = matrix(ks.index(it >> 30), 64, D)
+                v = matrix(vs.index(it >> 30), 64, D)
+                q = matrix(qs.index(slot), BM, D)
+                do = matrix(dos.index(slot), BM, D)
+                z = gl.zeros([64, BM], gl.float32, ST)
+                mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
+                if c == 0:
+                    x = warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                    lse = lds.index(slot).slice(0, BM).load(CL)
+                    mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
+                    x = warpgroup_mma_wait(0, deps=(x,))
+                    x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+                    ps.store(probabilities(x, lse[None, :], scale_log2).to(dt))
+                    fence_async_shared()
+                    static_sync(CFG.PS, 256)
+                    dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
+                else:
+                    mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
+                    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
+                    delta = lds.index(slot).slice(BM, BM).load(CL)
+                    dp = warpgroup_mma_wait(0, deps=(dp,))
+                    static_sync(CFG.PS, 256)
+                    p = ps.load(ST).to(gl.float32)
+                    dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
+                    dsw.store(score_gradient(p, dp, delta[None, :]).to(dt))
+                    fence_async_shared()
+                static_sync(CFG.DS, 256)
+                zq = gl.zeros([64, N], gl.float32, AC)
+                dq = warpgroup_mma(
+                    dsw.permute((1, 0)), k.slice(N * c, N, 1), zq, use_acc=False, is_async=True
+                )
+                dk = warpgroup_mma(dsw, q.slice(N * c, N, 1), dk, is_async=True)
+                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                bar_arrive(CFG.OB + slot, 384)
+                put_dq(c, tile, col == 0, dq_ptr, stages, dq, CFG)
+                it += 1
+                # this wait holds ptxas from waiting for dK before the adds
+                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                bar_arrive(CFG.QB + slot, 384)
+                tile = inner_step(tile, M, CFG)
+            tile, dist = outer_step(tile, dist, m0, M, GROUP, CFG)
+        t = get_item(items, r)
+        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
+        store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
+        store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)
+        r += 1
+        mbarrier.wait(k_full.index(0), r & 1)
+        t = get_item(items, r)

@@ -1,0 +1,88 @@
+"""Attention backward on Hopper: what runs before and after the main kernel, row by row.
+
+Both are bound by memory: 4 D bytes a row of out and dout in, and after 4 D of sums in and 2 D of dQ
+out.  Where the first key tile does not store its part of dQ but adds it too (FIRST is false), 4 D of
+zeros out as well; else only query tiles that no key tile visits are zeroed.
+"""
+
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..online_softmax import LOG2E
+from .attention_backward_sums import register_offsets
+from .attention_backward_work import FIRST_TURN
+
+
+@triton.jit(
+    do_not_specialize=[
+        "Sq", "Sp", "zeroed", "H", "D_out", "so_b", "so_h", "so_s", "sd_b", "sd_h", "sd_s",
+    ]
+)  # fmt: skip
+def preprocess_kernel(
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, ld_ptr, dq_ptr, turns_ptr,
+    Sq, Sp,  # queries, and queries padded to whole tiles
+    zeroed,  # of those the first ones, whose sums of dQ start at zero
+    H, D_out,
+    so_b, so_h, so_s, sd_b, sd_h, sd_s,  # strides of out and dout, in units of 8 elements
+    HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """For each tile of BM queries, BM of lse in base 2, then BM of delta; inf and 0 for rows that see
+    no key or do not exist.  Zeros to the sums of dQ of the first queries, to the counter of work items
+    and to those of tiles.  R rows a program."""
+    pid = tl.program_id(0)
+    n = Sp // R
+    bh = pid // n
+    b = (bh // H).to(tl.int64)
+    h = (bh % H).to(tl.int64)
+    first = (pid % n) * R
+    r = first + tl.arange(0, R)
+    d = tl.arange(0, D)
+    # strides come in eighths and columns in eights, so that the compiler sees pieces of 16 bytes
+    mask = (r < Sq)[:, None] & (d // 8 < D_out // 8)[None, :]
+    rows = r.to(tl.int64)[:, None]
+    o = tl.load(o_ptr + (b * so_b + h * so_h + rows * so_s) * 8 + d[None, :], mask, 0.0)
+    do = tl.load(do_ptr + (b * sd_b + h * sd_h + rows * sd_s) * 8 + d[None, :], mask, 0.0)
+    if first < zeroed:
+        sums = dq_ptr + pid.to(tl.int64) * (R * D)
+        tl.store(sums + tl.arange(0, R * D), tl.zeros([R * D], tl.float32))
+    tl.store(turns_ptr, 0, pid == 0)
+    if FIRST:
+        tl.store(turns_ptr + FIRST_TURN + (bh * Sp + first) // BM, 0, first % BM == 0)
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, -float("inf"))
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, 0.0)
+    empty = lse == -float("inf")
+    at = ld_ptr + bh.to(tl.int64) * (2 * Sp) + r // BM * (2 * BM) + r % BM
+    tl.store(at, tl.where(empty, float("inf"), lse * LOG2E))
+    tl.store(at + BM, tl.where(empty, 0.0, delta))
+
+
+@gluon.jit(do_not_specialize=["Sq", "tiles", "H", "D_out", "s_b", "s_h", "s_s"])
+def postprocess_kernel(
+    dq_ptr, out_ptr,
+    Sq, tiles,  # queries, and tiles of 64 of them
+    H, D_out,
+    s_b, s_h, s_s,  # strides of out, in units of 8 elements
+    scale,
+    D: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled."""
+    LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
+    pid = gl.program_id(0)
+    x = gl.load(dq_ptr + pid.to(gl.int64) * (64 * N) + register_offsets(N))
+    x = gl.permute(gl.reshape(x, [N // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    x = gl.convert_layout((gl.reshape(x, [64, N]) * scale).to(out_ptr.dtype.element_ty), LO)
+    parts: gl.constexpr = D // N
+    part = pid % parts
+    tile = pid // parts
+    bh = tile // tiles
+    b = (bh // H).to(gl.int64)
+    h = (bh % H).to(gl.int64)
+    r = (tile % tiles) * 64 + gl.arange(0, 64, gl.SliceLayout(1, LO))
+    d = part * N + gl.arange(0, N, gl.SliceLayout(0, LO))
+    at = out_ptr + (b * s_b + h * s_h + r.to(gl.int64)[:, None] * s_s) * 8 + d[None, :]
+    gl.store(at, x, mask=(r < Sq)[:, None] & (d // 8 < D_out // 8)[None, :])

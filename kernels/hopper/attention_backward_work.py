@@ -1,0 +1,172 @@
+"""Attention backward on Hopper: which program does what when, and how it walks the query tiles.
+
+A work item is one key tile of one key head: the query tiles that see it, of every query head of the
+group.  Items are numbered so that tiles of several heads are mixed, the first keys of each head first:
+under a causal mask those are seen by most queries, and the short tiles fill the gaps at the end.
+
+There is a program for each multiprocessor.  Each takes the item of the lowest number that nobody has
+taken, by a counter in global memory, does it and takes the next: list scheduling, without a model of
+what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
+number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
+
+By default and without a mask the walk goes head by head, from the first query tile to the last.  Under
+a causal mask or in order (CFG.DOWN) it goes from the last query tile down, through the heads of the
+group at each: programs that start together are at the same query tile whatever their keys, and share it
+in L2.
+
+In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
+are the same bits every time: a counter for each query tile says how many key tiles have added to it,
+and key tile n adds when it says n.
+
+Where the first key tile only stores and the others wait for it (CFG.FIRST), the same counters are 0
+until it has done so.  For both:
+
+- No program waits for ever.  Key tile n waits for lower ones of its own head alone, items of lower
+  numbers.  A program takes items in increasing order, and only programs that are running take any.  Of
+  the items taken and not finished, the lowest has all lower ones behind it: they were taken before, and
+  are finished.  So whoever has it is at work on it, and waits for none; and what a program has added is
+  counted without a wait for what it adds next (pass_turn, take_turn: two warps).  This holds however
+  few of the programs are on the device at once, and when other kernels share it.
+- Hardly any waits for long.  What key tile n visits is the beginning of what n - 1 visits, in the same
+  order, so that it follows one turn behind from its first tile on.  (From the diagonal up, each would
+  have to wait until the one before it arrives there from its own first tile; head by head, long tiles
+  would hold up short ones at each head.)  Programs that fell behind one another once stay so, and need
+  not wait again at later items, since who ends first takes the lower key tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..schedule import query_tiles
+
+FIRST_TURN = gl.constexpr(32)  # where the counters of query tiles begin, behind that of items
+
+
+@gluon.jit
+def take_item(turns_ptr, CFG: gl.constexpr):
+    """The number of the next work item, for all threads of the producer."""
+    t = gl.atomic_add(turns_ptr, 1, sem="relaxed")
+    if not CFG.FIRST:
+        t += gl.num_programs(0)  # the first ones are known without asking
+    return t
+
+
+@gluon.jit
+def first_item(turns_ptr, CFG: gl.constexpr):
+    """The number of a program's first work item."""
+    if CFG.FIRST:
+        return take_item(turns_ptr, CFG)
+    else:
+        return gl.program_id(0)
+
+
+@gluon.jit
+def put_item(items, r, t):
+    """Write the number of the program's r-th item for the consumers."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    items.index(r & 3).store(gl.full([1], t, gl.int32, L))
+
+
+@gluon.jit
+def get_item(items, r):
+    """The number of the program's r-th item, once its keys have come."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(items.index(r & 3).load(L), 0)
+
+
+@gluon.jit
+def key_tile(t, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr):
+    """Work item t as (batch, key head, first key, first query tile that sees it).
+
+    Keys that no query sees get the last query tile, all of it masked, so that no item is empty.
+    """
+    if CFG.CAUSAL or CFG.FIRST:
+        # mixed among HG heads that share L2
+        per = HG * NB
+        grp = t // per
+        r = t - grp * per
+        hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
+        nb = r // hg
+        bh = grp * HG + (r - nb * hg)
+        col = nb * CFG.BN
+    else:
+        bh = t // NB
+        col = (t - bh * NB) * CFG.BN
+    m0, _ = query_tiles(col, M * CFG.BM, offset, CFG.BM, CFG.CAUSAL)
+    b = bh // Hk
+    return b, bh - b * Hk, col, gl.minimum(m0, M - 1)
+
+
+# --- the walk, for the producer --------------------------------------------------------------------
+
+
+@gluon.jit
+def first_tile(m0, M, CFG: gl.constexpr):
+    """The query tile with which the walk begins."""
+    if CFG.DOWN:
+        return M - 1
+    else:
+        return m0
+
+
+@gluon.jit
+def next_tile(h, m, h0, m0, GROUP, M, CFG: gl.constexpr):
+    """What comes after query tile m of head h; h0 is the first head of the group."""
+    if CFG.DOWN:
+        h += 1
+        wrap = h == h0 + GROUP
+        h = gl.where(wrap, h0, h)
+        m = gl.where(wrap, m - 1, m)
+    else:
+        m += 1
+        wrap = m == M
+        h = gl.where(wrap, h + 1, h)
+        m = gl.where(wrap, m0, m)
+    return h, m
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that the compiler cannot see through."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# --- the same walk as two nested loops, for the consumers -------------------------------------------
+# By default the outer one runs over heads and the inner one over query tiles, downwards the other way
+# round.  `dist` is the last key that a tile's first query sees, relative to something, and runs from
+# low to high; `tile` numbers the query tiles of all heads.
+
+
+@gluon.jit
+def loops(low, high, m0, M, GROUP, CFG: gl.constexpr):
+    """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP)."""
+    if CFG.DOWN:
+        return M - m0, 0, GROUP
+    else:
+        return GROUP, low, high
+
+
+@gluon.jit
+def distance(index, dist, CFG: gl.constexpr):
+    """dist, where the inner loop is at `index`."""
+    if CFG.DOWN:
+        # not known to stay the same, or the comparisons of masks would be kept in registers
+        return dist + hidden_zero()
+    else:
+        return index
+
+
+@gluon.jit
+def inner_step(tile, M, CFG: gl.constexpr):
+    if CFG.DOWN:
+        return tile + M
+    else:
+        return tile + 1
+
+
+@gluon.jit
+def outer_step(tile, dist, m0, M, GROUP, CFG: gl.constexpr):
+    if CFG.DOWN:
+        return tile - GROUP * M - 1, dist - CFG.BM
+    else:
+        return tile + m0, dist
