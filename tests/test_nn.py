@@ -132,22 +132,58 @@ def test_attention_is_projections_around_sdpa(n_kv_heads, causal, impl):
         close(mine, torchs, 1e-4)
 
 
-def test_attention_reads_views_of_the_fused_projection(monkeypatch):
-    seen: list[Tensor] = []
+def test_attention_reads_the_fused_projection(monkeypatch):
+    seen: list[object] = []
 
-    def record(q, k, v, **options):
-        seen.extend((q, k, v))
-        return q
+    def record(qkv, n_heads, n_kv_heads, **options):
+        seen.extend((qkv.shape, n_heads, n_kv_heads, options["causal"]))
+        return qkv.new_zeros(2, n_heads, 5, 8)
 
-    monkeypatch.setattr("flashproto.functional.attention", record)
+    monkeypatch.setattr("flashproto.functional.attention_qkv", record)
     a = nn.Attention(32, 4, 2, bias=False)
     a(torch.randn(2, 5, 32))
-    q, k, v = seen
-    assert q.shape == (2, 4, 5, 8)
-    assert k.shape == v.shape == (2, 2, 5, 8)
-    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
-    assert k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-    assert q.stride() == k.stride() == v.stride() == (5 * 64, 8, 64, 1)
+    assert seen == [(2, 5, 64), 4, 2, True]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("qk_norm", "rotated"), [(False, 8), (True, 8), (True, 4), (True, 0)])
+def test_attention_with_rope_and_qk_norm_is_the_plain_composition(qk_norm, rotated, interleaved, impl):
+    a = nn.Attention(
+        32, 4, 2, bias=False, qk_norm=qk_norm, eps=1e-5, interleaved=interleaved, impl=impl,
+        device=DEVICE,
+    )  # fmt: skip
+    assert ("q_norm.weight" in a.state_dict()) == qk_norm
+    for p in a.parameters():
+        torch.nn.init.normal_(p, std=0.3)
+    x = torch.randn(2, 5, 32, device=DEVICE, requires_grad=True)
+    rope = nn.rope_tables(9, rotated, device=DEVICE) if rotated else None
+
+    def rotate(t: Tensor) -> Tensor:
+        if rope is None:
+            return t
+        cos, sin = (table[:5].repeat_interleave(2, -1) for table in rope)
+        turned, rest = t[..., :rotated], t[..., rotated:]
+        if not interleaved:  # as interleaved, with the dimensions in another order
+            turned = turned.unflatten(-1, (2, rotated // 2)).mT.flatten(-2)
+        swapped = turned.unflatten(-1, (-1, 2)).flip(-1) * torch.tensor([-1, 1], device=DEVICE)
+        turned = turned * cos + swapped.flatten(-2) * sin
+        if not interleaved:
+            turned = turned.unflatten(-1, (rotated // 2, 2)).mT.flatten(-2)
+        return torch.cat((turned, rest), -1)
+
+    def plain(x: Tensor) -> Tensor:
+        q, k, v = (t.unflatten(-1, (-1, 8)).transpose(1, 2) for t in a.qkv(x).split((32, 16, 16), -1))
+        if qk_norm:
+            q = F.rms_norm(q, (8,), a.q_norm.weight, 1e-5)
+            k = F.rms_norm(k, (8,), a.k_norm.weight, 1e-5)
+        k, v = (t.repeat_interleave(2, 1) for t in (k, v))
+        y = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
+        return a.out(y.transpose(1, 2).reshape(2, 5, 32))
+
+    close(a(x, rope), plain(x))
+    for got, want in zip(gradients(a, a(x, rope), x), gradients(a, plain(x), x), strict=True):
+        close(got, want, 1e-4)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +208,9 @@ def test_mlp_is_the_plain_composition():
     gate, up = swiglu.up.weight.chunk(2)
     close(swiglu(x), swiglu.down(F.silu(x @ gate.mT) * (x @ up.mT)))
     assert swiglu.down.weight.shape == (16, 64)
+    geglu = nn.MLP(16, 24, "geglu", bias=False)
+    gate, up = geglu.up.weight.chunk(2)
+    close(geglu(x), geglu.down(F.gelu(x @ gate.mT, approximate="tanh") * (x @ up.mT)))
     with pytest.raises(ValueError, match="kind is 'relu'"):
         nn.MLP(16, kind="relu")
 
@@ -450,3 +489,16 @@ def test_generate_refuses_what_is_out_of_range(model, changes, named):
     arguments["tokens"] = arguments["tokens"].to(DEVICE)
     with pytest.raises(ValueError, match=rf"GPT.generate: {named}"):
         model.generate(**arguments)
+
+
+def test_hopper_is_the_backend_of_attention_alone():
+    """Beside it norms and MLP choose: a model with impl="hopper" runs where attention does."""
+    model = nn.GPT(TINY, impl="hopper")
+    for block in model.blocks:
+        assert block.attention.impl == "hopper"
+        assert {block.norm1.impl, block.norm2.impl, block.mlp.impl} == {None}
+    assert model.norm.impl is None
+    if backends.device_reasons("hopper", DEVICE):
+        tokens = torch.zeros(1, 4, dtype=torch.int64, device=DEVICE)
+        with pytest.raises(BackendError, match="attention_qkv: backend 'hopper' cannot run"):
+            model.to(DEVICE)(tokens)

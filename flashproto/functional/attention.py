@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -9,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
-from ..checks import check_attention, check_scale, refuse
+from ..checks import check_attention, check_packed, check_scale, refuse
 from .autocast import autocast_low_precision
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
+    from ..ops import attention_qkv as attention_qkv_op
 
 
 def attention(
@@ -58,6 +60,36 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def attention_qkv(
+    qkv: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """attention on the heads of a fused projection, read where they are; the gradient of qkv is written
+    once, where splitting would have three gradients put together.
+
+    Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
+    Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
+    """
+    name = "attention_qkv"
+    (qkv,) = autocast_low_precision(qkv)
+    check_packed(name, qkv, n_heads, n_kv_heads)
+    q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
+    check_attention(name, q, k, v)
+    check_scale(name, scale)
+    backend = backends.choose(
+        name, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, 0, False)
+    )
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if backend in ("hopper", "triton") and scale >= 0:
+        return attention_qkv_op.attention_qkv(qkv, n_heads, n_kv_heads, causal, scale, backend)[0]
+    return _attention(name, q, k, v, causal, 0, scale, False, backend)[0]
+
+
 def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
     """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None)."""
     check_scale(operator, scale)
@@ -95,36 +127,43 @@ def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str
 
 def hopper_attention_reasons(q, k, v) -> list[str]:
     """What TMA and the tiles of kernels/hopper do not take."""
+    compiling = torch.compiler.is_compiling()
+    memory_reasons = _hopper_memory_reasons.__wrapped__ if compiling else _hopper_memory_reasons
+    reasons = memory_reasons(
+        q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
+    )  # fmt: skip
+    # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
+    if not compiling and (q.storage_offset() | k.storage_offset() | v.storage_offset()) % 8:
+        late = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.storage_offset() % 8]
+        names = " and ".join(late)
+        reasons = [*reasons, f"{names} does not start at a multiple of 16 bytes, as TMA wants"]
+    return reasons
+
+
+@functools.lru_cache(1024)
+def _hopper_memory_reasons(dtype, q_shape, k_shape, v_shape, *strides) -> list[str]:
+    """The part that follows from dtype, shapes and strides."""
     reasons = []
-    D, Dv = q.shape[3], v.shape[3]
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return [f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"]
+    D, Dv = q_shape[3], v_shape[3]
+    if dtype not in (torch.bfloat16, torch.float16):
+        return [f"dtype is {str(dtype)[6:]}; the kernels take bfloat16 and float16"]
     if Dv != D:
         reasons.append(f"q and k have head_dim {D} and v has {Dv}; the kernels take one for all")
     if D > 256 or D % 8:
         reasons.append(f"head_dim is {D}; the kernels take multiples of 8 up to 256")
-    if q.numel() == 0 or k.numel() == 0:
+    if 0 in q_shape or 0 in k_shape:
         reasons.append("q or k is empty")
-    if k.shape[1] * D >= 2**25:
-        reasons.append(f"{k.shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1:
-            reasons.append(f"{name}'s last dimension has stride {x.stride(3)}; TMA takes 1")
+    if k_shape[1] * D >= 2**25:
+        reasons.append(f"{k_shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
+    for name, shape, stride in zip("qkv", (q_shape, k_shape, v_shape), strides, strict=True):
+        if stride[3] != 1:
+            reasons.append(f"{name}'s last dimension has stride {stride[3]}; TMA takes 1")
         for dim in range(3):
-            stride = x.stride(dim)
-            if x.shape[dim] > 1 and (stride <= 0 or stride % 8 or stride >= 2**39):
+            if shape[dim] > 1 and (stride[dim] <= 0 or stride[dim] % 8 or stride[dim] >= 2**39):
                 reasons.append(
-                    f"{name}'s stride {stride} of dimension {dim} is no positive multiple of 8 "
+                    f"{name}'s stride {stride[dim]} of dimension {dim} is no positive multiple of 8 "
                     "elements (16 bytes) below 2^39; TMA takes no other"
                 )
-        # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
-        if not torch.compiler.is_compiling() and x.storage_offset() % 8:
-            reasons.append(f"{name} does not start at a multiple of 16 bytes, as TMA wants")
-    if torch.are_deterministic_algorithms_enabled():
-        reasons.append(
-            "torch.use_deterministic_algorithms is on, and this backend's backward sums dQ in no "
-            "fixed order"
-        )
     return reasons
 
 

@@ -3,15 +3,18 @@
 from .attention import Attention, apply_rope, rope_tables
 from .block import TransformerBlock
 from .gpt import GPT, PRESETS, GPTConfig
+from .loss import CrossEntropyLoss
 from .mlp import MLP
-from .norm import LayerNorm, RMSNorm
+from .norm import GatedRMSNorm, LayerNorm, RMSNorm
 
 __all__ = [
     "GPT",
     "MLP",
     "PRESETS",
     "Attention",
+    "CrossEntropyLoss",
     "GPTConfig",
+    "GatedRMSNorm",
     "LayerNorm",
     "RMSNorm",
     "TransformerBlock",

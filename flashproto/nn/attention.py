@@ -1,4 +1,4 @@
-"""Multi-head attention as a module, and rotary position embedding.
+"""Multi-head attention as a module, with rotary position embedding and QK norm.
 
 Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D head_dim.
 """
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..checks import refuse
+from .norm import RMSNorm
 
 Rope = tuple[Tensor, Tensor]
 
@@ -39,17 +40,25 @@ def rope_tables(
 
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotate x [B, H, S, D] by the tables (cos, sin), each [S, D/2]; x's shape and dtype."""
-    cos, sin = rope
-    x1, x2 = x.float().chunk(2, dim=-1)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1).to(x.dtype)
+    """Rotate x [B, H, S, D] by the tables (cos, sin), each [length, D/2] with length >= S, from
+    position 0 on; x's shape and dtype.  flashproto.rope does more."""
+    return F.rope(x, None, *rope)
+
+
+def beside_attention(impl: str | None) -> str | None:
+    """The backend of the other operators in a module whose attention runs on `impl`.
+
+    Backend "hopper" has attention alone: beside it they choose, which on such a GPU is "triton".
+    """
+    return None if impl == "hopper" else impl
 
 
 class Attention(nn.Module):
     """Multi-head attention with one matrix for q, k and v.
 
-    The heads are views [B, H, S, D] of the fused projection's output [B, S, (Hq + 2 Hkv) D]: the
-    kernels take any strides, so nothing is copied on the way in (RoPE writes q and k anew).
+    The kernels read the heads in the fused projection's output [B, S, (Hq + 2 Hkv) D], where they are,
+    and write its gradient as one tensor.  With RoPE or QK norm one pass reads
+    that output and writes q, k and v anew, and its gradient is one tensor written once.
 
     Args:
         d_model: width C of the input and the output.
@@ -58,10 +67,15 @@ class Attention(nn.Module):
         head_dim: D; d_model / n_heads by default.
         bias: whether the two projections have one.
         causal: a token sees itself and the ones before it.
-        impl: the backend of flashproto.attention by name; None chooses.
+        qk_norm: RMSNorm over the D dimensions of every head of q and k (Henry et al., "Query-Key
+            Normalization", 2020), before RoPE; its weights are q_norm.weight and k_norm.weight.
+        eps: epsilon of QK norm; None is torch.finfo's of the dtype.
+        interleaved: RoPE turns dimensions (2i, 2i + 1), as in GPT-J, not (i, i + D/2), as in Llama.
+        impl: the backend by name, None chooses; of RoPE and QK norm too, but see beside_attention.
 
-    forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned, or
-    None for no rotation.  Raises ValueError where heads and widths do not fit.
+    forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
+    any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
+    Raises ValueError where heads and widths do not fit.
     """
 
     def __init__(
@@ -73,6 +87,9 @@ class Attention(nn.Module):
         *,
         bias: bool = True,
         causal: bool = True,
+        qk_norm: bool = False,
+        eps: float | None = None,
+        interleaved: bool = False,
         impl: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -84,27 +101,42 @@ class Attention(nn.Module):
         self.n_kv_heads = n_kv_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         self.causal = causal
+        self.interleaved = interleaved
         self.impl = impl
         width = (n_heads + 2 * n_kv_heads) * self.head_dim
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.qkv = nn.Linear(d_model, width, **place)
         self.out = nn.Linear(n_heads * self.head_dim, d_model, **place)
+        self.q_norm, self.k_norm = (
+            RMSNorm(self.head_dim, eps, device=device, dtype=dtype) if qk_norm else None
+            for _ in range(2)
+        )
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
-        heads = (self.n_heads, self.n_kv_heads, self.n_kv_heads)
-        q, k, v = (
-            rearrange(part, "b s (h d) -> b h s d", d=self.head_dim)
-            for part in self.qkv(x).split([n * self.head_dim for n in heads], dim=-1)
-        )
-        if rope is not None:
-            q, k = apply_rope(q, rope), apply_rope(k, rope)
-        y = F.attention(q, k, v, causal=self.causal, impl=self.impl)
+        qkv = self.qkv(x)
+        options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
+        if rope is None and self.q_norm is None:
+            y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
+        else:
+            y = F.attention(*self._heads(qkv, rope), **options)  # type: ignore[assignment]
         return self.out(rearrange(y, "b h s d -> b s (h d)"))
+
+    def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, Hq, S, D], k and v [B, Hkv, S, D] of qkv, q and k normalized and rotated."""
+        heads = (self.n_heads, self.n_kv_heads)
+        impl = beside_attention(self.impl)
+        if self.q_norm is not None and self.k_norm is not None:
+            return F.qk_norm_qkv(
+                qkv, *heads, self.q_norm.weight, self.k_norm.weight, *(rope or (None, None)),
+                interleaved=self.interleaved, eps=self.q_norm.eps, impl=impl,
+            )  # fmt: skip
+        assert rope is not None
+        return F.rope_qkv(qkv, *heads, *rope, interleaved=self.interleaved, impl=impl)
 
     def extra_repr(self) -> str:
         return (
             f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
-            f"causal={self.causal}, impl={self.impl!r}"
+            f"causal={self.causal}, interleaved={self.interleaved}, impl={self.impl!r}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention, Rope
+from .attention import Attention, Rope, beside_attention
 from .mlp import MLP
 from .norm import make_norm
 
@@ -28,10 +28,11 @@ class TransformerBlock(nn.Module):
 
     Args:
         d_model, n_heads, n_kv_heads, head_dim, causal: see Attention.
-        d_ff, mlp ("gelu" or "swiglu"): see MLP.
+        d_ff, mlp ("gelu", "swiglu" or "geglu"): see MLP.
         norm: "layer" or "rms"; eps: its epsilon.
         bias: whether the projections (and LayerNorm) have one.
-        impl: the backend of attention and norms by name; None chooses.
+        impl: the backend of attention, norms and MLP by name; None chooses.  With "hopper", which has
+            attention alone, norms and MLP choose, and that is "triton" on such a GPU.
 
     Raises ValueError where widths and heads do not fit or a name is unknown.
     """
@@ -55,12 +56,13 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.norm1 = make_norm(norm, d_model, eps=eps, impl=impl, **place)
+        others = beside_attention(impl)
+        self.norm1 = make_norm(norm, d_model, eps=eps, impl=others, **place)
         self.attention = Attention(
             d_model, n_heads, n_kv_heads, head_dim, causal=causal, impl=impl, **place
         )
-        self.norm2 = make_norm(norm, d_model, eps=eps, impl=impl, **place)
-        self.mlp = MLP(d_model, d_ff, mlp, **place)
+        self.norm2 = make_norm(norm, d_model, eps=eps, impl=others, **place)
+        self.mlp = MLP(d_model, d_ff, mlp, impl=others, **place)
 
     def forward(
         self, x: Tensor, residual: Tensor | None = None, rope: Rope | None = None

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import refuse
-from .attention import check_heads, rope_tables
+from ..functional import cross_entropy, linear_cross_entropy
+from .attention import beside_attention, check_heads, rope_tables
 from .block import TransformerBlock
 from .mlp import default_d_ff
 from .norm import make_norm
@@ -108,7 +109,7 @@ class GPT(nn.Module):
 
     The residual stream passes between blocks as a pair whose sum the next norm takes (see
     TransformerBlock).  With tie_weights the embedding is also the output matrix, and state_dict
-    holds it once.  impl is the backend of attention and norms by name; None chooses.
+    holds it once.  impl is the backend by name, see TransformerBlock; None chooses.
     """
 
     def __init__(
@@ -132,7 +133,8 @@ class GPT(nn.Module):
             )
             for _ in range(c.n_layers)
         )  # fmt: skip
-        self.norm = make_norm(c.norm, c.d_model, bias=c.bias, eps=c.norm_eps, impl=impl, **place)
+        self.impl = beside_attention(impl)
+        self.norm = make_norm(c.norm, c.d_model, bias=c.bias, eps=c.norm_eps, impl=self.impl, **place)
         self.head = None if c.tie_weights else nn.Linear(c.d_model, c.vocab_size, bias=False, **place)
         self.reset_parameters()
 
@@ -148,12 +150,15 @@ class GPT(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
+    ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S] to (logits [B, S, V], loss).
 
         loss is the mean cross entropy of targets [B, S] in nats (float32), over those that are not
-        -100; None without targets.  Raises ValueError for tokens that are not [B, S] integers or
-        longer than the context.
+        -100; None without targets.  return_logits=False with targets gives (None, loss), and on a GPU
+        the logits are never in memory together (see flashproto.linear_cross_entropy).  Raises
+        ValueError for tokens that are not [B, S] integers or longer than the context.
         """
         self._check_tokens("GPT", tokens)
         S = tokens.shape[1]
@@ -165,10 +170,13 @@ class GPT(nn.Module):
         for block in self.blocks:
             x, residual = block(x, residual, rope)
         x, _ = self.norm(x, residual)
-        logits = F.linear(x, self.embedding.weight if self.head is None else self.head.weight)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        if targets is not None and not return_logits:
+            return None, cast(Tensor, linear_cross_entropy(x, weight, targets, impl=self.impl))
+        logits = F.linear(x, weight)
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return logits, cast(Tensor, cross_entropy(logits, targets, impl=self.impl))
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
         if tokens.ndim != 2:

@@ -1,30 +1,35 @@
-"""The two position-wise networks of a Transformer block: GELU and SwiGLU.
+"""The position-wise networks of a Transformer block: GELU, SwiGLU and GEGLU.
 
-Legend: x [..., C], C = d_model, F = d_ff.
+Legend: x [..., C], C = d_model; d_ff the inner width.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import functional as F
 from ..checks import refuse
+
+KINDS = ("gelu", "swiglu", "geglu")
 
 
 def default_d_ff(d_model: int, kind: str) -> int:
-    """4 C for GELU; for SwiGLU, whose three matrices replace two, 8/3 C rounded up to 64."""
+    """4 C for GELU; for the gated ones, whose three matrices replace two, 8/3 C rounded up to 64."""
     return 4 * d_model if kind == "gelu" else 64 * -(-8 * d_model // (3 * 64))
 
 
 class MLP(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up in one matrix.
+    """down(gelu(up(x))), or down(act(gate(x)) * up(x)) with gate and up in one matrix, whose output is
+    read as it is and gets its gradient as one tensor.
 
     Args:
         d_model: width C of the input and the output.
-        d_ff: inner width F; default_d_ff(d_model, kind) by default.
-        kind: "gelu" (tanh form, as in GPT-2) or "swiglu" (Shazeer, "GLU Variants", 2020).
+        d_ff: inner width; default_d_ff(d_model, kind) by default.
+        kind: "gelu" (tanh form, as in GPT-2), "swiglu" or "geglu" (silu, or that gelu, of the gate;
+            Shazeer, "GLU Variants Improve Transformer", 2020).
         bias: whether the projections have one.
+        impl: the backend of the activation by name; None chooses, and so does "hopper", which has none.
 
     forward(x [..., C]) returns [..., C].  Raises ValueError for an unknown kind.
     """
@@ -36,23 +41,31 @@ class MLP(nn.Module):
         kind: str = "gelu",
         *,
         bias: bool = True,
+        impl: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kind not in ("gelu", "swiglu"):
-            refuse("MLP", "kind", repr(kind), "'gelu' or 'swiglu'", "Pass kind='gelu'.")
+        if kind not in KINDS:
+            takes = ", ".join(map(repr, KINDS[:-1])) + f" or {KINDS[-1]!r}"
+            refuse("MLP", "kind", repr(kind), takes, "Pass kind='gelu'.")
         d_ff = default_d_ff(d_model, kind) if d_ff is None else d_ff
         self.kind = kind
+        self.impl = impl
         inner = d_ff if kind == "gelu" else 2 * d_ff
         self.up = nn.Linear(d_model, inner, bias=bias, device=device, dtype=dtype)
         self.down = nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
+        impl = None if self.impl == "hopper" else self.impl
+        x = self.up(x)
         if self.kind == "gelu":
-            return self.down(F.gelu(self.up(x), approximate="tanh"))
-        gate, up = self.up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+            x = F.gelu(x, approximate="tanh", impl=impl)
+        elif self.kind == "geglu":
+            x = F.geglu(x, approximate="tanh", impl=impl)
+        else:
+            x = F.swiglu(x, impl=impl)
+        return self.down(x)
 
     def extra_repr(self) -> str:
-        return f"kind={self.kind!r}"
+        return f"kind={self.kind!r}, impl={self.impl!r}"

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
+from .. import hooks
 from ..checks import refuse
 
 
@@ -21,7 +22,9 @@ class LayerNorm(torch.nn.LayerNorm):
     norm(x) is the norm of x.  norm(x, residual) returns (norm of x + residual, x + residual) in one
     pass over memory: what a pre-norm Transformer does between two layers.
 
-    Args beyond torch's: impl, the backend by name; None chooses (see flashproto.backends).
+    Args beyond torch's: casting, how the weight is applied (see flashproto.layer_norm; with "gemma",
+    which multiplies by 1 + weight, it starts at zero); impl, the backend by name, None chooses (see
+    flashproto.backends).  forward also takes prologue and epilogue, see flashproto.hooks.
     Shapes, dtypes, errors and source: flashproto.layer_norm and flashproto.add_layer_norm.
     """
 
@@ -34,20 +37,35 @@ class LayerNorm(torch.nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        casting: str = "torch",
         impl: str | None = None,
     ) -> None:
+        self.casting = casting
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.impl = impl
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.casting == "gemma" and self.weight is not None:
+            torch.nn.init.zeros_(self.weight)
+
     @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    def forward(
+        self, x: Tensor, residual: None = None, *,
+        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
+    ) -> Tensor: ...  # fmt: skip
     @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x, residual=None):
-        shape, weight, bias = self.normalized_shape, self.weight, self.bias
-        if residual is None:
-            return F.layer_norm(x, shape, weight, bias, self.eps, impl=self.impl)
-        return F.add_layer_norm(x, residual, shape, weight, bias, self.eps, impl=self.impl)
+    def forward(
+        self, x: Tensor, residual: Tensor, *,
+        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def forward(self, x, residual=None, *, prologue=None, epilogue=None):
+        inputs = (x,) if residual is None else (x, residual)
+        norm = F.layer_norm if residual is None else F.add_layer_norm
+        return norm(
+            *inputs, self.normalized_shape, self.weight, self.bias, self.eps, casting=self.casting,
+            prologue=prologue, epilogue=epilogue, impl=self.impl,
+        )  # fmt: skip
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -65,19 +83,62 @@ class RMSNorm(torch.nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        casting: str = "torch",
         impl: str | None = None,
     ) -> None:
+        self.casting = casting
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.impl = impl
 
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.casting == "gemma" and self.weight is not None:
+            torch.nn.init.zeros_(self.weight)
+
     @overload
-    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+    def forward(
+        self, x: Tensor, residual: None = None, *,
+        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
+    ) -> Tensor: ...  # fmt: skip
     @overload
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x, residual=None):
-        if residual is None:
-            return F.rms_norm(x, self.normalized_shape, self.weight, self.eps, impl=self.impl)
-        return F.add_rms_norm(x, residual, self.normalized_shape, self.weight, self.eps, impl=self.impl)
+    def forward(
+        self, x: Tensor, residual: Tensor, *,
+        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def forward(self, x, residual=None, *, prologue=None, epilogue=None):
+        inputs = (x,) if residual is None else (x, residual)
+        norm = F.rms_norm if residual is None else F.add_rms_norm
+        return norm(
+            *inputs, self.normalized_shape, self.weight, self.eps, casting=self.casting,
+            prologue=prologue, epilogue=epilogue, impl=self.impl,
+        )  # fmt: skip
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm with a gate, as in Mamba-2: norm(x, gate) is norm(x) * silu(gate), or with
+    gate_first=True the norm of x * silu(gate); in one pass over memory.
+
+    Args beyond RMSNorm's: gate_first.  Shapes: x, gate and the result [..., *normalized_shape].
+    Source: Dao and Gu, "Transformers are SSMs" (2024).
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = 1e-5,
+        *,
+        gate_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        impl: str | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, device=device, dtype=dtype, impl=impl)
+        self.gate_first = gate_first
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
+        made = hooks.call("silu_gate", gate)
+        before, after = (made, None) if self.gate_first else (None, made)
+        return super().forward(x, prologue=before, epilogue=after)
 
 
 def make_norm(
