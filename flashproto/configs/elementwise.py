@@ -1,0 +1,69 @@
+"""Tiles of the element-wise kernels: gated linear units, rotary embedding, QK norm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .sizes import power_of_two
+
+VECTOR_BYTES = 16  # the widest load of a thread
+GLU_WARPS = 4
+HEAD_WARPS = 4
+MAX_HEADS = 8
+QK_NORM_PROGRAMS = 5  # as many as 96 registers a thread leave room for
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """A tile [rows, columns] a program."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A tile of tokens x heads a program, each row of it `pairs` pairs of dimensions, `rest`
+    dimensions that are not rotated, `whole` dimensions in all, padded to powers of two.
+
+    programs: programs a multiprocessor, where each takes several tiles.
+    """
+
+    tokens: int
+    heads: int
+    pairs: int
+    rest: int
+    whole: int
+    num_warps: int
+    programs: int = 1
+
+
+def glu(N: int, itemsize: int) -> TileConfig:
+    """Rows of N: one vector a thread of each tensor, in the widest tile that wastes least of its
+    columns past N."""
+    elements = GLU_WARPS * 32 * VECTOR_BYTES // itemsize
+    widths = [C for C in (1024, 512, 256) if elements >= C]
+    columns = power_of_two(N)
+    if columns > widths[-1]:
+        columns = min(widths, key=lambda C: -(-N // C) * C)
+    return TileConfig(elements // columns, columns, GLU_WARPS)
+
+
+def heads(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
+    """Heads of D dimensions, the first `rotary_dim` rotated, of S tokens: one vector a thread of the
+    first members of the pairs, one of the second."""
+    pairs = power_of_two(max(rotary_dim // 2, 1))
+    rest = power_of_two(D - rotary_dim) if rotary_dim < D else 0
+    rows = HEAD_WARPS * 32 * VECTOR_BYTES // itemsize * 2 // (2 * pairs + rest)
+    rows = max(power_of_two(rows + 1) // 2, 1)  # rounded down
+    together = min(power_of_two(n_heads), MAX_HEADS, rows)
+    tokens = min(rows // together, power_of_two(S))
+    return HeadConfig(tokens, together, pairs, rest, power_of_two(D), HEAD_WARPS)
+
+
+def qk_norm_backward(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
+    """As heads; a few programs a multiprocessor, each of which takes many tiles and adds up the
+    weights' gradients."""
+    tile = heads(D, rotary_dim, S, n_heads, itemsize)
+    return HeadConfig(**{**vars(tile), "programs": QK_NORM_PROGRAMS})

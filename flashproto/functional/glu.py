@@ -1,0 +1,83 @@
+"""Gated linear units and GELU: the public functions."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .. import backends, reference
+from ..checks import check_approximate, check_glu
+from .reasons import float64_reasons
+
+if backends.HAS_TRITON:
+    from ..ops import glu as glu_op
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """silu(gate) * up, one pass over memory each way.
+
+    Args:
+        gate: [..., N], any floating dtype and strides; or x [..., 2N], where up is None, whose first
+            half is gate and whose second is up: read in place, and its gradient is one tensor.
+        up: [..., N], of gate's shape and dtype, or None.
+        impl: the backend by name; None chooses.
+
+    Returns: y [..., N] in gate's dtype, computed in float32 (float64 for float64) and rounded once.
+    Backward keeps gate and up alone and computes the activation again.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Shazeer, "GLU Variants Improve Transformer" (2020).
+    """
+    return _glu("swiglu", gate, up, "silu", impl)
+
+
+def geglu(
+    gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", impl: str | None = None
+) -> Tensor:
+    """gelu(gate) * up; approximate as in gelu, all else as swiglu."""
+    check_approximate("geglu", approximate)
+    return _glu("geglu", gate, up, _gelu(approximate), impl)
+
+
+def reglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -> Tensor:
+    """relu(gate) * up; arguments, result and errors as swiglu."""
+    return _glu("reglu", gate, up, "relu", impl)
+
+
+def gelu(x: Tensor, *, approximate: str = "none", impl: str | None = None) -> Tensor:
+    """x Phi(x), Phi the normal distribution; arguments and result as torch.nn.functional.gelu.
+
+    Args:
+        x: [...], any floating dtype and strides.
+        approximate: "none", or "tanh" for x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2.
+        impl: the backend by name; None chooses.
+
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
+    """
+    check_approximate("gelu", approximate)
+    check_glu("gelu", x, None, halves=False)
+    activation = _gelu(approximate)
+    backend = backends.choose("gelu", impl, x.device, lambda b: float64_reasons(b, [x]))
+    if backend == "triton":
+        if x.ndim == 0:
+            return glu_op.glu(x[None], None, activation, False)[0]
+        return glu_op.glu(x, None, activation, False)
+    if backend == "reference":
+        return reference.glu(x, None, activation)
+    return reference.ACTIVATIONS[activation](x)
+
+
+def _gelu(approximate: str) -> str:
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
+def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: str | None) -> Tensor:
+    check_glu(operator, gate, up, halves=up is None)
+    tensors = [gate] if up is None else [gate, up]
+    backend = backends.choose(operator, impl, gate.device, lambda b: float64_reasons(b, tensors))
+    if backend == "triton":
+        return glu_op.glu(gate, up, activation, up is None)
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    if backend == "reference":
+        return reference.glu(gate, up, activation)
+    return reference.ACTIVATIONS[activation](gate) * up

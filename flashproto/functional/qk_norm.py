@@ -1,0 +1,124 @@
+"""QK norm, alone or with the rotary embedding behind it: the public functions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import backends, reference
+from ..checks import (
+    check_casting,
+    check_head_weights,
+    check_heads_of,
+    check_packed,
+    check_tables,
+    refuse,
+)
+from .rope import choose_with_tables, table_rows
+
+if backends.HAS_TRITON:
+    from ..ops import qk_norm as qk_norm_op
+
+
+def qk_norm(
+    q: Tensor,
+    k: Tensor | None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    interleaved: bool = False,
+    eps: float | None = None,
+    casting: str = "torch",
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """RMSNorm over the D dimensions of every head of q and k, then rope, in one pass each way.
+
+    Args:
+        q, k, cos, sin, positions, offset, interleaved: as rope; without cos and sin no rotation.
+        q_weight, k_weight: [D] of any floating dtype, shared by the heads, or None.
+        eps: added to the mean square; None is torch.finfo(q.dtype).eps, as in torch.
+        casting: "torch" rounds the result alone; "llama" also x / sqrt(mean(x^2) + eps), before the
+            weight; "gemma" multiplies by 1 + weight.
+        impl: the backend by name; None chooses.
+
+    Returns: (q, k), or q alone where k is None; of their shapes and dtypes, computed in float32
+    (float64 for float64).  The norm's result is not rounded before it is rotated.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Henry et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm as in
+    Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters" (2023); rope.
+    """
+    name = "qk_norm"
+    check_heads_of(name, q, k)
+    check_head_weights(name, q.shape[3], q.device, q_weight, k_weight)
+    _check(name, q.shape[0], q.shape[2], q.shape[3], q, cos, sin, positions, offset, casting)
+    eps = torch.finfo(q.dtype).eps if eps is None else float(eps)
+    tensors = [t for t in (q, k, q_weight, k_weight) if t is not None]
+    backend = choose_with_tables(name, impl, tensors, cos, sin)
+    if backend == "triton":
+        rows = table_rows(positions, offset)
+        q, k = qk_norm_op.qk_norm(q, k, q_weight, k_weight, cos, sin, rows, interleaved, eps, casting)
+        return q if k is None else (q, k)
+    how = (cos, sin, positions, offset, eps)
+    q = reference.qk_norm(q, q_weight, *how, interleaved=interleaved, casting=casting)
+    if k is None:
+        return q
+    return q, reference.qk_norm(k, k_weight, *how, interleaved=interleaved, casting=casting)
+
+
+def qk_norm_qkv(
+    qkv: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    *,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    interleaved: bool = False,
+    eps: float | None = None,
+    casting: str = "torch",
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a fused projection, q and k normalized and rotated, in one pass; the gradient of
+    qkv is written once.
+
+    Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; the others as
+    qk_norm.  Returns: q [B, n_heads, S, D], k and v [B, n_kv_heads, S, D].  Errors as qk_norm.
+    """
+    name = "qk_norm_qkv"
+    D = check_packed(name, qkv, n_heads, n_kv_heads)
+    check_head_weights(name, D, qkv.device, q_weight, k_weight)
+    _check(name, qkv.shape[0], qkv.shape[1], D, qkv, cos, sin, positions, offset, casting)
+    eps = torch.finfo(qkv.dtype).eps if eps is None else float(eps)
+    tensors = [t for t in (qkv, q_weight, k_weight) if t is not None]
+    backend = choose_with_tables(name, impl, tensors, cos, sin)
+    if backend == "triton":
+        return qk_norm_op.qk_norm_packed(
+            qkv, n_heads, n_kv_heads, q_weight, k_weight, cos, sin, table_rows(positions, offset),
+            interleaved, eps, casting,
+        )  # fmt: skip
+    q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
+    how = (cos, sin, positions, offset, eps)
+    q = reference.qk_norm(q, q_weight, *how, interleaved=interleaved, casting=casting)
+    k = reference.qk_norm(k, k_weight, *how, interleaved=interleaved, casting=casting)
+    return q, k, v
+
+
+def _check(
+    name: str, B: int, S: int, D: int, x: Tensor, cos: Tensor | None, sin: Tensor | None,
+    positions: Tensor | None, offset: int | Tensor, casting: str,
+) -> None:  # fmt: skip
+    check_casting(name, casting)
+    if cos is not None and sin is not None:
+        check_tables(name, B, S, D, x.device, cos, sin, positions, offset)
+    elif cos is not None or sin is not None:
+        missing = "sin" if sin is None else "cos"
+        refuse(name, missing, None, "a table beside the other", "Pass both, or neither.")
+    elif positions is not None:
+        refuse(name, "positions", "given", "None without cos and sin", "Pass cos and sin.")

@@ -1,0 +1,143 @@
+"""Rotary position embedding: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import torch
+from torch import Tensor
+
+from .. import backends, reference
+from ..checks import check_heads_of, check_packed, check_tables, refuse
+from .reasons import float64_reasons
+
+if backends.HAS_TRITON:
+    from ..ops import rope as rope_op
+
+
+@overload
+def rope(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = ...,
+    offset: int | Tensor = ...,
+    interleaved: bool = ...,
+    inplace: bool = ...,
+    impl: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rope(
+    q: Tensor,
+    k: None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = ...,
+    offset: int | Tensor = ...,
+    interleaved: bool = ...,
+    inplace: bool = ...,
+    impl: str | None = ...,
+) -> Tensor: ...
+def rope(
+    q, k, cos, sin, *, positions=None, offset=0, interleaved=False, inplace=False, impl=None
+):  # fmt: skip
+    """Rotate pairs of dimensions of q and k by the angles of their positions, in one launch.
+
+        y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
+
+    Args:
+        q: [B, Hq, S, D], any floating dtype and strides: views of a fused projection are read as they
+            are.  k: [B, Hkv, S, D] of q's dtype, any number of heads; None for none.
+        cos, sin: [length, R] with 2 R <= D, any floating dtype (float32 is right: nn.rope_tables);
+            dimensions from 2 R on are left as they are.
+        positions: integers [S] or [B, S], each token's row of the tables; None is 0 to S - 1.
+        offset: added to it: a number, or integers [B], one a sequence (tokens that a cache holds).  A
+            row that the tables do not have is refused where numbers say so, else gives NaN.
+        interleaved: pair i is dimensions (2i, 2i + 1), as in GPT-J; otherwise (i, i + R), as in Llama.
+        inplace: write into q and k, which must not need a gradient, and return them.
+        impl: the backend by name; None chooses.
+
+    Returns: (q, k) rotated, or q alone where k is None; of their shapes and dtypes, computed in
+    float32 (float64 for float64).  Differentiable in q and k, as often as wanted; in cos and sin too
+    on impl="reference", which is chosen where they need a gradient.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Su et al., "RoFormer" (2021), equation 34.
+    """
+    name = "rope"
+    check_heads_of(name, q, k)
+    check_tables(name, q.shape[0], q.shape[2], q.shape[3], q.device, cos, sin, positions, offset)
+    given = [q] if k is None else [q, k]
+    if inplace and torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        refuse(name, "inplace", True, "False where q or k needs a gradient", "Pass inplace=False.")
+    backend = choose_with_tables(name, impl, given, cos, sin)
+    if backend != "triton":
+        out = [reference.rope(t, cos, sin, positions, offset, interleaved=interleaved) for t in given]
+        if inplace:
+            for t, rotated in zip(given, out, strict=True):
+                t.copy_(rotated)
+            out = given
+    elif inplace:
+        rope_op.rope_in_place(q, k, cos, sin, table_rows(positions, offset), interleaved)
+        out = given
+    else:
+        q, k = rope_op.rope(q, k, cos, sin, table_rows(positions, offset), interleaved)
+        out = [q] if k is None else [q, k]
+    return out[0] if len(out) == 1 else (out[0], out[1])
+
+
+def rope_qkv(
+    qkv: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    interleaved: bool = False,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a fused projection, q and k rotated, in one pass; the gradient of qkv is written
+    once, where splitting would have three gradients put together.
+
+    Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; the others as rope.
+    Returns: q [B, n_heads, S, D], k and v [B, n_kv_heads, S, D] in memory of their own, so that qkv is
+    not kept for the backward pass.  Errors as rope.
+    """
+    name = "rope_qkv"
+    D = check_packed(name, qkv, n_heads, n_kv_heads)
+    check_tables(name, qkv.shape[0], qkv.shape[1], D, qkv.device, cos, sin, positions, offset)
+    backend = choose_with_tables(name, impl, [qkv], cos, sin)
+    if backend == "triton":
+        rows = table_rows(positions, offset)
+        return rope_op.rope_packed(qkv, n_heads, n_kv_heads, cos, sin, rows, interleaved)
+    q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
+    q, k = (reference.rope(t, cos, sin, positions, offset, interleaved=interleaved) for t in (q, k))
+    return q, k, v
+
+
+def choose_with_tables(
+    operator: str, impl: str | None, tensors: list[Tensor], cos: Tensor | None, sin: Tensor | None
+) -> str:
+    """backends.choose; the kernels give cos and sin no gradient."""
+    learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (cos, sin))
+
+    def reasons(backend: str) -> Sequence[str]:
+        if backend == "triton" and learned:
+            return ("cos or sin needs a gradient, and the kernels give them none",)
+        return float64_reasons(backend, tensors)
+
+    return backends.choose(operator, impl, tensors[0].device, reasons)
+
+
+def table_rows(positions: Tensor | None, offset: int | Tensor) -> rope_op.Rows:
+    """What the kernels know of positions and offset."""
+    if isinstance(offset, Tensor):
+        return rope_op.Rows(offset[:, None], 0, True)
+    if positions is not None and positions.ndim == 1:
+        positions = positions[None]
+    return rope_op.Rows(positions, offset, False)

@@ -1,0 +1,97 @@
+"""Configurations of the gated linear units, of the rotary embedding and of QK norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_case import Case
+
+from flashproto import configs
+from flashproto.kernels import glu, qk_norm, rope
+
+ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
+
+
+def case(
+    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], num_warps: int
+) -> Case:
+    """Pointers that are not named are None; strides and N are multiples of 16, other numbers any."""
+    names = kernel.arg_names
+    missing = {n: None for n in names if n.endswith("_ptr") and n not in pointers}
+    constexprs = missing | constexprs
+    scalars = {n: "i32" for n in names if n not in pointers and n not in constexprs and n != "eps"}
+    signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
+    aligned = tuple(n for n in signature if n.endswith("_ptr") or "_stride" in n or n == "N")
+    return Case(name, kernel, signature, constexprs, aligned, num_warps)
+
+
+def glu_case(name: str, N: int, dtype: str, act: str, backward: bool = False, up: bool = True) -> Case:
+    config = configs.glu(N, ITEMSIZE[dtype])
+    names = ["gate_ptr", *(["up_ptr"] if up else [])]
+    names += ["dy_ptr", "dgate_ptr", *(["dup_ptr"] if up else [])] if backward else ["y_ptr"]
+    kernel = glu.glu_backward_kernel if backward else glu.glu_forward_kernel
+    constexprs = {"ACT": act, "R": config.rows, "C": config.columns}
+    return case(name, kernel, dict.fromkeys(names, dtype), constexprs, config.num_warps)
+
+
+def heads_case(
+    name: str, kernel: Any, D: int, rotary_dim: int, dtype: str, with_v: bool, **constexprs: Any
+) -> Case:
+    """Every pointer of a kernel of heads; with_v: v too; without "cos_ptr" in the tables none."""
+    backward = "dq_ptr" in kernel.arg_names
+    choose = configs.qk_norm_backward if backward else configs.heads
+    config = choose(D, rotary_dim, 4096, 32, ITEMSIZE[dtype])
+    pointers = {n: dtype for n in kernel.arg_names if n.endswith("_ptr")}
+    for n in pointers:
+        if n in ("cos_ptr", "sin_ptr", "dq_weight_ptr", "dk_weight_ptr"):
+            pointers[n] = "*fp32"
+    pointers = {n: t for n, t in pointers.items() if with_v or n not in V_POINTERS}
+    if constexprs["COUNT"]:
+        pointers["positions_ptr"] = "*i64"
+    else:
+        del pointers["positions_ptr"]
+    tile = {
+        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads, "C": config.pairs,
+        "REST": config.rest, "WHOLE": config.whole,
+    }  # fmt: skip
+    return case(name, kernel, pointers, tile | constexprs, config.num_warps)
+
+
+V_POINTERS = ("v_ptr", "v_out_ptr", "dv_ptr", "dv_out_ptr")
+
+
+def elementwise_cases() -> list[Case]:
+    plain = {"INTERLEAVED": False, "COUNT": False}
+    interleaved = {"INTERLEAVED": True, "COUNT": True}
+    forward, backward = qk_norm.qk_norm_forward_kernel, qk_norm.qk_norm_backward_kernel
+    return [
+        glu_case("swiglu-bf16", 5632, "*bf16", "silu"),
+        glu_case("geglu-narrow-fp32", 24, "*fp32", "gelu"),
+        glu_case("gelu-tanh-fp16", 2**20, "*fp16", "gelu_tanh", up=False),
+        glu_case("swiglu-backward-bf16", 11008, "*bf16", "silu", True),
+        glu_case("geglu-backward-fp32", 5632, "*fp32", "gelu", True),
+        glu_case("geglu-tanh-backward-bf16", 5632, "*bf16", "gelu_tanh", True),
+        glu_case("gelu-backward-bf16", 5632, "*bf16", "gelu", True, up=False),
+        heads_case("rope-bf16", rope.rope_kernel, 128, 128, "*bf16", False, INVERSE=False, **plain),
+        heads_case("rope-qkv-bf16", rope.rope_kernel, 128, 64, "*bf16", True, INVERSE=True, **plain),
+        heads_case(
+            "rope-interleaved-bf16", rope.rope_kernel, 64, 64, "*bf16", False, INVERSE=False,
+            **interleaved,
+        ),
+        heads_case(
+            "rope-interleaved-fp32", rope.rope_kernel, 256, 64, "*fp32", True, INVERSE=True,
+            **interleaved,
+        ),
+        heads_case("qk-norm-bf16", forward, 128, 128, "*bf16", True, CASTING="torch", **plain),
+        heads_case("qk-norm-fp32", forward, 256, 64, "*fp32", False, CASTING="llama", **interleaved),
+        heads_case(
+            "qk-norm-backward-bf16", backward, 128, 128, "*bf16", True, CASTING="torch", **plain
+        ),
+        heads_case(
+            "qk-norm-backward-interleaved-bf16", backward, 128, 64, "*bf16", False, CASTING="gemma",
+            **interleaved,
+        ),
+        heads_case(
+            "qk-norm-backward-fp32", backward, 256, 256, "*fp32", True, CASTING="torch", **plain
+        ),
+    ]  # fmt: skip
