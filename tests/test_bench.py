@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from flashproto import configs
 from flashproto.bench import __main__ as bench
-from flashproto.bench import attention, block, norm, report, softmax
-from flashproto.bench.measure import Prepared, Work, compare, measure_cell
+from flashproto.bench import attention, block, norm, report, sanitize, search, softmax, warm
+from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
 from flashproto.bench.timing import interleaved, wall_clock
 
 CPU = torch.device("cpu")
@@ -63,6 +66,111 @@ def test_wrong_results_and_errors_get_no_time() -> None:
     assert "wrong result: dx" in results["backward"]["wrong gradient"]["error"]
 
 
+# --- attention's check --------------------------------------------------------------------------
+
+
+def rounded_as_fused(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, causal: bool
+) -> dict[str, torch.Tensor]:
+    """Attention and its gradients with a fused kernel's roundings: P, out and dS in the inputs' dtype,
+    delta from the rounded out."""
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.to(q.dtype).float()
+
+    exact_q, exact_k, exact_v, dout = (t.float() for t in (q, k, v, grad))
+    scale = q.shape[3] ** -0.5
+    scores = scale * exact_q @ exact_k.mT
+    if causal:
+        scores = scores.masked_fill(scores.new_ones(scores.shape[2:]).triu(1).bool(), -torch.inf)
+    p = torch.softmax(scores, -1)
+    out = rounded(rounded(p) @ exact_v)
+    ds = rounded(p * (dout @ exact_v.mT - (dout * out).sum(-1, keepdim=True)))
+    results = {"out": out, "dq": scale * ds @ exact_k,
+               "dk": scale * ds.mT @ exact_q, "dv": rounded(p).mT @ dout}  # fmt: skip
+    return {name: value.to(q.dtype) for name, value in results.items()}
+
+
+def attention_cell(
+    S: int, heads: int, causal: bool
+) -> tuple[attention.Sampled, dict[str, torch.Tensor]]:
+    """A cell whose heads are all checked, and right results of it in bfloat16."""
+    p = attention.Problem(1, heads, heads, S, 128, causal, torch.bfloat16)
+    q, k, v, grad = (torch.randn(1, heads, S, 128).bfloat16() for _ in range(4))
+    sampled = attention.Sampled(p, q, k, v, grad)
+    sampled.parts = [(slice(0, 1), slice(h, h + 1), slice(h, h + 1)) for h in range(heads)]
+    return sampled, rounded_as_fused(q, k, v, grad, causal)
+
+
+def complaint(sampled: attention.Sampled, got: dict[str, torch.Tensor]) -> str | None:
+    found = sampled.check(got["out"], None)
+    return found or sampled.check(got["out"], [got[name] for name in ("dq", "dk", "dv")])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_right_attention_passes_the_check(causal: bool) -> None:
+    torch.manual_seed(0)
+    sampled, got = attention_cell(64, 96, causal)
+    assert complaint(sampled, got) is None
+    # A share of the row's norm alone would refuse some first rows of a causal dq.
+    refused = [compare({"dq": got["dq"][:, h : h + 1]}, want) for h, want in enumerate(sampled.want)]
+    assert any(refused) == causal
+    for text in filter(None, refused):
+        assert int(text.rstrip(")").split()[-1]) < 16, text
+
+
+def test_allowance_for_rounding_is_eager_s_own_error() -> None:
+    torch.manual_seed(0)
+    sampled, _ = attention_cell(256, 24, True)
+    leaves = [t.requires_grad_() for t in sampled.given[:3]]
+    scores = (leaves[0] @ leaves[1].mT) * 128**-0.5
+    hidden = torch.ones(256, 256).triu(1).bool()
+    out = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1) @ leaves[2]
+    (eager_dq,) = torch.autograd.grad(out, leaves[:1], sampled.given[3])
+    want, allowed = (torch.cat([part[n] for part in sampled.want], 1) for n in ("dq", "rounding"))
+    error = (eager_dq - want).norm(dim=-1)
+    assert allowed[..., 1:8].max() < 4 * error[..., 1:8].max()
+    # It is below the share of the norm, which stays the bound, from a few keys a row on.
+    assert (allowed < 0.05 * want.norm(dim=-1))[..., 32:].all()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+@pytest.mark.parametrize(("first", "rows"), [(0, 64), (137, 1), (192, 64), (255, 1)])
+def test_a_wrong_row_or_tile_is_refused(name: str, first: int, rows: int, causal: bool) -> None:
+    sampled, got = attention_cell(256, 2, causal)
+    assert complaint(sampled, got) is None
+    size = got[name].float().norm(dim=-1, keepdim=True)
+    direction = torch.nn.functional.normalize(torch.randn((*size.shape[:-1], 128)), dim=-1)
+    slightly = 0.06 * (size + 0.1 * size.mean()) * direction
+    wrong = got[name].clone()
+    wrong[:, 1, first : first + rows] += slightly[:, 1, first : first + rows].bfloat16()
+    assert f"wrong result: {name}" in (complaint(sampled, got | {name: wrong}) or "")
+
+
+def test_first_causal_rows_are_not_exempt() -> None:
+    sampled, got = attention_cell(256, 2, True)
+    swapped = got["dq"].clone()
+    swapped[:, 0, [2, 3]] = swapped[:, 0, [3, 2]]
+    assert "wrong result: dq" in (complaint(sampled, got | {"dq": swapped}) or "")
+    unwritten = got["dk"].clone()
+    unwritten[0, 1, 200, 5] = torch.nan
+    assert "dk is not finite" in (complaint(sampled, got | {"dk": unwritten}) or "")
+
+
+def test_exact_attention_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, grad = (torch.randn(1, heads, 70, 16) for heads in (2, 1, 1, 2))
+    for causal in (False, True):
+        whole = attention.exact(q, k, v, grad, causal)
+        monkeypatch.setattr(attention, "PIECE", 70 * 9)
+        for name, value in attention.exact(q, k, v, grad, causal).items():
+            torch.testing.assert_close(value, whole[name])
+        monkeypatch.undo()
+
+
+# --- turns and figures --------------------------------------------------------------------------
+
+
 def test_contenders_take_turns() -> None:
     order: list[str] = []
     functions = {"a": lambda: order.append("a"), "b": lambda: order.append("b")}
@@ -74,6 +182,41 @@ def test_contenders_take_turns() -> None:
     times = interleaved(functions, timer, 3)
     assert order == ["a", "b"] * 3
     assert times == {"a": [1.0, 3.0, 5.0], "b": [2.0, 4.0, 6.0]}
+
+
+def test_who_is_far_behind_is_timed_once_and_marked() -> None:
+    names = {"flashproto[a]": 9.0, "flashproto[b]": 8.0, "peer": 1.0, "close": 1.2, "slow": 1.4}
+    assert far_behind(names, 1.3) == ["slow"]
+    contenders = dict.fromkeys(names, prepared)
+    order = iter([*names.values(), 9.0, 8.0, 1.0, 1.2] * 2)
+    results = measure_cell(contenders, WORK, lambda fn: next(order), 2, drop_slower=1.3)
+    for by_name in results.values():
+        assert [n for n, r in by_name.items() if r.get("dropped")] == ["slow"]
+        assert by_name["slow"]["ms"] == 1.4
+    assert report.entry(results["forward"]["slow"], "ms").endswith("*")
+
+
+def test_goals_name_the_cells_below() -> None:
+    def cell(ours: float, peer: float) -> dict[str, Any]:
+        results = {n: {"ms": 100 / v, "value": v} for n, v in (("flashproto[x]", ours), ("p", peer))}
+        return {"unit": "TFLOP/s", "ceiling": 800.0, "passes": {"forward": results}}
+
+    cells = {"fast": cell(700, 500), "at ceiling": cell(790, 780), "slow": cell(510, 500)}
+    text = report.targets(cells, "forward", 1.05, 1.10, at_ceiling=1.0)
+    assert "1 of 3 cells: slow (1.020 of p)" in text
+    assert "88% of the ceiling" in text
+    assert "geometric mean 1.131, wanted 1.1: yes" in text
+    text = report.targets(cells, "forward", 1.0, 1.2, floor=lambda key: 0.7)
+    assert "1 of 3 cells: slow (63.7% of the ceiling)" in text
+    assert "wanted 1.2: NO" in text
+
+
+def test_floors_of_the_norms() -> None:
+    assert norm.floor("forward", "RMSNorm 49152x512") is None
+    assert norm.floor("forward", "RMSNorm 49152x1024") == 0.92
+    assert norm.floor("backward", "LayerNorm 3072x16384") == 0.8
+    assert norm.floor("backward", "LayerNorm 192x262144") == 0.65
+    assert norm.floor("backward", "LayerNorm 1001x50257") is None
 
 
 def test_conventions_of_counting() -> None:
@@ -89,7 +232,7 @@ def test_conventions_of_counting() -> None:
     assert (softmax.work(p).forward, softmax.work(p).backward) == (4000 / 1e6, 6000 / 1e6)
 
 
-@pytest.mark.parametrize("module", [attention, norm, softmax, block])
+@pytest.mark.parametrize("module", [import_module(f"flashproto.bench.{n}") for n in bench.SUBJECTS])
 def test_problems_have_names_of_their_own(module: Any) -> None:
     for device in (CPU, torch.device("cuda")):
         for quick in (True, False):
@@ -100,7 +243,20 @@ def test_problems_have_names_of_their_own(module: Any) -> None:
 
 @pytest.mark.parametrize(
     ("subject", "cell"),
-    [("attention", "D64 S128 causal"), ("norm", "512x256"), ("softmax", "512x256"), ("block", "")],
+    [
+        ("attention", "D64 S128 causal"),
+        ("views", ""),
+        ("norm", "512x256"),
+        ("add_norm", ""),
+        ("softmax", "512x256"),
+        ("softmax_topk", ""),
+        ("cross_entropy", ""),
+        ("linear_cross_entropy", ""),
+        ("oneflow", "x32$"),
+        ("rms_norm_article", ""),
+        ("online_softmax", ""),
+        ("block", ""),
+    ],
 )
 def test_subject_runs_without_a_gpu(
     subject: str, cell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -143,6 +299,29 @@ def test_parts_add_up_and_nothing_is_overwritten(
         bench.main([*common, "--resume"])
 
 
+def test_several_subjects_and_compiling_ahead(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = ["--quick", "--device", "cpu", "--repeats", "1", "--rep-ms", "1", "--contenders", "torch"]
+    lines: list[list[str]] = []
+    monkeypatch.setattr(warm, "run_all", lambda commands, processes: lines.extend(commands))
+    bench.main(["add_norm", "softmax_topk", *common, "--out", str(tmp_path), "--ahead", "2"])
+    assert [line[3] for line in lines] == ["add_norm"] * 2 + ["softmax_topk"] * 2
+    for subject in ("add_norm", "softmax_topk"):
+        assert json.loads((tmp_path / f"{subject}.json").read_text())["cells"]
+    capsys.readouterr()
+    bench.main(lines[-1][3:])  # the others than compiled ones, in this process
+    assert "error" not in capsys.readouterr().out
+
+
+def test_commands_that_compile_ahead_split_the_contenders() -> None:
+    by_inductor, others = warm.commands(["norm"], {"a": ["RMSNorm 64x256"]}, "flashproto|compile")
+    names = ("flashproto[triton]", "compile", "flashproto[triton]+compile", "torch")
+    chosen = [[n for n in names if re.search(line[-1], n)] for line in (by_inductor, others)]
+    assert chosen == [["compile", "flashproto[triton]+compile"], ["flashproto[triton]"]]
+    assert re.search(others[-3], "RMSNorm 64x256") and not re.search(others[-3], "RMSNorm 64x2560")
+
+
 def test_budget_stops_before_the_next_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["softmax", "--quick", "--device", "cpu", "--out", str(tmp_path), "--budget", "0"]
     bench.main(arguments)
@@ -158,6 +337,7 @@ def test_budget_stops_before_the_next_cell(tmp_path: Path, capsys: pytest.Captur
         (["softmax", "--repeats", "0"], "at least 1"),
         (["softmax", "--peers-path", "/nowhere/at/all"], "no directory"),
         (["dropout"], "invalid choice"),
+        (["launch", "norm"], "measured alone"),
     ],
 )
 def test_bad_options_are_refused(
@@ -194,3 +374,55 @@ def test_time_layers_example(tmp_path: Path) -> None:
         assert f"\n{name} " in done.stdout
     assert "error" not in done.stdout
     assert (tmp_path / "layers.png").stat().st_size > 1000
+
+
+def test_sanitize_covers_every_hopper_configuration() -> None:
+    calls = sanitize.calls()
+    forward = {configs.attention_forward_hopper(c.D, c.Sk, c.causal) for c in calls}
+    for D in (64, 80, 128, 192, 256):
+        for length in (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768):
+            for causal in (False, True):
+                assert configs.attention_forward_hopper(D, length, causal) in forward
+    backward = {(c.D, c.causal, c.deterministic) for c in calls if c.backward}
+    assert len(backward) == 4 * len(sanitize.HEAD_DIMS)
+    assert len({c.key for c in calls}) == len(calls)
+
+
+def test_sanitize_says_what_it_needs() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(SystemExit, match="compute capability"):
+        bench.main(["sanitize"])
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_search_has_candidates_that_fit(which: str) -> None:
+    for D in (64, 128, 256):
+        p = attention.Problem(4, 2048 // D, 2048 // D, 4096, D, True, torch.bfloat16)
+        base = search.present(which, p)
+        found = search.candidates(base, search.VARIED[which])
+        assert found[0] == base and len(set(found)) == len(found) > 1
+        assert all(map(search.fits, found))
+        names = [search.difference(config, base) for config in found]
+        assert names[0] == "present" and len(set(names)) == len(names)
+        with search.Chosen(which) as chosen:
+            chosen.set(found[1])
+            assert not chosen.asked
+            assert search.present(which, p) == found[1] and chosen.asked
+        assert search.present(which, p) == base
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["forward", "--vary", "KS=two"], "NAME=VALUE"),
+        (["forward", "--vary", "XX=2"], "--vary names XX"),
+        (["sideways"], "invalid choice"),
+    ],
+)
+def test_bad_search_options_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["search", *arguments])
+    assert message in capsys.readouterr().err

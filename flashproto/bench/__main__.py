@@ -1,6 +1,7 @@
 """python -m flashproto.bench: flashproto beside the peers found, with the ceilings of the same run.
 
-Writes DIR/SUBJECT.json after every cell and DIR/SUBJECT.png at the end.
+Writes DIR/SUBJECT.json after every cell and DIR/SUBJECT.png at the end; --budget and --resume split a
+long run into parts.
 
 Results are checked first, against float32 references: a contender whose result is wrong, or that
 fails, is listed with its error and gets no time.  Forward is timed with gradients wanted, as in
@@ -17,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,16 @@ import torch._functorch.config as functorch_config
 
 from .. import backends
 from ..env import environment, render
-from . import report
-from .ceilings import measure_ceilings
+from . import report, warm
+from .ceilings import copy_speed, measure_ceilings
 from .measure import measure_cell
 from .timing import make_timer
 
-SUBJECTS = ("attention", "norm", "softmax", "block")
+SUBJECTS = (
+    "attention", "views", "norm", "add_norm", "softmax", "softmax_topk", "cross_entropy",
+    "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu", "block",
+)  # fmt: skip
+TOOLS = ("sanitize", "search")  # modules with a command line of their own
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -41,7 +47,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("subject", choices=(*SUBJECTS, "launch"))
+    add(
+        "subjects",
+        nargs="+",
+        metavar="SUBJECT",
+        choices=(*SUBJECTS, "launch"),
+        help=f"{', '.join(SUBJECTS)}, or launch alone; {' and '.join(TOOLS)} have their own --help",
+    )
     add("--quick", action="store_true", help="few cells")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
     add("--resume", action="store_true", help="keep the cells that DIR's JSON holds, add the rest")
@@ -51,6 +63,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budget", type=float, metavar="SECONDS", help="start no new cell after that long")
     add("--repeats", type=int, default=5, help="interleaved repeats; the median counts (default 5)")
     add("--rep-ms", type=float, default=100.0, help="length of one repeat (default 100)")
+    add(
+        "--drop-slower",
+        type=float,
+        metavar="FACTOR",
+        help="a contender that takes FACTOR times the "
+        "fastest one's time in the first repeat takes part in no other, and is marked",
+    )
+    add("--ahead", type=int, metavar="PROCESSES", help="compile in that many processes first")
+    add("--compile-only", action="store_true", help="run every contender once and report nothing")
     add("--compile", action="store_true", help="torch.compile as a peer on a CPU too")
     add("--peers-path", type=Path, metavar="DIR", help="a site directory that holds peers")
     add("--device", help="cuda, cuda:1 or cpu; default: cuda where there is one")
@@ -59,6 +80,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"--peers-path is {options.peers_path}, which is no directory; unpack it first")
     if options.repeats < 1:
         parser.error("--repeats takes at least 1")
+    if options.drop_slower is not None and options.drop_slower < 1:
+        parser.error("--drop-slower takes at least 1")
+    if "launch" in options.subjects and len(options.subjects) > 1:
+        parser.error("launch is measured alone")
     for name in ("cells", "contenders"):
         try:
             re.compile(getattr(options, name) or "")
@@ -78,59 +103,108 @@ def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
-    if subject in ("norm", "softmax"):
+    if subject not in ("attention", "views", "block", "launch"):
         runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]
 
 
-def measure_subject(
-    subject: str, options: argparse.Namespace, device: torch.device, impls: list[str]
-) -> dict[str, Any]:
-    """Run the cells of a subject that are wanted and not there yet; the JSON's content."""
+@dataclass
+class Plan:
+    """A subject's cells that are wanted and not in its file yet."""
+
+    subject: str
+    module: Any
+    impls: list[str]
+    path: Path
+    data: dict[str, Any]
+    wanted: list[Any]
+
+
+def plan(subject: str, options: argparse.Namespace, device: torch.device) -> Plan:
     module = import_module(f".{subject}", __package__)
     path = options.out / f"{subject}.json"
     data: dict[str, Any] = {"subject": subject, "runs": [], "cells": {}}
     if options.resume and path.exists():
         data = report.load(path, subject)
-    elif path.exists():
+    elif path.exists() and not options.compile_only:
         raise ValueError(f"{path} exists; pass --resume to add to it, or another --out.")
     wanted = [p for p in module.problems(options.quick, device)
               if re.search(options.cells or "", p.key) and p.key not in data["cells"]]  # fmt: skip
-    if not wanted:
-        print("no cell left to measure")
-        return data
-    started = time.perf_counter()
+    return Plan(subject, module, chosen_impls(options.impl, device, subject), path, data, wanted)
+
+
+def contenders(
+    plan: Plan, problem: Any, options: argparse.Namespace, device: torch.device
+) -> dict[str, Any]:
+    torch._dynamo.reset()  # compiled peers of the last cell, and their limit on recompilation
+    with_compile = device.type == "cuda" or options.compile
+    made = plan.module.contenders(problem, device, plan.impls, with_compile)
+    return {n: m for n, m in made.items() if re.search(options.contenders or "", n)}
+
+
+def measure(plan: Plan, options: argparse.Namespace, device: torch.device, started: float) -> None:
+    """Measure the plan's cells, each saved when it is done; none is begun after --budget."""
     ceilings = measure_ceilings(device)
     print(report.ceilings_text(ceilings), flush=True)
     protocol = {"repeats": options.repeats, "rep_ms": options.rep_ms,
-                "timer": "triton do_bench median" if device.type == "cuda" else "wall clock median",
-                "statistic": "median of interleaved repeats"}  # fmt: skip
-    data["runs"].append(report.describe_run(ceilings, protocol))
+                "drop_slower": options.drop_slower,
+                "timer": "device events, L2 flushed" if device.type == "cuda" else "wall clock",
+                "statistic": "median of interleaved repeats, each a median"}  # fmt: skip
+    cells, runs = plan.data["cells"], plan.data["runs"]
+    runs.append(report.describe_run(ceilings, protocol))
     timer = make_timer(device, options.rep_ms)
-    with_compile = device.type == "cuda" or options.compile
-    for index, problem in enumerate(wanted):
+    for index, problem in enumerate(plan.wanted):
         elapsed = time.perf_counter() - started
         if options.budget is not None and elapsed > options.budget:
-            print(f"stopped after {elapsed:.0f} s with {len(wanted) - index} cells left: --resume")
+            left = len(plan.wanted) - index
+            print(f"stopped after {elapsed:.0f} s with {left} cells left: --resume")
             break
-        torch._dynamo.reset()  # compiled peers of the last cell, and their limit on recompilation
-        made = module.contenders(problem, device, impls, with_compile)
-        made = {n: m for n, m in made.items() if re.search(options.contenders or "", n)}
-        work = module.work(problem)
-        results = measure_cell(made, work, timer, options.repeats)
-        data["cells"][problem.key] = {
-            "run": len(data["runs"]) - 1,
-            "unit": work.unit,
-            "passes": results,
-        }
-        report.save(path, data)
+        work = plan.module.work(problem)
+        made = contenders(plan, problem, options, device)
+        results = measure_cell(made, work, timer, options.repeats, options.drop_slower)
+        cell = {"run": len(runs) - 1, "unit": work.unit, "passes": results}
+        if work.copied is not None:
+            cell["ceiling"] = copy_speed(work.copied, device, timer)
+        elif work.unit == "TFLOP/s":
+            cell["ceiling"] = ceilings["matmul_tflop_s"]
+        cells[problem.key] = cell
+        report.save(plan.path, plan.data)
         print_cell(problem.key, results, work.unit)
         del made
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    return data
+
+
+def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
+    """Command lines that compile what the plan's cells need: of cells alike together, where the
+    module says which are, else of some cells each."""
+    families: dict[Any, list[str]] = {}
+    for index, problem in enumerate(plan.wanted):
+        alike = getattr(plan.module, "family", None)
+        family = alike(problem) if alike else index % max(1, options.ahead // 2)
+        families.setdefault(family, []).append(problem.key)
+    arguments = [plan.subject, "--impl", ",".join(plan.impls)]
+    arguments += ["--quick"] * options.quick + ["--compile"] * options.compile
+    for name in ("device", "peers_path"):
+        if getattr(options, name) is not None:
+            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    return warm.commands(arguments, families, options.contenders)
+
+
+def conclude(plan: Plan) -> None:
+    """The tables, the goals and the plot of all cells that the subject's file holds."""
+    cells = plan.data["cells"]
+    for which in report.passes(cells):
+        print("\n" + report.table(cells, which))
+    if hasattr(plan.module, "conclusion"):
+        print("\n" + plan.module.conclusion(plan.data))
+    machine = plan.data["runs"][-1]["environment"]
+    where = machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
+    title = f"{plan.subject}, {where}, torch {machine['versions']['torch']}"
+    report.plot(cells, title, plan.path.with_suffix(".png"))
+    print(f"\nwrote {plan.path} and .png")
 
 
 def print_cell(key: str, results: dict[str, dict[str, Any]], unit: str) -> None:
@@ -140,6 +214,10 @@ def print_cell(key: str, results: dict[str, dict[str, Any]], unit: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in TOOLS:
+        import_module(f".{arguments[0]}", __package__).main(arguments[1:])
+        return
     options = parse(arguments)
     if options.peers_path is not None:
         site.addsitedir(str(options.peers_path))
@@ -150,23 +228,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(render(environment()), "\n")
     if device.type != "cuda":
         print("No NVIDIA GPU: small float32 shapes, wall clock; this says nothing of a GPU.\n")
+    started = time.perf_counter()
     try:
-        impls = chosen_impls(options.impl, device, options.subject)
-        if options.subject == "launch":
-            run_launch(options, device, impls)
+        if options.subjects == ["launch"]:
+            run_launch(options, device, chosen_impls(options.impl, device, "launch"))
             return
-        data = measure_subject(options.subject, options, device, impls)
+        plans = [plan(subject, options, device) for subject in options.subjects]
     except (ValueError, backends.BackendError) as error:
         sys.exit(f"flashproto.bench: {error}")
-    if not data["cells"]:
+    if options.compile_only:
+        for each in plans:
+            for problem in each.wanted:
+                made = contenders(each, problem, options, device)
+                warm.compile_once(made, each.module.work(problem))
         return
-    for which in report.passes(data["cells"]):
-        print("\n" + report.table(data["cells"], which))
-    machine = data["runs"][-1]["environment"]
-    where = machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
-    title = f"{options.subject}, {where}, torch {machine['versions']['torch']}"
-    report.plot(data["cells"], title, options.out / f"{options.subject}.png")
-    print(f"\nwrote {options.out / options.subject}.json and .png")
+    if options.ahead:
+        lines = [line for each in plans for line in ahead_of(each, options)]
+        warm.run_all(lines, options.ahead)
+    for each in plans:
+        if each.wanted:
+            measure(each, options, device, started)
+        else:
+            print(f"{each.subject}: no cell left to measure")
+        if each.data["cells"]:
+            conclude(each)
 
 
 def run_launch(options: argparse.Namespace, device: torch.device, impls: list[str]) -> None:

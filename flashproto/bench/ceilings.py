@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 
-from .timing import make_timer
+from .timing import Timer, make_timer
+
+
+def copy_speed(nbytes: int, device: torch.device, timer: Timer) -> float:
+    """GB/s of a device-to-device copy, bytes read and written; the median of three measurements."""
+    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    ms = statistics.median(timer(lambda: target.copy_(source)) for _ in range(3))
+    return 2 * nbytes / ms / 1e6
 
 
 def measure_ceilings(device: torch.device) -> dict[str, float | str]:
@@ -13,13 +23,10 @@ def measure_ceilings(device: torch.device) -> dict[str, float | str]:
     gpu = device.type == "cuda"
     nbytes, size = (2**30, 8192) if gpu else (2**26, 1024)
     dtype = torch.bfloat16 if gpu else torch.float32
-    source = torch.empty(nbytes, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    copy = timer(lambda: target.copy_(source))
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     matmul = timer(lambda: a @ b)
     return {
-        "copy_gb_s": 2 * nbytes / copy / 1e6,
+        "copy_gb_s": copy_speed(nbytes, device, timer),
         "matmul_tflop_s": 2 * size**3 / matmul / 1e9,
         "matmul": f"{size}x{size}x{size} {str(dtype).removeprefix('torch.')}",
     }

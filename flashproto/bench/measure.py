@@ -1,7 +1,7 @@
 """One cell of a benchmark: make every contender ready, check its results, then time them in turn.
 
 A contender that raises, or whose output or gradients are wrong, is reported with its error and
-without a time.
+without a time.  One that is far behind in the first repeat may be left out of the others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import gc
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from .timing import Timer, interleaved
 
+OURS = "flashproto"  # how our contenders' names start
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 
 
@@ -24,16 +26,19 @@ TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 class Prepared:
     """A contender made ready on one cell.
 
-    call: one forward pass, returning the output.
+    call: one forward pass, returning the output, or several.
     inputs: the leaves whose gradients the backward pass gives.
-    grad: the output's gradient.
+    grad: the output's gradient, or several.
     check: what is wrong with the output and the gradients (None: forward only); None if nothing.
+    deterministic: whether the backward pass, the only one timed then, runs under
+        torch.use_deterministic_algorithms(True).
     """
 
-    call: Callable[[], Tensor]
+    call: Callable[[], Any]
     inputs: Sequence[Tensor]
-    grad: Tensor
-    check: Callable[[Tensor, Sequence[Tensor] | None], str | None]
+    grad: Any
+    check: Callable[[Any, Sequence[Tensor] | None], str | None]
+    deterministic: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,34 @@ class Work:
     forward: float | None
     backward: float | None
     step: bool = False  # the second pass is forward and backward together
+    forward_only: bool = False
+    copied: int | None = None  # bytes of a tensor whose copy is the ceiling of the cell
 
 
-def row_error(got: Tensor, want: Tensor) -> float:
-    """The largest relative error of a row: |got - want| / (|want| + a tenth of the mean |want|)."""
-    got, want = (t.detach().to(torch.float32).reshape(-1, t.shape[-1]) for t in (got, want))
-    size = want.norm(dim=1)
-    error = (got - want).norm(dim=1) / (size + 0.1 * size.mean()).clamp(min=1e-30)
-    return float(error.nan_to_num(nan=torch.inf).max())
+def compare(
+    got: Mapping[str, Tensor], want: Mapping[str, Tensor], rounding: Mapping[str, Tensor] | None = None
+) -> str | None:
+    """The first of `got` that has a row further from `want` than its dtype allows, None if none has.
 
-
-def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> str | None:
-    """The first of `got` that is further from `want` than its dtype allows, None if none is."""
+    A row may be off by TOLERANCE of its norm and a tenth of the rows' mean norm or, where that is more,
+    by its entry of `rounding`: how far a right computation in the dtype rounds that row.
+    """
     for name, value in got.items():
-        error, allowed = row_error(value, want[name]), TOLERANCE[value.dtype]
-        if error > allowed:
-            return f"wrong result: {name} is off by {error:.2g} of a row's norm, allowed {allowed}"
+        value, exact = (t.detach().float().reshape(-1, t.shape[-1]) for t in (value, want[name]))
+        tolerance = TOLERANCE[got[name].dtype]
+        size = exact.norm(dim=1)
+        unit = (size + 0.1 * size.mean()).clamp(min=1e-30)
+        error = (value - exact).norm(dim=1) / unit
+        allowed = torch.full_like(unit, tolerance)
+        if rounding is not None and name in rounding:
+            allowed = torch.maximum(allowed, rounding[name].reshape(-1) / unit)
+        excess = (error / allowed).nan_to_num(nan=torch.inf)
+        row = int(excess.argmax())
+        if excess[row] > 1:
+            return (
+                f"wrong result: {name} is off by {float(error[row]):.2g} of a row's norm, "
+                f"allowed {float(allowed[row]):.2g} (row {row})"
+            )
     return None
 
 
@@ -69,12 +86,21 @@ def one_line(error: Exception) -> str:
 
 
 def measure_cell(
-    contenders: Mapping[str, Callable[[], Prepared]], work: Work, timer: Timer, repeats: int
+    contenders: Mapping[str, Callable[[], Prepared]],
+    work: Work,
+    timer: Timer,
+    repeats: int,
+    drop_slower: float | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """{pass: {contender: {"ms", "value", "low", "high"} or {"error"}}} of one cell."""
+    """{pass: {contender: {"ms", "value", "low_ms", "high_ms"} or {"error"}}} of one cell.
+
+    drop_slower: a contender that takes more than so many times the fastest one's time in the first
+    repeat takes part in no other and says "dropped"; ours are compared with ours, peers with peers.
+    """
     second = "forward+backward" if work.step else "backward"
-    results: dict[str, dict[str, Any]] = {"forward": {}, second: {}}
-    calls: dict[str, dict[str, Callable[[], Any]]] = {"forward": {}, second: {}}
+    amounts = {"forward": work.forward} | ({} if work.forward_only else {second: work.backward})
+    results: dict[str, dict[str, Any]] = {which: {} for which in amounts}
+    calls: dict[str, dict[str, Callable[[], Any]]] = {which: {} for which in amounts}
     for name, make in contenders.items():
         try:
             prepared = make()
@@ -83,9 +109,13 @@ def measure_cell(
         except Exception as error:
             complaint = one_line(error)
         if complaint:
-            results["forward"][name] = results[second][name] = {"error": complaint}
+            for by_name in results.values():
+                by_name[name] = {"error": complaint}
             continue
-        calls["forward"][name] = prepared.call
+        if not prepared.deterministic:  # which changes the backward pass alone
+            calls["forward"][name] = prepared.call
+        if work.forward_only:
+            continue
         try:
             backward = backward_call(prepared, out, work.step)
             complaint = prepared.check(out, backward())
@@ -98,24 +128,58 @@ def measure_cell(
             memory = peak_memory(prepared)
             if memory is not None:
                 results[second][name] = {"peak_gib": memory}
-    for which, amount in (("forward", work.forward), (second, work.backward)):
-        for name, times in interleaved(calls[which], timer, repeats).items():
-            results[which].setdefault(name, {}).update(summary(times, amount))
+    drop = partial(far_behind, factor=drop_slower) if drop_slower is not None else None
+    for which, amount in amounts.items():
+        for name, times in interleaved(calls[which], timer, repeats, drop).items():
+            result = results[which].setdefault(name, {})
+            result |= summary(times, amount)
+            if len(times) < repeats:
+                result["dropped"] = True
     del calls
     gc.collect()
     return results
 
 
-def backward_call(prepared: Prepared, out: Tensor, step: bool) -> Callable[[], Sequence[Tensor]]:
+def far_behind(times: Mapping[str, float], factor: float) -> list[str]:
+    """The names whose time is more than `factor` times the least of their kind, ours or peers."""
+    behind = []
+    for ours in (True, False):
+        kind = {name: ms for name, ms in times.items() if name.startswith(OURS) == ours}
+        behind += [name for name, ms in kind.items() if ms > factor * min(kind.values())]
+    return behind
+
+
+def backward_call(prepared: Prepared, out: Any, step: bool) -> Callable[[], Sequence[Tensor]]:
     """The backward pass alone, on a graph kept for it; with `step`, after a new forward pass."""
-    if step:
-        return lambda: torch.autograd.grad(prepared.call(), prepared.inputs, prepared.grad)
-    return lambda: torch.autograd.grad(out, prepared.inputs, prepared.grad, retain_graph=True)
+
+    def alone() -> Sequence[Tensor]:
+        return torch.autograd.grad(out, prepared.inputs, prepared.grad, retain_graph=True)
+
+    def after_forward() -> Sequence[Tensor]:
+        return torch.autograd.grad(prepared.call(), prepared.inputs, prepared.grad)
+
+    call = after_forward if step else alone
+    return deterministically(call) if prepared.deterministic else call
+
+
+def deterministically(call: Callable[[], Any]) -> Callable[[], Any]:
+    """The call under torch.use_deterministic_algorithms(True), without the filling of new memory that
+    comes with it."""
+
+    def run() -> Any:
+        torch.use_deterministic_algorithms(True)
+        try:
+            return call()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return run
 
 
 def peak_memory(prepared: Prepared) -> float | None:
     """GiB that a forward and backward pass take beyond what is allocated before; None off a GPU."""
-    if prepared.grad.device.type != "cuda":
+    if prepared.inputs[0].device.type != "cuda":
         return None
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..env import is_importable
 
 EPS = 1e-5
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]
 
 
 def can_compile(device: torch.device) -> bool:
@@ -84,6 +84,31 @@ def _flash_attn_4(causal: bool) -> Function:
         return out[0] if isinstance(out, tuple) else out
 
     return call
+
+
+def flash_attn_4_packed() -> Function:
+    """Causal f(qkv [B, S, 3, H, D]), whose backward writes the three gradients where they belong."""
+    interface = importlib.import_module("flash_attn.cute.interface")
+
+    class Packed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, qkv: Tensor) -> Tensor:
+            q, k, v = qkv.unbind(2)
+            out, lse, *_ = interface._flash_attn_fwd(q, k, v, causal=True, return_lse=True)
+            ctx.save_for_backward(qkv, out, lse)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> Any:
+            qkv, out, lse = ctx.saved_tensors
+            dqkv = torch.empty_like(qkv)
+            dq, dk, dv = dqkv.unbind(2)
+            interface._flash_attn_bwd(
+                *qkv.unbind(2), out, grads[0], lse, causal=True, dq=dq, dk=dk, dv=dv
+            )
+            return dqkv
+
+    return Packed.apply
 
 
 # --- norms: f(x, weight, bias); the dtype that the parameters must have, None for x's -------------

@@ -8,13 +8,13 @@ import math
 import os
 import statistics
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..env import environment
+from .measure import OURS
 
-OURS = "flashproto"
 Cells = dict[str, dict[str, Any]]
 
 
@@ -99,8 +99,9 @@ def entry(result: dict[str, Any] | None, unit: str) -> str:
         return "-"
     if "value" not in result:
         return "wrong" if "wrong result" in result["error"] else "error"
-    value = result["value"]
-    return f"{value:.0f}" if value >= 100 and unit != "ms" else f"{value:#.3g}".rstrip(".")
+    value, mark = result["value"], "*" if result.get("dropped") else ""
+    text = f"{value:.0f}" if value >= 100 and unit != "ms" else f"{value:#.3g}".rstrip(".")
+    return text + mark
 
 
 def table(cells: Cells, which: str, against: Sequence[str | None] = (None,)) -> str:
@@ -136,7 +137,67 @@ def table(cells: Cells, which: str, against: Sequence[str | None] = (None,)) -> 
         for name, result in cell["passes"][which].items()
         if "error" in result
     }
+    if any("*" in text for row in rows[1:] for text in row[1:]):
+        lines.append("  * one repeat: far behind the fastest in it")
     return "\n".join([*lines, *sorted(errors)])
+
+
+def fastest(timed: dict[str, Any]) -> str:
+    return min(timed, key=lambda name: timed[name]["ms"])
+
+
+def targets(
+    cells: Cells,
+    which: str,
+    least: float,
+    mean: float | None = None,
+    *,
+    at_ceiling: float | None = None,
+    floor: Callable[[str], float | None] = lambda key: None,
+    peer: str | None = None,
+) -> str:
+    """One pass against its goals: every cell's ratio to the best peer (or `peer`), and how much of the
+    cell's ceiling ours reaches; then the geometric mean, and the cells below a goal.
+
+    A cell's ceiling is what its run's matmul or its own copy reached, in the cell's unit.
+
+    least, mean: the ratio wanted in every cell, and in geometric mean.
+    at_ceiling: the ratio wanted where the best peer is above 95% of the ceiling.
+    floor: the share of the ceiling wanted in the cell of that name; None for no floor.
+    """
+    lines: list[str] = []
+    ratios: list[float] = []
+    below: dict[str, list[str]] = {}
+    for key, cell in cells.items():
+        results = cell["passes"].get(which, {})
+        value = ratio(results, peer)
+        if value is None:
+            below[key] = ["not measured"]
+            continue
+        timed = {n: r for n, r in results.items() if "ms" in r}
+        own = fastest({n: r for n, r in timed.items() if n.startswith(OURS)})
+        best = peer or fastest({n: r for n, r in timed.items() if not n.startswith(OURS)})
+        ceiling, goal, share = cell.get("ceiling"), least, ""
+        if ceiling is not None:
+            reached, wanted = timed[own]["value"] / ceiling, floor(key)
+            share = f"  {reached:4.0%} of the ceiling, {ceiling:.0f}"
+            if at_ceiling is not None and timed[best]["value"] > 0.95 * ceiling:
+                goal = at_ceiling
+            if wanted is not None and reached < wanted:
+                below.setdefault(key, []).append(f"{reached:.1%} of the ceiling")
+        ratios.append(value)
+        if value < goal:
+            below.setdefault(key, []).append(f"{value:.3f} of {best}")
+        lines.append(
+            f"{key:<28} {entry(timed[own], cell['unit']):>6} {own:<20} {value:6.3f} x "
+            f"{entry(timed[best], cell['unit']):>6} {best:<12}{share}"
+        )
+    if ratios and mean is not None:
+        found = statistics.geometric_mean(ratios)
+        lines.append(f"geometric mean {found:.3f}, wanted {mean}: {'yes' if found >= mean else 'NO'}")
+    named = "; ".join(f"{key} ({', '.join(why)})" for key, why in below.items())
+    lines.append(f"below a goal: {len(below)} of {len(cells)} cells: {named or '-'}")
+    return "\n".join([f"{which}:", *lines])
 
 
 def ceilings_text(ceilings: dict[str, Any]) -> str:

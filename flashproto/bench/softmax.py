@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +13,12 @@ from torch import Tensor
 import flashproto
 
 from .. import reference
+from . import report
 from .measure import Prepared, Work, compare
 from .norm import rows_for
 from .peers import Function, softmax_peers
 
-WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+WIDTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072, 262144)
 QUICK_WIDTHS = (1024, 4096, 32768)
 
 
@@ -39,7 +41,12 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
 
 def work(p: Problem) -> Work:
     nbytes = p.M * p.N * p.dtype.itemsize
-    return Work("GB/s", 2 * nbytes / 1e6, 3 * nbytes / 1e6)
+    return Work("GB/s", 2 * nbytes / 1e6, 3 * nbytes / 1e6, copied=nbytes)
+
+
+def conclusion(data: dict[str, Any]) -> str:
+    """The passes against their goal: the best peer's speed (2% allowed for noise) in every cell."""
+    return "\n\n".join(report.targets(data["cells"], which, 0.98) for which in ("forward", "backward"))
 
 
 def contenders(

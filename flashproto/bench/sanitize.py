@@ -1,0 +1,119 @@
+"""Small attention calls, one for each configuration of the Hopper kernels, for compute-sanitizer.
+
+    python -m flashproto.bench sanitize             # compiles them, into Triton's cache
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1         # so that each tensor is an allocation of its own
+    compute-sanitizer --tool memcheck python -m flashproto.bench sanitize
+    compute-sanitizer --tool racecheck python -m flashproto.bench sanitize
+
+No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
+each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import flashproto
+
+from .. import backends, configs, reference
+from .measure import compare
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+KEYS = (200, 2100, 4200, 8200, 16400)  # one between any two lengths at which a configuration changes
+QUERIES = 150
+
+
+@dataclass(frozen=True)
+class Call:
+    """One head pair (GQA) of QUERIES queries, or as many as keys where that is less."""
+
+    D: int
+    Sk: int
+    causal: bool
+    backward: bool
+    deterministic: bool
+
+    @property
+    def key(self) -> str:
+        mask = "causal" if self.causal else "full"
+        which = "forward" if not self.backward else (
+            "deterministic backward" if self.deterministic else "backward")  # fmt: skip
+        return f"D{self.D} Sk{self.Sk} {mask} {which}"
+
+
+def calls() -> list[Call]:
+    """The shortest call for each forward configuration, and one for each backward configuration."""
+    made, seen = [], set()
+    for causal in (False, True):
+        for D in HEAD_DIMS:
+            for Sk in KEYS:
+                config = (D, configs.attention_forward_hopper(D, Sk, causal))
+                if config not in seen:
+                    seen.add(config)
+                    made.append(Call(D, Sk, causal, False, False))
+            made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
+    return made
+
+
+def run(call: Call) -> str | None:
+    """What is wrong with the call's results; None if nothing."""
+    shapes = ((1, 2, QUERIES, call.D), (1, 1, call.Sk, call.D), (1, 1, call.Sk, call.D))
+    host = [torch.randn(shape).bfloat16() for shape in shapes]
+    grad = torch.randn(shapes[0]).bfloat16()
+    inputs = [t.cuda().requires_grad_(call.backward) for t in host]
+    out = flashproto.attention(*inputs, causal=call.causal, impl="hopper")
+    assert isinstance(out, Tensor)
+    got = {"out": out.detach().cpu()}
+    exact_inputs = [t.float().requires_grad_(call.backward) for t in host]
+    exact, _ = reference.attention(*exact_inputs, causal=call.causal)
+    want = {"out": exact.detach()}
+    if call.backward:
+        names = ("dq", "dk", "dv")
+        grads = torch.autograd.grad(out, inputs, grad.cuda())
+        got |= {name: t.cpu() for name, t in zip(names, grads, strict=True)}
+        want |= dict(zip(names, torch.autograd.grad(exact, exact_inputs, grad.float()), strict=True))
+    return compare(got, want)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashproto.bench sanitize",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--cells", metavar="REGEX", default="", help="only calls whose name matches")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new call after that")
+    options = parser.parse_args(arguments)
+    wanted = [call for call in calls() if re.search(options.cells, call.key)]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    reasons = backends.device_reasons("hopper", device)
+    if reasons:
+        sys.exit(f"flashproto.bench sanitize: {'; '.join(reasons)}")
+    # Filling new memory would run other kernels.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    started, wrong = time.perf_counter(), 0
+    for index, call in enumerate(wanted):
+        if options.budget is not None and time.perf_counter() - started > options.budget:
+            print(f"stopped with {len(wanted) - index} calls left, from {call.key}")
+            break
+        torch.use_deterministic_algorithms(call.deterministic)
+        try:
+            complaint = run(call)
+        except backends.BackendError as refusal:
+            print(f"{call.key}: does not run: {refusal}", flush=True)
+            continue
+        finally:
+            torch.use_deterministic_algorithms(False)
+        wrong += complaint is not None
+        print(f"{call.key}: {complaint or 'right'}", flush=True)
+    print(f"{len(wanted)} calls, {wrong} wrong, {time.perf_counter() - started:.0f} s")
+    sys.exit(wrong > 0)
