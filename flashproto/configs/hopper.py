@@ -162,7 +162,8 @@ def heads_together_backward(
         rounds = ORDERED_CAUSAL_ROUNDS if config.CAUSAL else ORDERED_ROUNDS
     elif not config.CAUSAL:
         fit, rounds = 1, 1  # all items are alike and, but for the first, wait for none
-    least = min(heads, max(1, fit, -(-rounds * multiprocessors // -(-Sk // config.BN))))
+    items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
+    least = min(heads, max(1, fit, -(-items // -(-Sk // config.BN))))
     whole = (n for n in range(least, min(2 * least, heads) + 1) if heads % n == 0)
     return next(whole, _even_groups(heads, least))
 

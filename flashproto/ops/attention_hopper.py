@@ -20,7 +20,7 @@ from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preproc
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import describe, tma_reads
-from .launch import cdiv, launcher, multiprocessors
+from .launch import Launcher, cdiv, launcher, multiprocessors
 
 LOG2E = math.log2(math.e)
 PREPROCESS_ROWS = 32
@@ -95,7 +95,7 @@ def order_on_device(
 
 
 @functools.cache
-def forward_launcher(config: configs.HopperForward) -> Callable[..., None]:
+def forward_launcher(config: configs.HopperForward) -> Launcher:
     return launcher(attention_forward_kernel, descriptors=3, tensors=3, CFG=config, num_warps=4)
 
 
@@ -106,7 +106,7 @@ class Forward(NamedTuple):
     of order_on_device, None without a mask.
     """
 
-    launch: Callable[..., None]
+    launch: Launcher
     programs: int
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -151,6 +151,26 @@ def attention_forward(
         plan.programs, q_box, k_box, v_box, out, lse, order,
         *plan.sizes, *eighths(out), q.shape[3], scale * LOG2E,
     )  # fmt: skip
+
+
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool, offset: int, scale: float
+) -> Callable[..., None]:
+    """attention_forward as a function of its tensors, for such as are like these."""
+    shared = plan_forward(q.shape, k.shape, causal, offset, q.device)
+    queries, keys, order_arguments = shared.queries, shared.keys, shared.order
+    numbers = *shared.sizes, *eighths(out), q.shape[3], scale * LOG2E
+    _, q_box = describe(q, queries)
+    (_, k_box), (_, v_box) = describe(k, keys), describe(v, keys)
+    launch = shared.launch.bind(shared.programs, q_box, k_box, v_box, out, out, out, *numbers)
+
+    def fill(q, k, v, out, lse):
+        # The copies, if TMA needs any, are held until the launch.
+        (q, q_box), (k, k_box), (v, v_box) = describe(q, queries), describe(k, keys), describe(v, keys)
+        order = lse if order_arguments is None else order_on_device(*order_arguments)
+        launch(q_box, k_box, v_box, out, lse, order)
+
+    return fill
 
 
 @functools.cache

@@ -29,8 +29,8 @@ The steps of all items are one sequence, in which the producer is two ahead.  Wh
 dK and dV of one item, K, V, Q and dO of the next arrive.  They look one step ahead without asking
 whether there is one: behind the last item come phantoms of no bytes.
 
-K and V are indexed by a zero made of the step's number (`it >> 30`).  Otherwise ptxas works out the 24
-matrix descriptors of K and V before the loop, and keeps them in 40 registers that are not there.
+K and V are indexed by a zero made of the step's number (`it >> 30`).  Otherwise ptxas works out the
+matrix descriptors of K and V before the loop, and keeps them in registers that are not there.
 
 dQ is summed over key tiles by float32 adds, half of this kernel's traffic.  The first key tile stores
 its part, so that nobody has to write zeros before; the others wait for that (CFG.FIRST).  By default
