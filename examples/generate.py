@@ -37,7 +37,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("--top-k", type=int, help="sample among the N likeliest (all)", metavar="N")
     p.add_argument("--seed", type=integer_seed, default=0, help="of the sampling (0)", metavar="N")
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--impl", choices=BACKENDS, help="backend of attention and norms")
+    p.add_argument("--impl", choices=BACKENDS, help="backend; hopper: of attention alone")
     return p.parse_args(argv)
 
 

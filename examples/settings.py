@@ -136,7 +136,7 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--seed", "of weights and batches", type=integer_seed, metavar="N")
     add("--device", "cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     add("--dtype", "bfloat16 is autocast; auto: on a GPU", choices=("auto", "float32", "bfloat16"))
-    add("--impl", "backend of attention and norms (the best that runs)", choices=BACKENDS)
+    add("--impl", "backend (the best that runs); hopper: of attention alone", choices=BACKENDS)
     add("--deterministic", "the same losses on a GPU every time", action="store_true")
     add("--compile", "use torch.compile", action="store_true")
     add("--minutes", "save and stop after so long", type=positive(float), metavar="X")

@@ -110,7 +110,7 @@ def validate(model: torch.nn.Module, corpus: Corpus, settings: Settings) -> tupl
     total = 0.0
     for x, y in zip(inputs.split(64), targets.split(64), strict=True):
         with autocast(settings):
-            _, loss = model(x.to(settings.device), y.to(settings.device))
+            _, loss = model(x.to(settings.device), y.to(settings.device), return_logits=False)
         total += loss.item() * int((y != -100).sum())
     return corpus.validation_loss(total / n)
 
@@ -298,7 +298,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
             group["lr"] = rate
         batch = draw_batch(run.corpus.train, s, run.generator).to(device)
         with autocast(s):
-            _, loss = forward(batch[:, :-1], batch[:, 1:])
+            _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         run.optimizer.step()

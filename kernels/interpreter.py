@@ -1,7 +1,8 @@
-"""What Triton's interpreter gets wrong about bfloat16, put right; on a GPU nothing here costs anything.
+"""What Triton's interpreter gets wrong about short floats, put right; on a GPU it costs nothing.
 
-The interpreter truncates where a conversion from float32 to bfloat16 should round, and multiplies
-bfloat16 operands of tl.dot into garbage (Triton 3.6 and 3.9).
+The interpreter truncates where a conversion from float32 to bfloat16 should round, loses the carry
+where one to float8_e4m3fn rounds up to a power of two, and multiplies bfloat16 operands of tl.dot
+into garbage (Triton 3.6 and 3.9).
 """
 
 import os
@@ -20,6 +21,12 @@ def rounded(x, dtype: tl.constexpr):
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    if INTERPRETED and dtype == tl.float8e4nv:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        normal = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+        # Below 2^-6 the spacing is 2^-9, that of float32 at 24576.
+        x = tl.where(tl.abs(x) < 0.015625, (x + 24576.0) - 24576.0, normal)
     return x.to(dtype)
 
 

@@ -1,303 +1,244 @@
-"""LayerNorm and RMSNorm over the rows of a matrix, forward and backward, with fused residual add.
+"""Forward of LayerNorm and RMSNorm over the rows of a matrix, with fused residual add and hooks.
 
-Forward, for one row of x (or of total = x + residual, rounded as it is stored):
+For one row of x (or of total = x + residual, rounded as it is stored):
 
     xhat = (x - mean) * rstd        rstd = 1 / sqrt(variance + eps)        y = xhat * weight + bias
 
 where (mean, variance) come from the moments state of moments.py; CENTERED = False is RMSNorm, whose
 mean is 0 and whose variance is the mean square.
 
-Backward, with g = dy * weight and averages over the N columns of the row:
+Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x before the residual
+is added, EPILOGUE on y.  CASTING says how xhat meets the weight: "torch" rounds nothing before the
+result, "llama" rounds xhat to the dtype of x, "gemma" multiplies by 1 + weight.
 
-    dx = rstd * (g - xhat * average(g * xhat) - average(g))        (the last term only if CENTERED)
-    dweight = sum over rows of dy * xhat        dbias = sum over rows of dy
+Two regimes, by the width alone.  norm_forward_kernel holds R whole rows in registers, each of K chunks
+of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.  Wider rows are split
+over programs, which take C columns of a row each and exchange their moments (exchange.py) while their
+columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).
 
-and the gradient of total, where a residual was added, is that dx plus the gradient that reaches
-total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fixed order: every
-program adds up its rows in registers and writes one float32 row of partial sums, and
-column_sums_kernel adds those.
-
-Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers (norm_forward_kernel,
-norm_backward_kernel).  Wider rows are looped over in tiles [1, C]: once for the statistics, once
-more backwards for the result, so that what was read last is found in cache (the *_looped_kernel);
-there dweight and dbias get a kernel of their own that walks down columns.
-
-Legend: M rows, N columns, R x C the tile, P programs; x, residual, dy, dtotal [M, N] with unit
-column stride and a row stride of their own; y, total, dx, dresidual [M, N] contiguous; weight, bias
-[N]; mean, rstd [M] float32.  Any float dtype in memory, float32 in registers.  A pointer that is
-None leaves out its part.
+Legend: M rows, N columns; x, residual [M, N] with unit column stride and a row stride of their own;
+y, total [M, N] contiguous; weight, bias [N]; mean, rstd [M] float32; words [M, splits] int64, zeros.
+Any float dtype in memory, float32 in registers.  A pointer that is None leaves out its part.  WHOLE
+says that the columns fill the tiles to the last: no element needs a mask.
 """
+
+# ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
 
 import triton
 import triton.language as tl
 
-from .moments import moments_finish, moments_merge, moments_of_tile, moments_start
+from .exchange import collect, pack, publish, unpack
+from .hooks import apply_hook
+from .moments import moments_finish
 from .rows import load, rounded, store
 
 
 @triton.jit
-def load_total(x_ptr, x_offsets, residual_ptr, residual_offsets, total_ptr, offsets, mask):
-    """x [R, C]; with a residual their sum, stored in total and returned as rounded there."""
-    x = load(x_ptr, x_offsets, mask)
+def columns_of(chunk, N, C: tl.constexpr, WHOLE: tl.constexpr):
+    """Columns [1, C] of a chunk of a row, and which of them there are."""
+    cols = chunk * C + tl.arange(0, C)[None, :]
+    if WHOLE:
+        return cols, cols >= 0
+    else:
+        return cols, cols < N
+
+
+@triton.jit
+def scaled(xhat, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
+    """xhat [R, C] times the weight; dtype is that of x."""
+    tl.static_assert(CASTING == "torch" or CASTING == "llama" or CASTING == "gemma")
+    if CASTING == "llama":
+        xhat = rounded(xhat, dtype).to(tl.float32)
+    if CASTING == "gemma":
+        weight += 1
+    return xhat * weight
+
+
+@triton.jit
+def load_total(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
+    rows, cols, mask, M, N,
+):  # fmt: skip
+    """What is normalized [R, C]: x as in memory, or in float32 after its hook; with a residual their
+    sum, as stored in total."""
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+    if PROLOGUE is not None:
+        x = apply_hook(PROLOGUE, prologue, x.to(tl.float32), rows, cols, M, N)
     if residual_ptr is not None:
-        total = rounded(x + load(residual_ptr, residual_offsets, mask), total_ptr.dtype.element_ty)
-        tl.store(total_ptr + offsets, total, mask=mask)
-        x = total.to(tl.float32)
+        residual = load(residual_ptr, rows * residual_stride + cols, mask)
+        x = rounded(x.to(tl.float32) + residual, total_ptr.dtype.element_ty)
+        tl.store(total_ptr + rows * N + cols, x, mask=mask)
     return x
 
 
 @triton.jit
-def scale_and_shift(xhat, weight_ptr, bias_ptr, cols, inside):
-    """xhat [R, C] * weight + bias, each of them where given."""
+def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr):
+    """mean and M2 [R] of rows of n [R] elements in tiles [R, C].
+
+    In two passes over registers, as moments_of_tile.
+    """
+    sums = tl.zeros(chunks[0].shape, tl.float32)
+    mean = tl.zeros(n.shape, tl.float32)
+    if CENTERED:
+        for k in tl.static_range(len(chunks)):
+            _, inside = columns_of(k, N, C, WHOLE)
+            x = chunks[k].to(tl.float32)
+            sums += x if WHOLE else tl.where(inside, x, 0.0)
+        mean = tl.div_rn(tl.sum(sums, 1), n)
+        sums = tl.zeros(sums.shape, tl.float32)
+    for k in tl.static_range(len(chunks)):
+        _, inside = columns_of(k, N, C, WHOLE)
+        x = chunks[k].to(tl.float32)
+        deviation = x - mean[:, None] if CENTERED else x
+        deviation = deviation if WHOLE else tl.where(inside, deviation, 0.0)
+        sums += deviation * deviation
+    return mean, tl.sum(sums, 1)
+
+
+@triton.jit
+def store_y(
+    y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
+    rows, cols, inside, M, N, dtype: tl.constexpr,
+):  # fmt: skip
+    """y [R, C] from xhat: weight and bias where given, then the hook."""
     y = xhat
     if weight_ptr is not None:
-        y = y * load(weight_ptr, cols, inside)
+        y = scaled(y, load(weight_ptr, cols, inside), CASTING, dtype)
     if bias_ptr is not None:
-        y = y + load(bias_ptr, cols, inside)
-    return y
+        y += load(bias_ptr, cols, inside)
+    y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
+    store(y_ptr, rows * N + cols, y, (rows < M) & inside)
 
 
 @triton.jit(do_not_specialize=["M"])
 def norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
     y_ptr, total_ptr, mean_ptr, rstd_ptr,  # out
-    x_stride, residual_stride, M, N, eps,
-    CENTERED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x_stride, residual_stride, M, N, eps, prologue, epilogue,
+    CENTERED: tl.constexpr, CASTING: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
-    rows = row[:, None]  # [R, 1]
-    cols = tl.arange(0, C)[None, :]  # [1, C]
-    inside = cols < N  # [1, C]
-    mask = (rows < M) & inside  # [R, C]
-    offsets = rows * N + cols
-
-    x = load_total(
-        x_ptr, rows * x_stride + cols,
-        residual_ptr, rows * residual_stride + cols,
-        total_ptr, offsets, mask,
-    )  # fmt: skip
-    n = tl.full([R], 0.0, tl.float32) + N
-    n, mean, M2 = moments_of_tile(x, inside, n, CENTERED)
-    rstd = moments_finish(n, M2, eps)
-    if CENTERED:
-        x -= mean[:, None]
-        tl.store(mean_ptr + row, mean, mask=row < M)
-    tl.store(rstd_ptr + row, rstd, mask=row < M)
-    store(y_ptr, offsets, scale_and_shift(x * rstd[:, None], weight_ptr, bias_ptr, cols, inside), mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def norm_forward_looped_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, total_ptr, mean_ptr, rstd_ptr,  # out
-    x_stride, residual_stride, M, N, eps,
-    CENTERED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program i normalizes row i, in tiles [1, C]."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, C)[None, :]  # [1, C]
-    tiles = tl.cdiv(N, C)
-
-    n, mean, M2 = moments_start(1)
-    for i in range(0, tiles):
-        cols = i * C + lanes
-        inside = cols < N
+    rows = row[:, None]
+    chunks = ()
+    for k in tl.static_range(K):
+        cols, inside = columns_of(k, N, C, WHOLE)
         x = load_total(
-            x_ptr, row * x_stride + cols,
-            residual_ptr, row * residual_stride + cols,
-            total_ptr, row * N + cols, inside,
+            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+            rows, cols, (rows < M) & inside, M, N,
         )  # fmt: skip
-        n_tile = tl.zeros([1], tl.float32) + tl.minimum(N - i * C, C)
-        n_tile, mean_tile, M2_tile = moments_of_tile(x, inside, n_tile, CENTERED)
-        n, mean, M2 = moments_merge(n, mean, M2, n_tile, mean_tile, M2_tile)
+        chunks = chunks + (x,)
+    n = tl.zeros([R], tl.float32) + N
+    mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
     rstd = moments_finish(n, M2, eps)
-    one = row + tl.arange(0, 1)
-    if CENTERED:
-        tl.store(mean_ptr + one, mean)
-    tl.store(rstd_ptr + one, rstd)
-
-    tl.debug_barrier()  # total is read back by other threads than wrote it
-    for i in range(0, tiles):
-        cols = (tiles - 1 - i) * C + lanes
-        inside = cols < N
-        if residual_ptr is not None:
-            x = load(total_ptr, row * N + cols, inside)
-        else:
-            x = load(x_ptr, row * x_stride + cols, inside)
-        if CENTERED:
-            x -= mean[:, None]
-        y = scale_and_shift(x * rstd[:, None], weight_ptr, bias_ptr, cols, inside)
-        store(y_ptr, row * N + cols, y, inside)
+    if CENTERED and mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=row < M)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < M)
+    for k in tl.static_range(K):
+        cols, inside = columns_of(k, N, C, WHOLE)
+        x = chunks[k].to(tl.float32)
+        xhat = (x - mean[:, None] if CENTERED else x) * rstd[:, None]
+        store_y(
+            y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
+            rows, cols, inside, M, N, x_ptr.dtype.element_ty,
+        )  # fmt: skip
 
 
 @triton.jit
-def normalize(x, mean_ptr, rstd, row, valid, CENTERED: tl.constexpr):
-    """xhat [R, C] from x and the statistics saved for its rows."""
-    if CENTERED:
-        x -= load(mean_ptr, row, valid)[:, None]
-    return x * rstd[:, None]
-
-
-@triton.jit
-def store_dx(dx, dtotal_ptr, dtotal_offsets, dx_ptr, dresidual_ptr, offsets, mask):
-    """Add the gradient that reaches total from elsewhere; one copy for each dtype asked for."""
-    if dtotal_ptr is not None:
-        dx += load(dtotal_ptr, dtotal_offsets, mask)
-    store(dx_ptr, offsets, dx, mask)
-    if dresidual_ptr is not None:
-        store(dresidual_ptr, offsets, dx, mask)
-
-
-@triton.jit(do_not_specialize=["M"])
-def norm_backward_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,  # in; x is total where there is one
-    dx_ptr, dresidual_ptr,  # out
-    dweight_ptr, dbias_ptr,  # out [P, N] float32, one row of partial sums a program
-    dy_stride, dtotal_stride, x_stride, M, N,
-    CENTERED: tl.constexpr, R: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr,
+def load_again(
+    x_ptr, x_stride, total_ptr, prologue, PROLOGUE: tl.constexpr, rows, cols, mask, M, N
 ):  # fmt: skip
-    """Program p takes every P-th tile of R rows, starting with tile p."""
-    program = tl.program_id(0)
-    cols = tl.arange(0, C)[None, :]  # [1, C]
-    inside = cols < N
-    if weight_ptr is not None:
-        weight = load(weight_ptr, cols, inside)
-    if dweight_ptr is not None:
-        dweight = tl.zeros([R, C], tl.float32)
-    if dbias_ptr is not None:
-        dbias = tl.zeros([R, C], tl.float32)
+    """What load_total returned, in float32, from cache.
 
-    for tile in tl.range(program, tl.cdiv(M, R), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * R + tl.arange(0, R)  # [R]
-        rows = row[:, None]
-        mask = (rows < M) & inside  # [R, C]
+    Registers that would hold it meanwhile are better spent on other programs, which hide its wait.
+    """
+    if total_ptr is not None:
+        return load(total_ptr, rows * N + cols, mask)
+    else:
         x = load(x_ptr, rows * x_stride + cols, mask)
-        dy = load(dy_ptr, rows * dy_stride + cols, mask)
-        rstd = load(rstd_ptr, row, row < M)
-        xhat = normalize(x, mean_ptr, rstd, row, row < M, CENTERED)
-        g = dy
-        if weight_ptr is not None:
-            g = dy * weight
-        # dy is 0 outside the mask, and with it g: the sums need no mask of their own.
-        dx = g - xhat * (tl.sum(g * xhat, 1) / N)[:, None]
-        if CENTERED:
-            dx -= (tl.sum(g, 1) / N)[:, None]
-        store_dx(
-            dx * rstd[:, None], dtotal_ptr, rows * dtotal_stride + cols,
-            dx_ptr, dresidual_ptr, rows * N + cols, mask,
-        )  # fmt: skip
-        if dweight_ptr is not None:
-            dweight += dy * xhat
-        if dbias_ptr is not None:
-            dbias += dy
-
-    partial = program.to(tl.int64) * N + tl.arange(0, C)  # [C]
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=tl.arange(0, C) < N)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=tl.arange(0, C) < N)
-
-
-@triton.jit(do_not_specialize=["M"])
-def norm_backward_looped_kernel(
-    dy_ptr, dtotal_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,  # in; x is total where there is one
-    dx_ptr, dresidual_ptr,  # out
-    dy_stride, dtotal_stride, x_stride, M, N,
-    CENTERED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program i computes dx of row i, in tiles [1, C]."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, C)[None, :]  # [1, C]
-    tiles = tl.cdiv(N, C)
-    one = row + tl.arange(0, 1)
-    rstd = tl.load(rstd_ptr + one)
-
-    sum_g_xhat = tl.zeros([1, C], tl.float32)
-    sum_g = tl.zeros([1, C], tl.float32)
-    for i in range(0, tiles):
-        cols = i * C + lanes
-        inside = cols < N
-        g = load(dy_ptr, row * dy_stride + cols, inside)
-        if weight_ptr is not None:
-            g *= load(weight_ptr, cols, inside)
-        x = load(x_ptr, row * x_stride + cols, inside)
-        sum_g_xhat += g * normalize(x, mean_ptr, rstd, one, one < M, CENTERED)
-        if CENTERED:
-            sum_g += g
-    average_g_xhat = tl.sum(sum_g_xhat, 1) / N
-    average_g = tl.sum(sum_g, 1) / N
-
-    for i in range(0, tiles):
-        cols = (tiles - 1 - i) * C + lanes
-        inside = cols < N
-        g = load(dy_ptr, row * dy_stride + cols, inside)
-        if weight_ptr is not None:
-            g *= load(weight_ptr, cols, inside)
-        x = load(x_ptr, row * x_stride + cols, inside)
-        xhat = normalize(x, mean_ptr, rstd, one, one < M, CENTERED)
-        dx = g - xhat * average_g_xhat[:, None]
-        if CENTERED:
-            dx -= average_g[:, None]
-        store_dx(
-            dx * rstd[:, None], dtotal_ptr, row * dtotal_stride + cols,
-            dx_ptr, dresidual_ptr, row * N + cols, inside,
-        )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["M", "P"])
-def norm_weight_gradient_kernel(
-    dy_ptr, x_ptr, mean_ptr, rstd_ptr,  # in; x is total where there is one
-    dweight_ptr, dbias_ptr,  # out [P, N] float32
-    dy_stride, x_stride, M, N, P,
-    CENTERED: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program (c, p) walks down columns c * C to c * C + C - 1 of every P-th tile of R rows."""
-    column_tiles = tl.cdiv(N, C)
-    p = tl.program_id(0) // column_tiles
-    col = (tl.program_id(0) % column_tiles) * C + tl.arange(0, C)  # [C]
-    cols = col[None, :]
-    inside = cols < N
-    dweight = tl.zeros([R, C], tl.float32)
-    dbias = tl.zeros([R, C], tl.float32)
-    for tile in range(p, tl.cdiv(M, R), P):
-        row = tl.cast(tile, tl.int64) * R + tl.arange(0, R)  # [R]
-        rows = row[:, None]
-        mask = (rows < M) & inside
-        dy = load(dy_ptr, rows * dy_stride + cols, mask)
-        if dweight_ptr is not None:
-            x = load(x_ptr, rows * x_stride + cols, mask)
-            rstd = load(rstd_ptr, row, row < M)
-            dweight += dy * normalize(x, mean_ptr, rstd, row, row < M, CENTERED)
-        if dbias_ptr is not None:
-            dbias += dy
-    partial = p.to(tl.int64) * N + col
-    if dweight_ptr is not None:
-        tl.store(dweight_ptr + partial, tl.sum(dweight, 0), mask=col < N)
-    if dbias_ptr is not None:
-        tl.store(dbias_ptr + partial, tl.sum(dbias, 0), mask=col < N)
+        return apply_hook(PROLOGUE, prologue, x, rows, cols, M, N)
 
 
 @triton.jit
-def column_sum(partial_ptr, out_ptr, P, N, R: tl.constexpr, C: tl.constexpr):
-    """out [N] = the sum over the P rows of partial [P, N], columns of this program."""
-    cols = tl.program_id(0) * C + tl.arange(0, C)[None, :]  # [1, C]
-    total = tl.zeros([R, C], tl.float32)
-    for start in range(0, P, R):
-        rows = start + tl.arange(0, R)[:, None]
-        total += load(partial_ptr, rows.to(tl.int64) * N + cols, (rows < P) & (cols < N))
-    col = tl.program_id(0) * C + tl.arange(0, C)
-    store(out_ptr, col, tl.sum(total, 0), col < N)
-
-
-@triton.jit(do_not_specialize=["P"])
-def column_sums_kernel(
-    dweight_partial_ptr, dbias_partial_ptr,  # in [P, N] float32
-    dweight_ptr, dbias_ptr,  # out [N]
-    P, N, R: tl.constexpr, C: tl.constexpr,
+def publish_moments(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue,
+    PROLOGUE: tl.constexpr, rows, split, M, N,
+    C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """The second step of dweight and dbias: program c adds up columns c * C to c * C + C - 1."""
-    if dweight_ptr is not None:
-        column_sum(dweight_partial_ptr, dweight_ptr, P, N, R, C)
-    if dbias_ptr is not None:
-        column_sum(dbias_partial_ptr, dbias_ptr, P, N, R, C)
+    """Make the moments of one split of a row known to the other programs of the row."""
+    cols, inside = columns_of(split, N, C, WHOLE)
+    n = tl.zeros([1], tl.float32) + tl.minimum(N - split * C, C)
+    mean = tl.zeros([1], tl.float32)
+    x = load_total(
+        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+        rows, cols, inside, M, N,
+    ).to(tl.float32)  # fmt: skip
+    if CENTERED:
+        mean = tl.div_rn(tl.sum(x if WHOLE else tl.where(inside, x, 0.0), 1), n)
+        x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
+        x -= mean[:, None]
+    x = x if WHOLE else tl.where(inside, x, 0.0)
+    publish(words_ptr, split, pack(mean, tl.sum(x * x, 1)))
+
+
+@triton.jit
+def join_moments(words, splits, N, C: tl.constexpr):
+    """(n, mean, M2) [1] of a row from those of its splits, packed in words [LANES].
+
+    Chan's merge of all of them at once: M2 = sum M2_i + sum n_i (mean_i - mean)^2.
+    """
+    lanes = tl.arange(0, words.shape[0])
+    here = lanes < splits
+    n = tl.where(here, tl.minimum(N - lanes * C, C), 0).to(tl.float32)
+    means, M2 = unpack(words)
+    means, M2 = tl.where(here, means, 0.0), tl.where(here, M2, 0.0)
+    one = tl.zeros([1], tl.float32)
+    total = one + N
+    mean = tl.div_rn(one + tl.sum(n * means, 0), total)
+    deviation = means - tl.sum(mean, 0)
+    return total, mean, one + tl.sum(M2 + n * deviation * deviation, 0)
+
+
+@triton.jit(do_not_specialize=["M"])
+def norm_forward_split_kernel(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
+    y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr,  # out
+    x_stride, residual_stride, M, N, eps, prologue, epilogue,
+    CENTERED: tl.constexpr, CASTING: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    C: tl.constexpr, WHOLE: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
+):  # fmt: skip
+    """Program i takes split i % splits of row i // splits."""
+    splits = tl.cdiv(N, C)
+    row = (tl.program_id(0) // splits).to(tl.int64) + tl.arange(0, 1)  # [1]
+    own = tl.program_id(0) % splits
+    rows = row[:, None]
+    words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
+    publish_moments(
+        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
+        rows, own, M, N, C, WHOLE, CENTERED,
+    )  # fmt: skip
+    words, missing = collect(words_ptr, splits, LANES, POLLS)
+    split = own
+    while missing > 0:  # others are late: their splits too, its own again, and one more look
+        split = tl.where(split + 1 < splits, split + 1, 0)
+        publish_moments(
+            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
+            rows, split, M, N, C, WHOLE, CENTERED,
+        )  # fmt: skip
+        if split == own:
+            words, missing = collect(words_ptr, splits, LANES, POLLS)
+    n, mean, M2 = join_moments(words, splits, N, C)
+    rstd = moments_finish(n, M2, eps)
+    if own == 0:
+        if CENTERED:
+            tl.store(mean_ptr + row, mean)
+        tl.store(rstd_ptr + row, rstd)
+    cols, inside = columns_of(own, N, C, WHOLE)
+    x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
+    xhat = (x - mean[:, None] if CENTERED else x) * rstd[:, None]
+    store_y(
+        y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
+        rows, cols, inside, M, N, x_ptr.dtype.element_ty,
+    )  # fmt: skip

@@ -1,25 +1,33 @@
-"""softmax, log_softmax and logsumexp over the rows of a matrix, forward and backward.
+"""softmax and log_softmax over the rows of a matrix, forward and backward, with hooks.
 
-All three are the online-softmax state (m, l) of online_softmax.py, finished differently:
+Both are the online-softmax state (m, l) of online_softmax.py, finished differently:
 
     softmax        y = exp(x - m) / l              dx = y * (dy - sum(y * dy))
     log_softmax    y = (x - m) - log(l)            dx = dy - exp(y) * sum(dy)
-    logsumexp      y = m + log(l), one a row       dx = exp(x - y) * dy
 
-A row that is all -inf gives NaN in the first two and -inf in the third, as in torch.
+A row that is all -inf gives NaN, as in torch.
 
-Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider rows are looped over
-in tiles [1, C]: once for the state, once more backwards for the result, so that what was read last
-is found in cache.
+Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x, EPILOGUE on y.
+With either of them the backward takes x and the logsumexp of the scores, and computes y again.
+
+Three regimes, by the width alone.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider
+rows are split: each program holds a tile [1, C] of a row, and the programs of a row exchange their
+partial states (exchange.py), so that the row is read once.  Rows too wide for that are looped over in
+tiles [1, C]: once for the state, once more backwards for the result, so that what was read last is
+found in cache.
 
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
-their own; y, dx [M, N] contiguous; lse, dlse [M] float32.  Any float dtype in memory, float32 in
-registers.
+their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words [M, splits]
+int64 and LANES, POLLS: see exchange.py; prologue, epilogue: arguments of the hooks, and ..._gradients
+where those of their operands go.  Any float dtype in memory, float32 in registers.
 """
 
 import triton
 import triton.language as tl
 
+from .exchange import collect, pack, publish, unpack
+from .hooks import apply_hook, apply_hook_backward
+from .interpreter import INTERPRETED
 from .online_softmax import (
     LOG2E,
     exponentials,
@@ -29,6 +37,42 @@ from .online_softmax import (
     shift_of,
 )
 from .rows import load, store
+
+
+@triton.jit
+def kept(x):
+    """A tile x as it is, behind the compiler's back: what was made of it before is not kept for later.
+
+    Float32 made of 16-bit elements takes twice their registers.  While a program waits, for memory or
+    for other programs, that is room for half as many of them; to convert again costs nothing.
+    """
+    if INTERPRETED or x.dtype.primitive_bitwidth != 16:
+        return x
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def state_of(x):
+    """The state (m, l) [R] of a tile x [R, C] of any float dtype: online_softmax_update of an empty
+    one."""
+    m = tl.max(x.to(tl.float32), 1)
+    x = kept(x).to(tl.float32)
+    return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
+
+
+@triton.jit
+def join(words, splits):
+    """The state [1] of a row from those of its splits, packed in words [LANES]."""
+    m, l = unpack(words)
+    here = tl.arange(0, words.shape[0]) < splits
+    m = tl.where(here, m, -float("inf"))[None, :]
+    whole = tl.max(m, 1)
+    weights = exponentials(m, shift_of(whole)[:, None], LOG2E, True)
+    weights = tl.where(m == whole[:, None], 1.0, weights)  # also where both are infinite
+    return whole, tl.sum(tl.where(here[None, :], l[None, :] * weights, 0.0), 1)
 
 
 @triton.jit
@@ -48,46 +92,103 @@ def normalized(x, m, l, LOG: tl.constexpr, DIVIDE: tl.constexpr):
             return p * tl.div_rn(1.0, l)[:, None]
 
 
+@triton.jit
+def load_scores(x_ptr, x_stride, prologue, PROLOGUE: tl.constexpr, rows, cols, M, N):
+    """x [R, C] as in memory, or in float32 after its hook; -inf outside the matrix."""
+    mask = (rows < M) & (cols < N)
+    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=-float("inf"))
+    if PROLOGUE is not None:
+        x = apply_hook(PROLOGUE, prologue, x.to(tl.float32), rows, cols, M, N)
+        x = tl.where(mask, x, -float("inf"))
+    return x
+
+
+@triton.jit
+def store_result(y_ptr, x, m, l, epilogue, EPILOGUE: tl.constexpr, LOG: tl.constexpr, rows, cols, M, N):
+    """y of scores x [R, C] of rows with the state m, l [R], after its hook."""
+    y = normalized(kept(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
+    y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
+    store(y_ptr, rows * N + cols, y, (rows < M) & (cols < N))
+
+
+@triton.jit
+def store_lse(lse_ptr, m, l, row, M):
+    """The logsumexp of rows [R], where one is wanted."""
+    if lse_ptr is not None:
+        lse, _ = online_softmax_finish(m, l, LOG2E)
+        tl.store(lse_ptr + row, lse, mask=row < M)
+
+
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_kernel(
-    x_ptr, y_ptr, x_stride, M, N,
-    LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
-    rows = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]  # [R, 1]
-    cols = tl.arange(0, C)[None, :]  # [1, C]
-    mask = (rows < M) & (cols < N)
-    x = load(x_ptr, rows * x_stride + cols, mask, -float("inf"))
-    m, l = online_softmax_start(R)
-    m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
-    y = normalized(x, m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
-    store(y_ptr, rows * N + cols, y, mask)
+    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
+    rows, cols = row[:, None], tl.arange(0, C)[None, :]
+    x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
+    m, l = state_of(x)
+    store_result(y_ptr, x, m, l, epilogue, EPILOGUE, LOG, rows, cols, M, N)
+    store_lse(lse_ptr, m, l, row, M)
+
+
+@triton.jit(do_not_specialize=["M"])
+def softmax_forward_split_kernel(
+    x_ptr, y_ptr, lse_ptr, words_ptr, x_stride, M, N, prologue, epilogue,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
+):  # fmt: skip
+    """Program i takes split i % splits of row i // splits, held in registers."""
+    splits = tl.cdiv(N, C)
+    row = (tl.program_id(0) // splits).to(tl.int64) + tl.arange(0, 1)  # [1]
+    own = tl.program_id(0) % splits
+    rows, lanes = row[:, None], tl.arange(0, C)[None, :]
+    words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
+    missing, split = splits, own
+    while missing > 0:  # once, unless others are late: then their splits too, and its own again
+        cols = split * C + lanes
+        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
+        m, l = state_of(x)
+        publish(words_ptr, split, pack(m, l))
+        if split == own:
+            words, missing = collect(words_ptr, splits, LANES, POLLS)
+            if missing == 0:  # in here, so that no tile has to live through the loop
+                m, l = join(words, splits)
+                store_result(y_ptr, x, m, l, epilogue, EPILOGUE, LOG, rows, cols, M, N)
+                if own == 0:
+                    store_lse(lse_ptr, m, l, row, M)
+        split = tl.where(split + 1 < splits, split + 1, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_looped_kernel(
-    x_ptr, y_ptr, x_stride, M, N,
-    LOG: tl.constexpr, C: tl.constexpr,
+    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program i takes row i, in tiles [1, C]."""
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.arange(0, C)[None, :]  # [1, C]
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # [1]
+    rows, lanes = row[:, None], tl.arange(0, C)[None, :]
     tiles = tl.cdiv(N, C)
     m, l = online_softmax_start(1)
     for i in range(0, tiles):
-        cols = i * C + lanes
-        x = load(x_ptr, row * x_stride + cols, cols < N, -float("inf"))
-        m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
+        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, i * C + lanes, M, N)
+        m, l, _, _ = online_softmax_update(m, l, x.to(tl.float32), LOG2E, True)
     for i in range(0, tiles):
         cols = (tiles - 1 - i) * C + lanes
-        x = load(x_ptr, row * x_stride + cols, cols < N, -float("inf"))
-        y = normalized(x, m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
-        store(y_ptr, row * N + cols, y, cols < N)
+        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
+        store_result(y_ptr, x, m, l, epilogue, EPILOGUE, LOG, rows, cols, M, N)
+    store_lse(lse_ptr, m, l, row, M)
+
+
+# --- backward ------------------------------------------------------------------------------------
 
 
 @triton.jit
 def gradient_term(y, dy, LOG: tl.constexpr):
     """What the gradient of a row needs summed [R, C]."""
+    y, dy = y.to(tl.float32), dy.to(tl.float32)
     if LOG:
         return dy
     else:
@@ -97,85 +198,133 @@ def gradient_term(y, dy, LOG: tl.constexpr):
 @triton.jit
 def gradient(y, dy, total, LOG: tl.constexpr):
     """dx [R, C] from the sum of the terms [R, 1]."""
+    y, dy = kept(y).to(tl.float32), kept(dy).to(tl.float32)
     if LOG:
         return dy - tl.exp(y) * total
     else:
         return y * (dy - total)
 
 
+@triton.jit
+def load_result(
+    dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
+    epilogue_gradients, LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
+    rows, cols, M, N,
+):  # fmt: skip
+    """y [R, C] before its hook and its gradient dy: as in memory, or, of x, computed again in float32;
+    0 outside.
+
+    EPILOGUE is the backward of that hook.
+    """
+    mask = (rows < M) & (cols < N)
+    dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0)
+    if x_ptr is None:
+        return tl.load(y_ptr + rows * y_stride + cols, mask=mask, other=0.0), dy
+    else:
+        lse = tl.load(lse_ptr + rows, mask=rows < M, other=0.0)
+        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
+        y = x.to(tl.float32) - lse
+        y = tl.where(mask, y if LOG else tl.exp(y), 0.0)
+        dy = dy.to(tl.float32)
+        dy = apply_hook_backward(EPILOGUE, epilogue, epilogue_gradients, dy, y, rows, cols, M, N)
+        return y, tl.where(mask, dy, 0.0)
+
+
+@triton.jit
+def store_gradient(
+    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr, rows, cols, M, N,
+):  # fmt: skip
+    """dx [R, C] from y, dy and the sum of the terms [R, 1].  PROLOGUE is the backward of that hook."""
+    mask = (rows < M) & (cols < N)
+    dx = gradient(y, dy, total, LOG)
+    if PROLOGUE is not None:
+        x = load(x_ptr, rows * x_stride + cols, mask)
+        dx = apply_hook_backward(PROLOGUE, prologue, prologue_gradients, dx, x, rows, cols, M, N)
+    store(dx_ptr, rows * N + cols, dx, mask)
+
+
 @triton.jit(do_not_specialize=["M"])
 def softmax_backward_kernel(
-    dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, M, N,
-    LOG: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, dy_stride, y_stride, x_stride, M, N,
+    prologue, prologue_gradients, epilogue, epilogue_gradients,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
+    EPILOGUE_BACKWARD: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
     rows = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]  # [R, 1]
     cols = tl.arange(0, C)[None, :]  # [1, C]
-    mask = (rows < M) & (cols < N)
-    y = load(y_ptr, rows * y_stride + cols, mask)
-    dy = load(dy_ptr, rows * dy_stride + cols, mask)
+    y, dy = load_result(
+        dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
+        epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
+    )  # fmt: skip
     total = tl.sum(gradient_term(y, dy, LOG), 1)[:, None]  # [R, 1]
-    store(dx_ptr, rows * N + cols, gradient(y, dy, total, LOG), mask)
+    store_gradient(
+        dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
+        PROLOGUE_BACKWARD, rows, cols, M, N,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["M"])
+def softmax_backward_split_kernel(
+    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, words_ptr, dy_stride, y_stride, x_stride, M, N,
+    prologue, prologue_gradients, epilogue, epilogue_gradients,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
+    EPILOGUE_BACKWARD: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
+):  # fmt: skip
+    """Program i takes split i % splits of row i // splits, held in registers."""
+    splits = tl.cdiv(N, C)
+    rows = (tl.program_id(0) // splits).to(tl.int64) + tl.arange(0, 1)[:, None]  # [1, 1]
+    own = tl.program_id(0) % splits
+    lanes = tl.arange(0, C)[None, :]  # [1, C]
+    words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
+    there = tl.full([1], 1.0, tl.float32)
+    missing, split = splits, own
+    while missing > 0:  # as in the forward kernel
+        cols = split * C + lanes
+        y, dy = load_result(
+            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
+            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
+        )  # fmt: skip
+        publish(words_ptr, split, pack(there, tl.sum(gradient_term(y, dy, LOG), 1)))
+        if split == own:
+            words, missing = collect(words_ptr, splits, LANES, POLLS)
+            if missing == 0:
+                _, totals = unpack(words)
+                total = tl.sum(tl.where(tl.arange(0, LANES) < splits, totals, 0.0), 0)
+                store_gradient(
+                    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
+                    PROLOGUE_BACKWARD, rows, cols, M, N,
+                )  # fmt: skip
+        split = tl.where(split + 1 < splits, split + 1, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_backward_looped_kernel(
-    dy_ptr, y_ptr, dx_ptr, dy_stride, y_stride, M, N,
-    LOG: tl.constexpr, C: tl.constexpr,
+    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, dy_stride, y_stride, x_stride, M, N,
+    prologue, prologue_gradients, epilogue, epilogue_gradients,
+    LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
+    EPILOGUE_BACKWARD: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Program i takes row i, in tiles [1, C]."""
-    row = tl.program_id(0).to(tl.int64)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]  # [1, 1]
     lanes = tl.arange(0, C)[None, :]  # [1, C]
     tiles = tl.cdiv(N, C)
     sums = tl.zeros([1, C], tl.float32)
     for i in range(0, tiles):
-        cols = i * C + lanes
-        dy = load(dy_ptr, row * dy_stride + cols, cols < N)
-        y = load(y_ptr, row * y_stride + cols, cols < N)  # not read if LOG
+        y, dy = load_result(
+            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
+            (), LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, i * C + lanes, M, N,
+        )  # fmt: skip
         sums += gradient_term(y, dy, LOG)
     total = tl.sum(sums, 1)[:, None]  # [1, 1]
     for i in range(0, tiles):
         cols = (tiles - 1 - i) * C + lanes
-        dy = load(dy_ptr, row * dy_stride + cols, cols < N)
-        y = load(y_ptr, row * y_stride + cols, cols < N)
-        store(dx_ptr, row * N + cols, gradient(y, dy, total, LOG), cols < N)
-
-
-@triton.jit(do_not_specialize=["M"])
-def logsumexp_forward_kernel(
-    x_ptr, lse_ptr, x_stride, M, N,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program i takes rows i * R to i * R + R - 1, in tiles [R, C], whatever the width."""
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
-    rows = row[:, None]
-    m, l = online_softmax_start(R)
-    largest = m
-    for start in range(0, N, C):
-        cols = start + tl.arange(0, C)[None, :]  # [1, C]
-        x = load(x_ptr, rows * x_stride + cols, (rows < M) & (cols < N), -float("inf"))
-        largest = tl.maximum(largest, tl.max(x, 1))
-        # A score of +inf would make l NaN; it is left out here and put back below.
-        x = tl.where(x == float("inf"), -float("inf"), x)
-        m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
-    lse, _ = online_softmax_finish(m, l, LOG2E)
-    infinite = (largest == float("inf")) & (l == l)  # l is NaN where the row holds a NaN
-    tl.store(lse_ptr + row, tl.where(infinite, float("inf"), lse), mask=row < M)
-
-
-@triton.jit(do_not_specialize=["M"])
-def logsumexp_backward_kernel(
-    dlse_ptr, x_ptr, lse_ptr, dx_ptr, x_stride, M, N,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Program (r, c) writes the tile [R, C] of dx at rows r * R, columns c * C."""
-    column_tiles = tl.cdiv(N, C)
-    row = (tl.program_id(0) // column_tiles).to(tl.int64) * R + tl.arange(0, R)  # [R]
-    rows = row[:, None]
-    cols = (tl.program_id(0) % column_tiles) * C + tl.arange(0, C)[None, :]  # [1, C]
-    mask = (rows < M) & (cols < N)
-    lse = tl.load(lse_ptr + row, mask=row < M, other=0.0)
-    dlse = tl.load(dlse_ptr + row, mask=row < M, other=0.0)
-    x = load(x_ptr, rows * x_stride + cols, mask, -float("inf"))
-    dx = tl.exp(x - lse[:, None]) * dlse[:, None]
-    store(dx_ptr, rows * N + cols, dx, mask)
+        y, dy = load_result(
+            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
+            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
+        )  # fmt: skip
+        store_gradient(
+            dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
+            PROLOGUE_BACKWARD, rows, cols, M, N,
+        )  # fmt: skip

@@ -13,7 +13,8 @@ class Case:
     name: unique within an architecture; shown in the test's report.
     kernel: the @triton.jit function.
     signature: Triton types of the arguments that are no constexpr: {"x": "*bf16", "n": "i32"}.
-    constexprs: values of every tl.constexpr argument.
+    constexprs: values of every tl.constexpr argument, by name; within an argument that is a tuple, by
+        the path of positions to them.
     divisible_by_16: arguments that are multiples of 16 (pointers: 16-byte aligned), as at run time.
     num_warps, num_stages: launch options.
     max_registers: the cap that the launch sets, if any.
@@ -23,8 +24,8 @@ class Case:
 
     name: str
     kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any] = field(default_factory=dict)
+    signature: dict[str, Any]
+    constexprs: dict[Any, Any] = field(default_factory=dict)
     divisible_by_16: tuple[str, ...] = ()
     num_warps: int = 4
     num_stages: int = 2

@@ -65,6 +65,16 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
+def backward_configs() -> list[configs.HopperBackward]:
+    chosen = (
+        configs.attention_backward_hopper(D, Sk, causal, ordered)
+        for D, causal, ordered, Sk in itertools.product(
+            HEAD_DIMS, (False, True), (False, True), LENGTHS
+        )
+    )
+    return list(dict.fromkeys(chosen))
+
+
 def hopper_cases(arch: int) -> Iterator[Case]:
     if arch != 90:
         return
@@ -79,22 +89,25 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 f"{name}-{config.W}-{config.KS}-{config.VS}", attention_forward_kernel, element,
                 {"CFG": config}, descriptors, FORWARD_STACK,
             )  # fmt: skip
-        for D, causal, ordered in itertools.product(HEAD_DIMS, (False, True), (False, True)):
+        for config in backward_configs():
+            D, causal = config.D, config.CAUSAL
             if element == "fp16" and not (D == 128 and causal):
                 continue
-            config = configs.attention_backward_hopper(D, causal, ordered)
             queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
             descriptors = {
                     "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
                     "ld_desc": float32(2 * config.BM), "dq_desc": float32(128, 32),
                 }  # fmt: skip
             yield case(
-                    f"backward-{D}-{'causal' if causal else 'full'}{'-ordered' * ordered}",
+                    f"backward-{D}-{'causal' if causal else 'full'}"
+                    f"{'-ordered' * config.ORDERED}{'-zeros' * (not config.FIRST)}",
                     attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip
     for D in HEAD_DIMS:
-        config = configs.attention_backward_hopper(D, causal=False)
-        rows = {"HAS_DLSE": True, "FIRST": True, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM}
+        config = configs.attention_backward_hopper(D, 4096, causal=False)
+        rows = {
+            "HAS_DLSE": True, "FIRST": config.FIRST, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM,
+        }  # fmt: skip
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)

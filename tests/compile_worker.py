@@ -30,8 +30,10 @@ FAMILIES = {
     "selftest": "compile_cases_selftest.selftest_cases",
     "hopper": "compile_cases_hopper.hopper_cases",
     "attention": "compile_cases_attention.attention_cases",
-    "norm": "compile_cases_rows.norm_cases",
-    "softmax": "compile_cases_rows.softmax_cases",
+    "norm": "compile_cases_norm.norm_cases",
+    "softmax": "compile_cases_softmax.softmax_cases",
+    "cross_entropy": "compile_cases_cross_entropy.cross_entropy_cases",
+    "elementwise": "compile_cases_elementwise.elementwise_cases",
 }
 
 
@@ -50,15 +52,17 @@ def compile_case(case: Case, arch: int) -> Any:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = case.kernel.arg_names
-    unknown = {*case.signature, *case.constexprs, *case.divisible_by_16} - set(names)
-    missing = set(names) - {*case.signature, *case.constexprs}
+    constexprs = {(names.index(n),): v for n, v in case.constexprs.items() if n in names}
+    constexprs |= {n: v for n, v in case.constexprs.items() if isinstance(n, tuple)}
+    known = {*case.signature, *(n for n in case.constexprs if isinstance(n, str))}
+    unknown, missing = {*known, *case.divisible_by_16} - set(names), set(names) - known
     if unknown or missing:
         raise ValueError(f"unknown arguments {sorted(unknown)}, missing arguments {sorted(missing)}")
     make_source = GluonASTSource if case.kernel.is_gluon() else ASTSource
     source = make_source(
         fn=case.kernel,
         signature={name: case.signature.get(name, "constexpr") for name in names},
-        constexprs={(names.index(name),): value for name, value in case.constexprs.items()},
+        constexprs=constexprs,
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in case.divisible_by_16},
     )
     options = {

@@ -2,7 +2,8 @@
 
 Runs in a process of its own, without the interpreter and without a GPU: compiling and the entry point
 in C are stood in for by a kernel that remembers under which of Triton's own keys it was compiled.
-Prints how many calls went through a kernel found by the own key, and how many kernels there are.
+Prints how many calls went through a kernel found by the own key, how many kernels there are, and how
+many calls a bound launch made.
 
     python tests/launch_worker.py SEED
 """
@@ -102,11 +103,27 @@ def check(
     """Whether a launch went through a kernel found by the launcher's own key; it is then the right one,
     with the right arguments."""
     launch_toy(3, *arguments, **named)
+    return check_launched(arguments, given | named)
+
+
+def check_bound(
+    draw: random.Random, launch_toy: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> int:
+    """How many launches, of tensors that differ in alignment, a bound launch made by itself."""
+    again = launch_toy.bind(3, *arguments, **named)
+    found = 0
+    for start in (0, *(draw.choice((0, 0, 1, 8)) for _ in range(3))):
+        tensors = [x if x is None else torch.empty(64, dtype=x.dtype)[start:] for x in arguments[:3]]
+        again(*tensors)
+        found += check_launched((*tensors, *arguments[3:]), named)
+    return found
+
+
+def check_launched(arguments: tuple[Any, ...], named: dict[str, Any]) -> bool:
     if not launched:
         return False
     ((key, (programs, y, z, stream, middle, *handed)),) = launched
     launched.clear()
-    named = given | named
     expected = triton_key(arguments, {k: v for k, v in named.items() if v is not None})
     assert key == expected, f"launched {key}, not {expected}"
     assert (programs, y, z, stream, middle) == (3, 1, 1, 7, "middle")
@@ -126,7 +143,7 @@ def main(seed: int) -> None:
     launch_toy = launch.launcher(toy_kernel, tensors=3)
     launch_given = launch.launcher(toy_kernel, tensors=3, **given)
     arguments = tuple(random_argument(draw, i) for i in range(9))
-    found = 0
+    found = bound = 0
     for _ in range(6000):
         # One argument at a time changes, so that calls that differ in little follow each other.
         i = draw.randrange(9)
@@ -140,7 +157,8 @@ def main(seed: int) -> None:
         for _ in range(2):
             found += check(launch_toy, arguments, {}, constants | {"maxnreg": maxnreg})
             found += check(launch_given, arguments, given, {"maxnreg": maxnreg})
-    print(found, len(compiled))
+        bound += check_bound(draw, launch_toy, arguments, constants)
+    print(found, len(compiled), bound)
 
 
 if __name__ == "__main__":

@@ -150,8 +150,9 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS) -> No
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-def test_backward_configurations(D: int, DQ: int, causal: bool, ordered: bool) -> None:
-    config = configs.attention_backward_hopper(D, causal, ordered)
+@pytest.mark.parametrize("Sk", [1024, 4096, 16384])
+def test_backward_configurations(D: int, DQ: int, causal: bool, ordered: bool, Sk: int) -> None:
+    config = configs.attention_backward_hopper(D, Sk, causal, ordered)
     assert (DQ, ordered) == (config.DQ, config.ORDERED)
     assert (config.DOWN and config.FIRST) or not ordered
     queries, keys = 4 * config.BM * config.D, 2 * config.KV * config.BN * config.D
@@ -201,7 +202,7 @@ def test_heads_together_split_evenly() -> None:
         assert 1 <= together <= heads
     for ordered in (False, True):
         for causal in (False, True):
-            backward = configs.attention_backward_hopper(128, causal, ordered)
+            backward = configs.attention_backward_hopper(128, 4096, causal, ordered)
             assert configs.heads_together_backward(backward, 1, 64, 8, 4096, 4096, 132) <= 8
             for heads in (1, 7, 8, 16, 48, 256):
                 for Sk in (100, 1024, 4096, 16384):
@@ -239,7 +240,7 @@ def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch)
     what the one before it visits."""
     monkeypatch.setattr(work, "gl", SimpleNamespace(where=lambda c, x, y: x if c else y))
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
-    config = dataclasses.replace(configs.attention_backward_hopper(128, True), DOWN=down)
+    config = dataclasses.replace(configs.attention_backward_hopper(128, 4096, True), DOWN=down)
     b, H, M = 1, 2 * GROUP, 7
     longer = None
     for m0 in (0, 0, 2, 4, 6):
@@ -259,7 +260,7 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
     """Each key tile of each head once, none empty, and the lower ones of a head first."""
     functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
-    config = configs.attention_backward_hopper(128, causal, ordered)
+    config = configs.attention_backward_hopper(128, 4096, causal, ordered)
     monkeypatch.setattr(work, "query_tiles", lambda col, Sq, offset, BM, masked: (
         min(max(col - offset, 0), Sq) // BM if masked else 0, Sq // BM
     ))  # fmt: skip

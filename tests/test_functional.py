@@ -25,8 +25,22 @@ def attention(x: Tensor, impl: str) -> Tensor:
     return flashproto.attention(q[:, None], k[:, None], v[:, None], causal=True, impl=impl)
 
 
+def heads(x: Tensor) -> list[Tensor]:
+    return list(x.view(1, 12, 4, 8).transpose(1, 2).chunk(2, 1))
+
+
+def tables(x: Tensor) -> tuple[Tensor, Tensor]:
+    angles = torch.linspace(0, 3, 48, device=x.device).view(12, 4)
+    return angles.cos(), angles.sin()
+
+
+def targets(x: Tensor) -> Tensor:
+    return torch.arange(12, device=x.device)
+
+
 FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "attention": attention,
+    "attention_qkv": lambda x, impl: flashproto.attention_qkv(x[None], 2, 1, causal=True, impl=impl),
     "layer_norm": lambda x, impl: flashproto.layer_norm(x, 32, impl=impl),
     "rms_norm": lambda x, impl: flashproto.rms_norm(x, 32, impl=impl),
     "add_layer_norm": lambda x, impl: sum(flashproto.add_layer_norm(x, x * x, 32, impl=impl)),
@@ -34,6 +48,21 @@ FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "softmax": lambda x, impl: flashproto.softmax(x, impl=impl),
     "log_softmax": lambda x, impl: flashproto.log_softmax(x, impl=impl),
     "logsumexp": lambda x, impl: flashproto.logsumexp(x, impl=impl),
+    "softmax_topk": lambda x, impl: flashproto.softmax_topk(x, 8, impl=impl)[0],
+    "cross_entropy": lambda x, impl: flashproto.cross_entropy(x, targets(x), impl=impl),
+    "linear_cross_entropy": lambda x, impl: flashproto.linear_cross_entropy(
+        x, x * x, targets(x), impl=impl
+    ),
+    "swiglu": lambda x, impl: flashproto.swiglu(x, impl=impl),
+    "geglu": lambda x, impl: flashproto.geglu(x, x * x, approximate="tanh", impl=impl),
+    "reglu": lambda x, impl: flashproto.reglu(x, impl=impl),
+    "gelu": lambda x, impl: flashproto.gelu(x, impl=impl),
+    "rope": lambda x, impl: sum(flashproto.rope(*heads(x), *tables(x), impl=impl)),
+    "rope_qkv": lambda x, impl: sum(flashproto.rope_qkv(x[None], 2, 1, *tables(x), impl=impl)[1:]),
+    "qk_norm": lambda x, impl: sum(flashproto.qk_norm(*heads(x), x[0, :8], None, impl=impl)),
+    "qk_norm_qkv": lambda x, impl: sum(
+        flashproto.qk_norm_qkv(x[None], 2, 1, x[0, :8], x[1, :8], *tables(x), impl=impl)[1:]
+    ),
 }
 
 

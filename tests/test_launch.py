@@ -28,9 +28,10 @@ def test_launches_what_triton_would_launch(seed: int) -> None:
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found, kernels = map(int, done.stdout.split())
+    found, kernels, bound = map(int, done.stdout.split())
     assert found > 6000, "half the calls repeat the one before"
     assert kernels > 100
+    assert bound > 6000, "all but the first of one kind"
 
 
 def test_interpreted_kernels_are_launched_ordinarily() -> None:

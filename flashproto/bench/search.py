@@ -45,7 +45,7 @@ def present(which: str, p: Problem) -> Any:
     """The configuration that configs has for the problem."""
     if which == "forward":
         return configs.attention_forward_hopper(p.D, p.S, p.causal)
-    return configs.attention_backward_hopper(p.D, p.causal)
+    return configs.attention_backward_hopper(p.D, p.S, p.causal)
 
 
 def fits(config: Any) -> bool:
@@ -54,7 +54,7 @@ def fits(config: Any) -> bool:
     if isinstance(config, configs.HopperForward):
         tiles = config.BM + (config.KS + config.VS) * config.BN + 64
         return tiles * D * 2 <= SHARED and config.PB >= 2 + config.W
-    halves = 4 * config.BM * D + 2 * config.BN * D + config.TILES * config.BN * config.BM
+    halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
     return halves * 2 + 16 * config.BM <= SHARED
 
 

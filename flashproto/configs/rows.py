@@ -6,12 +6,17 @@ others there are.  itemsize: bytes of an element of x, or of total where a resid
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 from .sizes import power_of_two
 
+# A choice takes longer than a small kernel: those made last are kept.
+kept = functools.lru_cache(1024)
+
 MAX_TILE_ROWS = 256
 MAX_ROW_WARPS = 16
+WIDEST_SPLIT = 2**20
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,9 @@ class RowConfig:
     """Tiles [rows, columns] of a kernel that works on the rows of a matrix.
 
     looped: rows are wider than a tile and looped over, one row a program.
+    split: rows are wider than a tile and split over programs, which exchange partial results;
+        `columns` of a row a program.
+    chunks: tiles of which a row is made, all held in registers, where it is not one.
     stages: depth of the pipeline over the tiles of one program, where it takes several.
     programs: programs a multiprocessor, where each takes several tiles.
     max_registers: a cap for the compiler, where room for one more program a multiprocessor pays.
@@ -28,6 +36,8 @@ class RowConfig:
     columns: int
     num_warps: int
     looped: bool = False
+    split: bool = False
+    chunks: int = 1
     stages: int = 1
     programs: int = 1
     max_registers: int | None = None
@@ -51,51 +61,165 @@ def _row_tile(
     return RowConfig(rows, columns, min(max(rows * columns // per_warp, 1), most_warps))
 
 
+def _chunks(N: int, largest: int, counts: tuple[int, ...]) -> tuple[int, int]:
+    """(columns, chunks) of a row in equal tiles of a power of two, at least 256 and at most `largest`;
+    chunks is 1 where their number is not one of `counts`."""
+    columns = min(N & -N, largest)
+    chunks = N // columns
+    return (columns, chunks) if columns >= 256 and chunks in counts else (power_of_two(N), 1)
+
+
+@kept
 def norm_forward(
     N: int, itemsize: int, residual: bool, centered: bool, capability: tuple[int, int]
 ) -> RowConfig:
     """Forward of the norms: x, perhaps a residual, and weight and bias beside it."""
-    tile = _row_tile(N, itemsize, 64, 16384, RowConfig(1, 8192, 8, looped=True))
-    if tile == RowConfig(1, 8192, 8) and not residual and capability[0] == 9:
-        if centered and N <= 5120:
-            # Two reductions in a row leave a half-filled tile waiting; small loops overlap better.
-            return RowConfig(1, 2048, 2, looped=True)
-        # LayerNorm would take 71 registers: three programs a multiprocessor, not four.
-        return replace(tile, max_registers=64)
-    return tile
+    widest = 8192 if residual and itemsize == 4 else 16384
+    if power_of_two(N) > widest:
+        if itemsize == 2:
+            return RowConfig(1, 4096, 4, split=True)
+        return RowConfig(1, 4096, 8, split=True, max_registers=80)
+    columns, chunks = (4096, 4) if N == 16384 else _chunks(N, 2048, (3, 5, 6, 7))
+    if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
+        vector = 8 if columns <= 1024 and chunks < 7 else 16
+        warps = min(max(columns * itemsize // (32 * vector), 1), MAX_ROW_WARPS)
+        rows = max(4 // warps, 1) if columns == 256 else 1
+        return RowConfig(rows, columns, rows * warps, chunks=chunks)
+    if columns > 4096:
+        return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
+    per_warp = 1024 // itemsize
+    warps = max(columns // per_warp, 2 if centered and columns <= 512 else 4)
+    if columns == 512 and not centered:
+        warps = 8
+    return RowConfig(min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS), columns, warps)
 
 
+@kept
 def norm_backward(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
     """Backward of the norms: x and dy; with weight_gradients two tiles of partial sums beside them,
-    and a few programs a multiprocessor, each of which takes many tiles."""
-    tile = _row_tile(N, itemsize, 32, 8192, RowConfig(1, 4096, 8, looped=True))
-    if not weight_gradients or tile.looped:
+    and a few programs a multiprocessor, each of which takes many tiles.
+
+    All programs of a split row have to run at once: the caps on registers make sure that as many fit
+    as `programs` says, and the widest rows are split less.
+    """
+    columns, chunks = _chunks(N, 2048, (3, 5, 6))
+    if N in (5 * 2048, 6 * 2048) and itemsize == 2:
+        return RowConfig(1, columns, 16, chunks=chunks, stages=2 if weight_gradients else 1)
+    if power_of_two(N) > 8192:
+        columns = 4096 // itemsize
+        if 256 * columns >= N:
+            return RowConfig(1, columns, 4, split=True, programs=3, max_registers=168)
+        return RowConfig(1, 4 * columns, 16, split=True, programs=1, max_registers=128)
+    if chunks in (3, 5):
+        warps = min(max(columns * itemsize // 512, 1), MAX_ROW_WARPS)
+        rows = max(2 // warps, 1)
+        tile = RowConfig(rows, columns, rows * warps, chunks=chunks)
+    else:
+        columns, per_warp = power_of_two(N), 1024 // itemsize
+        warps = min(max(columns // per_warp, 4), MAX_ROW_WARPS)
+        tile = RowConfig(min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS), columns, warps)
+    if not weight_gradients:
         return tile
-    return replace(tile, stages=2, programs=MAX_ROW_WARPS // tile.num_warps)
+    stages = 2 if itemsize == 4 else 4 if columns == 8192 and N < 8192 else 3
+    return replace(tile, stages=stages, programs=max(MAX_ROW_WARPS // tile.num_warps, 1))
 
 
-def norm_weight_gradient() -> RowConfig:
-    """Partial sums of dweight and dbias down the columns of wide rows."""
-    return RowConfig(8, 512, 8, programs=4)
-
-
+@kept
 def column_sums(N: int) -> RowConfig:
-    """Sums of the partial sums: narrow tiles where there are few columns to go round."""
-    return RowConfig(128, 32, 4) if N <= 8192 else RowConfig(16, 256, 4)
+    """Sums of the partial sums: the fewer columns there are, the narrower the tiles to go round, and
+    the more rows of partial sums."""
+    if N <= 4096:
+        return RowConfig(512, 8, 8)
+    if N <= 8192:
+        return RowConfig(256, 16, 4)
+    return RowConfig(64, 32, 4) if N <= 32768 else RowConfig(16, 128, 4)
 
 
-def softmax_forward(N: int, itemsize: int) -> RowConfig:
-    """Forward of softmax and log_softmax.  A thread adds up 16 float32 elements and no more, so that
-    the sum of a wide row is as exact as torch's."""
-    loop = RowConfig(1, 8192, 4 * itemsize, looped=True)
-    return _row_tile(N, itemsize, 64, 16384, loop, 8 * itemsize)
+def _split(N: int, itemsize: int, most: int, max_registers: int | None) -> RowConfig:
+    """Rows split over programs of four warps, or of eight for rows of more than `most` columns, where
+    many programs ask for many words; wider than WIDEST_SPLIT, they are looped over.
+
+    The cap lies above what the compiler needs: without one it aims lower, and spills.  Hooks have none.
+    """
+    warps = 8 if most < N else 4
+    columns = warps * 2048 // itemsize
+    if N > WIDEST_SPLIT:
+        return RowConfig(1, columns, warps, looped=True)
+    return RowConfig(1, columns, warps, split=True, max_registers=max_registers)
 
 
-def softmax_backward(N: int, itemsize: int) -> RowConfig:
+@kept
+def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
+    """Forward of softmax and log_softmax.
+
+    A thread adds up 16 elements of a wide row in float32 and no more, so that its sum is as exact as
+    torch's.
+    """
+    columns, per_warp = power_of_two(N), 2048 // itemsize
+    if N > 16384 or 8192 < N <= 12288:
+        return _split(N, itemsize, 65536, None if hooked else 56 if N <= 65536 else 64)
+    rows = min(max(2 * per_warp // columns, 1), MAX_TILE_ROWS)
+    warps = max(rows * columns // per_warp, 2)
+    if itemsize == 2 and N == 8192:
+        warps = 16
+    if itemsize == 2 and N > 8192:
+        warps = 8
+    return RowConfig(rows, columns, warps, max_registers=64 if warps == 32 else None)
+
+
+@kept
+def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Backward of softmax and log_softmax: y and dy."""
-    return _row_tile(N, itemsize, 32, 8192, RowConfig(1, 4096, 8, looped=True))
+    columns = power_of_two(N)
+    if columns > 8192:
+        return _split(N, itemsize, 131072, None if hooked else 64)
+    rows = min(max(512 // columns, 2 if columns <= 1024 else 1), MAX_TILE_ROWS)
+    warps = min(max(columns // 256, 2), MAX_ROW_WARPS)
+    if itemsize == 2 and 4096 < N < 8192:
+        warps = 8
+    return RowConfig(rows, columns, warps)
 
 
+@kept
 def logsumexp(N: int, itemsize: int) -> RowConfig:
-    """Forward and backward of logsumexp: one kernel of each, which loops where rows are wider."""
-    return _row_tile(N, itemsize, 64, 8192, RowConfig(1, 8192, 8, looped=True))
+    """Forward and backward of logsumexp; the tiles of the backward need nothing of one another."""
+    return _row_tile(N, itemsize, 64, 8192, _split(N, itemsize, 65536, None))
+
+
+@kept
+def softmax_topk(N: int, itemsize: int) -> RowConfig:
+    """Forward of softmax_topk.  Where rows are split, a program loops over softmax_topk_span columns
+    in tiles; small ones, since that decides how many scores are looked at twice."""
+    columns = power_of_two(N)
+    if columns > 4096:
+        if N <= 131072:
+            return RowConfig(1, 1024, 2, split=True)
+        return RowConfig(1, 8192 // itemsize, 4, split=True)
+    rows = min(max(2048 // itemsize // columns, 1), MAX_TILE_ROWS)
+    return RowConfig(rows, columns, max(columns // 1024, 1))
+
+
+@kept
+def softmax_topk_span(N: int, k: int) -> int:
+    """Columns of a row a program of softmax_topk, where rows are split: the more, the fewer scores make
+    it into the k largest so far and out again; the less, the more programs share one row.
+
+    At most 2^16: a 16-bit score and the column share a 32-bit key.
+    """
+    if N > 131072:
+        return 2**14
+    return 2**15 if k <= 16 else 2**16
+
+
+@kept
+def softmax_topk_join(candidates: int) -> int:
+    """Warps that search the int64 keys which the splits of a row have kept."""
+    return min(max(candidates // 256, 1), 8)
+
+
+@kept
+def softmax_topk_backward(N: int, itemsize: int) -> RowConfig:
+    """Backward of softmax_topk: tiles of the matrix, each by itself."""
+    columns = min(power_of_two(N), 4096)
+    rows = min(max(256 // columns, 1), MAX_TILE_ROWS)
+    return RowConfig(rows, columns, max(columns // 512, 1))

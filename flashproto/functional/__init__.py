@@ -7,7 +7,18 @@ and raises TypeError or ValueError naming the argument when an input does not fi
 
 from .attention import (
     attention,
+    attention_qkv,
     scaled_dot_product_attention,
+)
+from .cross_entropy import (
+    cross_entropy,
+    linear_cross_entropy,
+)
+from .glu import (
+    geglu,
+    gelu,
+    reglu,
+    swiglu,
 )
 from .norm import (
     add_layer_norm,
@@ -15,20 +26,41 @@ from .norm import (
     layer_norm,
     rms_norm,
 )
+from .qk_norm import (
+    qk_norm,
+    qk_norm_qkv,
+)
+from .rope import (
+    rope,
+    rope_qkv,
+)
 from .softmax import (
     log_softmax,
     logsumexp,
     softmax,
+    softmax_topk,
 )
 
 __all__ = [
     "add_layer_norm",
     "add_rms_norm",
     "attention",
+    "attention_qkv",
+    "cross_entropy",
+    "geglu",
+    "gelu",
     "layer_norm",
+    "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "qk_norm",
+    "qk_norm_qkv",
+    "reglu",
     "rms_norm",
+    "rope",
+    "rope_qkv",
     "scaled_dot_product_attention",
     "softmax",
+    "softmax_topk",
+    "swiglu",
 ]

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends, reference
+from .. import backends, plans, reference
 from ..checks import check_attention, check_packed, check_scale, refuse
 from .autocast import autocast_low_precision
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
     from ..ops import attention_qkv as attention_qkv_op
+    from ..ops.launch import allows_tf32
 
 
 def attention(
@@ -52,11 +53,17 @@ def attention(
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
     """
+    options = "attention", bool(causal), scale, bool(return_lse), impl
+    key = plans.key(options, q, k, v)
+    if key is not None:
+        starts = q.storage_offset() % 8, k.storage_offset() % 8, v.storage_offset() % 8
+        key = key, starts, q.dtype is torch.float32 and allows_tf32()
+        if (plan := plans.find(key)) is not None:
+            return plan(q, k, v)
     q, k, v = autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
-    out, lse = _attention(
-        "attention", q, k, v, causal, k.shape[2] - q.shape[2], scale, return_lse, impl
-    )
+    offset = k.shape[2] - q.shape[2]
+    out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key)
     return (out, lse) if return_lse else out
 
 
@@ -90,8 +97,11 @@ def attention_qkv(
     return _attention(name, q, k, v, causal, 0, scale, False, backend)[0]
 
 
-def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
-    """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None)."""
+def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=None):
+    """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None).
+
+    key: under which to keep a plan.
+    """
     check_scale(operator, scale)
     backend = backends.choose(
         operator, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
@@ -101,6 +111,7 @@ def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl):
     if backend == "reference":
         return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    plans.keep(key, lambda: attention_op.plan(q, k, v, causal, offset, scale, backend, return_lse))
     return attention_op.attention(q, k, v, causal, offset, scale, backend)
 
 

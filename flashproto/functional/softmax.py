@@ -1,37 +1,71 @@
-"""softmax, log_softmax and logsumexp: the public functions."""
+"""softmax, log_softmax, logsumexp and softmax_topk: the public functions."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import backends, reference
-from ..checks import check_rows
+from .. import backends, hooks, plans, reference
+from ..checks import check_rows, refuse
+from . import masks
 from .autocast import autocast_float32
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
+    from ..ops import hooked_softmax as hooked_softmax_op
     from ..ops import softmax as softmax_op
+    from ..ops import softmax_topk as softmax_topk_op
 
 
-def softmax(x: Tensor, *, dtype: torch.dtype | None = None, impl: str | None = None) -> Tensor:
-    """exp(x_i) / sum_j exp(x_j) over the last dimension, any width.
+def softmax(
+    x: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    prologue: hooks.Call | None = None,
+    epilogue: hooks.Call | None = None,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """exp(s_i) / sum_j exp(s_j) over the last dimension, of any width; s is scale * x, masked.
 
     Args:
         x: [..., N], any floating dtype and strides.
-        dtype: the result's dtype, to which x is converted first, as in torch.softmax.
+        scale: multiplies x.
+        mask: broadcasts to x.  Boolean: True where an element takes part.  Floating point: added to
+            scale * x; differentiable.
+        causal: of x [..., S, N], row i takes part up to column i + N - S (bottom-right alignment).
+        prologue: an element-wise function of x instead of these three, fused into the kernel.
+        epilogue: one of the result.  Both are made by flashproto.hooks.call.
+        dtype: the result's dtype, to which x is converted first, as in torch.softmax; next to any of
+            the above, x is not: the result is computed in float32 and rounded once.
         impl: the backend by name; None chooses.
 
-    Returns: y of x's shape; NaN in a row that is all -inf, as in torch.
+    Returns: y of x's shape; NaN in a row whose scores are all -inf, as in torch.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    return _softmax("softmax", x, dtype, impl)
+    if scale is None and mask is None and not causal and prologue is None and epilogue is None:
+        return _softmax("softmax", x, dtype, impl)
+    return _hooked("softmax", x, scale, mask, causal, prologue, epilogue, dtype, impl)
 
 
-def log_softmax(x: Tensor, *, dtype: torch.dtype | None = None, impl: str | None = None) -> Tensor:
-    """x - logsumexp(x) over the last dimension; arguments, result and errors as softmax."""
-    return _softmax("log_softmax", x, dtype, impl)
+def log_softmax(
+    x: Tensor,
+    *,
+    scale: float | None = None,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    prologue: hooks.Call | None = None,
+    epilogue: hooks.Call | None = None,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> Tensor:
+    """s - logsumexp(s) over the last dimension; arguments, result and errors as softmax."""
+    if scale is None and mask is None and not causal and prologue is None and epilogue is None:
+        return _softmax("log_softmax", x, dtype, impl)
+    return _hooked("log_softmax", x, scale, mask, causal, prologue, epilogue, dtype, impl)
 
 
 def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
@@ -42,15 +76,109 @@ def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
     return _softmax("logsumexp", x, None, impl)
 
 
+def softmax_topk(
+    x: Tensor,
+    k: int,
+    *,
+    renormalize: bool = False,
+    dtype: torch.dtype | None = None,
+    impl: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(x) over the last dimension, without writing the others.
+
+    Args:
+        x: [..., N], any floating dtype and strides.
+        k: from 1 to N; the kernels take up to 64.
+        renormalize: divide the k values by their sum, as gates of mixtures of experts do.
+        dtype: that of the values, x's by default; computed in float32 at least either way.
+        impl: the backend by name; None chooses.
+
+    Returns: (values, indices), both [..., k]; values descending, indices int64.  Equal scores come in
+        the order of their indices (but on backend "torch", where torch.topk decides).  In a row that
+        holds a NaN or +inf, or nothing but -inf, all values are NaN, as those of torch.softmax are;
+        the indices are still k different ones of the row.
+
+    Differentiable in the values.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 4.
+    """
+    check_rows("softmax_topk", x)
+    if not 1 <= k <= x.shape[-1]:
+        refuse("softmax_topk", "k", k, f"1 to the width of x, {x.shape[-1]}", "Pass a smaller k.")
+    if dtype is None:
+        dtype = _autocast_dtype("softmax", x)
+    backend = backends.choose("softmax_topk", impl, x.device, lambda b: _topk_reasons(b, x, k, dtype))
+    if backend == "triton":
+        return softmax_topk_op.softmax_topk(x, k, renormalize, dtype)
+    if backend == "reference":
+        return reference.softmax_topk(x, k, renormalize, dtype)
+    values, indices = torch.softmax(x, -1, dtype=reference.compute_dtype(x.dtype)).topk(k)
+    return (values / values.sum(-1, keepdim=True) if renormalize else values).to(dtype), indices
+
+
+def _topk_reasons(backend, x, k, dtype):
+    reasons = [*float64_reasons(backend, [x])]
+    if backend == "triton" and dtype == torch.float64 != x.dtype:
+        reasons.append("the values' dtype is float64; the kernels compute in float32")
+    if backend == "triton" and k > softmax_topk_op.MAX_K:
+        reasons.append(f"k is {k}; the kernels keep up to {softmax_topk_op.MAX_K}")
+    return reasons
+
+
 def _softmax(operator, x, dtype, impl):
+    key = None if operator == "logsumexp" else plans.key((operator, dtype, impl), x)
+    if (plan := plans.find(key)) is not None:
+        return plan(x)
     check_rows(operator, x)
-    if dtype is not None:
-        x = x.to(dtype)
-    else:
-        (x,) = autocast_float32(operator if operator == "logsumexp" else f"{operator}.int", x)
+    if dtype is None:
+        dtype = _autocast_dtype(operator, x)
+    elif dtype != x.dtype and (dtype != torch.float32 or x.dtype == torch.float64):
+        x, key = x.to(dtype), None  # only float32 holds whatever 16 bits hold
     backend = backends.choose(operator, impl, x.device, lambda b: float64_reasons(b, [x]))
     if backend == "triton":
-        return getattr(softmax_op, operator)(x)
+        plans.keep(key, lambda: softmax_op.plan(x, operator == "log_softmax", dtype))
+        return getattr(softmax_op, operator)(x, dtype)
     if backend == "reference":
-        return getattr(reference, operator)(x)
-    return getattr(torch, operator)(x, -1)
+        return getattr(reference, operator)(x.to(dtype))
+    if operator == "logsumexp":
+        return torch.logsumexp(x.to(dtype), -1)
+    return getattr(torch, operator)(x, -1, dtype=dtype)
+
+
+def _autocast_dtype(operator: str, x: Tensor) -> torch.dtype:
+    """float32 where autocast computes torch's operator of that name in it, else x's."""
+    if not torch._C._is_any_autocast_enabled():
+        return x.dtype
+    aten_name = operator if operator == "logsumexp" else f"{operator}.int"
+    (cast,) = autocast_float32(aten_name, x.new_empty(0))
+    return x.dtype if cast is None else cast.dtype
+
+
+def _hooked(operator, x, scale, mask, causal, prologue, epilogue, dtype, impl):
+    check_rows(operator, x)
+    if prologue is None:
+        prologue = masks.scores(operator, x, scale, mask, causal)
+    elif scale is not None or mask is not None or causal:
+        refuse(
+            operator, "prologue", "given beside scale, mask or causal", "the place of these three",
+            "Write them into the prologue, or leave it out.",
+        )  # fmt: skip
+    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
+        hooks.check(operator, argument, made, x)
+    tensors = [x, *(t for made in (prologue, epilogue) if made is not None for t in made.operands)]
+    if dtype is None:
+        dtype = _autocast_dtype(operator, x)
+    hooks.check_dtype(operator, dtype, tensors)
+    backend = backends.choose(operator, impl, x.device, lambda b: _hook_reasons(b, tensors, dtype))
+    if backend == "triton":
+        return hooked_softmax_op.hooked_softmax(x, operator == "log_softmax", dtype, prologue, epilogue)
+    x = hooks.define(prologue, x.to(reference.compute_dtype(x.dtype)))
+    return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)
+
+
+def _hook_reasons(backend, tensors, dtype):
+    if backend == "torch":
+        return ("PyTorch fuses neither scale and mask nor hooks into softmax",)
+    if backend == "triton" and dtype == torch.float64:
+        return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
+    return float64_reasons(backend, tensors)

@@ -15,15 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import configs
+from .. import configs, plans
 from ..kernels.attention_backward import (
     attention_backward_keys_kernel,
     attention_backward_queries_kernel,
     attention_backward_rows_kernel,
 )
 from ..kernels.attention_forward import attention_forward_kernel
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .launch import allows_tf32, capability, cdiv, launcher
+from .autograd import (
+    FirstDerivative,
+    KernelFunction,
+    recorder,
+    refuse_tangents,
+    use_op,
+    wants_grad,
+)
+from .launch import Launch, allows_tf32, capability, cdiv, launcher
 
 LOG2E = math.log2(math.e)
 # Scores times this are 0 in float32: a scale of 0 means a uniform softmax, and stays positive.
@@ -144,9 +151,8 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel of `backend`; scale >= 0."""
-    B, Hq, Sq, D = q.shape
-    _, Hkv, Sk, Dv = v.shape
-    out = empty_like_heads(q, Dv)
+    B, Hq, Sq, _ = q.shape
+    out = empty_like_heads(q, v.shape[3])
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
@@ -154,13 +160,22 @@ def attention_forward(
         positive_scale = max(scale, SMALLEST_SCALE)
         hopper().attention_forward(q, k, v, out, lse, causal, offset, positive_scale)
         return out, lse
-    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, causal, tf32(q))
-    launch(
-        cdiv(Sq, block_m) * B * Hq,
-        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, WIDE=is_wide(q, k, v, out),
-    )  # fmt: skip
+    forward_launch(q, k, v, out, lse, causal, offset, scale)()
     return out, lse
+
+
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, offset: int, scale: float
+) -> Launch:
+    """The launch of the portable kernel that fills out and lse, of some elements."""
+    B, Hq, Sq, D = q.shape
+    _, Hkv, Sk, Dv = v.shape
+    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, causal, tf32(q))
+    arguments = (
+        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
+        Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E,
+    )  # fmt: skip
+    return Launch(launch, cdiv(Sq, block_m) * B * Hq, arguments, {"WIDE": is_wide(q, k, v, out)})
 
 
 def attention_backward(
@@ -259,6 +274,67 @@ class AttentionFunction(KernelFunction):
     @staticmethod
     def backward(ctx, dout, dlse):
         return backward(ctx, AttentionBackwardFunction.apply, dout, dlse)
+
+
+class PlannedAttentionFunction(torch.autograd.Function):
+    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, compute, settings, return_lse):
+        out, lse = compute(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None):
+        return backward(ctx, AttentionBackwardFunction.launch, dout, dlse)[:6]
+
+
+record = recorder(PlannedAttentionFunction)
+
+
+def plan(
+    q: Tensor, k: Tensor, v: Tensor,
+    causal: bool, offset: int, scale: float, backend: str, return_lse: bool,
+) -> plans.Plan:  # fmt: skip
+    """attention as a function of its tensors, for such as are like these; returns out or (out, lse)."""
+    settings = causal, offset, scale, backend
+
+    def anyhow(q, k, v):
+        results = attention(q, k, v, *settings)
+        return results if return_lse else results[0]
+
+    B, Hq, Sq, D = q.shape
+    Dv = v.shape[3]
+    out = empty_like_heads(q, Dv)
+    if scale < 0 or out.numel() == 0 or k.numel() == 0:
+        return anyhow
+    shape, strides, like = out.shape, out.stride(), Dv == D and q.is_contiguous()
+    dtype, device = q.dtype, q.device
+    if backend == "hopper":
+        fill = hopper().plan(q, k, v, out, causal, offset, max(scale, SMALLEST_SCALE))
+    else:
+        lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
+        tensors = (q, k, v, out, lse)
+        fill = forward_launch(*tensors, causal, offset, scale).bind(*tensors)
+
+    def compute(q, k, v):
+        if like:
+            out = torch.empty_like(q)
+        else:
+            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
+        fill(q, k, v, out, lse)
+        return out, lse
+
+    def planned(q, k, v):
+        if wants_grad(q, k, v):
+            return record(q, k, v, compute, settings, return_lse)
+        return compute(q, k, v) if return_lse else compute(q, k, v)[0]
+
+    return planned
 
 
 class AttentionBackwardFunction(FirstDerivative):

@@ -19,7 +19,7 @@ from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
-from .descriptors import describe, tma_reads
+from .descriptors import describe, descriptor, tma_reads
 from .launch import Launcher, cdiv, launcher, multiprocessors
 
 LOG2E = math.log2(math.e)
@@ -42,9 +42,9 @@ def rows_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     return tma_reads(0, 2, shape, strides)
 
 
-def eighths(x: Tensor) -> tuple[int, int, int]:
+def eighths(strides: tuple[int, ...]) -> tuple[int, int, int]:
     """Strides in units of 8 elements, so that the compiler sees pieces of 16 bytes."""
-    B, H, S, _ = x.stride()
+    B, H, S, _ = strides
     return B // 8, H // 8, S // 8
 
 
@@ -149,7 +149,7 @@ def attention_forward(
     order = lse if plan.order is None else order_on_device(*plan.order)  # lse is not read
     plan.launch(
         plan.programs, q_box, k_box, v_box, out, lse, order,
-        *plan.sizes, *eighths(out), q.shape[3], scale * LOG2E,
+        *plan.sizes, *eighths(out.stride()), q.shape[3], scale * LOG2E,
     )  # fmt: skip
 
 
@@ -159,7 +159,7 @@ def plan(
     """attention_forward as a function of its tensors, for such as are like these."""
     shared = plan_forward(q.shape, k.shape, causal, offset, q.device)
     queries, keys, order_arguments = shared.queries, shared.keys, shared.order
-    numbers = *shared.sizes, *eighths(out), q.shape[3], scale * LOG2E
+    numbers = *shared.sizes, *eighths(out.stride()), q.shape[3], scale * LOG2E
     _, q_box = describe(q, queries)
     (_, k_box), (_, v_box) = describe(k, keys), describe(v, keys)
     launch = shared.launch.bind(shared.programs, q_box, k_box, v_box, out, out, out, *numbers)
@@ -176,7 +176,7 @@ def plan(
 @functools.cache
 def backward_launchers(
     config: configs.HopperBackward,
-) -> tuple[Callable[..., None], Callable[..., None], Callable[..., None]]:
+) -> tuple[Launcher, Launcher, Launcher]:
     """(preprocess, main, postprocess)."""
     rows = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
     sums = {"D": config.D, "N": config.NQ}
@@ -188,34 +188,33 @@ def backward_launchers(
 
 
 class Backward(NamedTuple):
-    """How the backward kernels are launched for one shape.
+    """How the backward kernels are launched for one shape: three functions of their tensors.
 
-    queries, keys, rows: boxes of the descriptors of q and dout, k and v, lse and delta; padded: queries
-    in whole tiles; zeroed: queries whose sums of dQ start at zero; turns: counters of work items
-    and of tiles; sizes: the main kernel's numbers up to offset.
+    queries, keys, rows: boxes of the descriptors of q and dout, k and v, lse and delta; lse_delta,
+    sums, turns: elements of these (counters of work items and of tiles).
     """
 
-    launch_preprocess: Callable[..., None]
-    launch: Callable[..., None]
-    launch_postprocess: Callable[..., None]
-    config: configs.HopperBackward
-    programs: int
+    preprocess: Callable[..., None]
+    main: Callable[..., None]
+    postprocess: Callable[..., None]
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     rows: tuple[int, ...]
-    padded: int
-    zeroed: int
+    lse_delta: int
+    sums: int
     turns: int
-    sizes: tuple[int, ...]
 
 
 @functools.lru_cache(1024)
 def plan_backward(
     q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, offset: int, ordered: bool,
-    device: torch.device,
+    device: torch.device, dtype: torch.dtype, scale: float, positive_scale: float, has_dlse: bool,
+    out_strides: tuple[int, ...], dout_strides: tuple[int, ...],
+    dq_strides: tuple[int, ...], dk_strides: tuple[int, ...],
 ) -> Backward:  # fmt: skip
+    """Of tensors of `dtype` on `device`, with these strides where descriptors do not hold them."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
-    config = configs.attention_backward_hopper(head_dim, causal, ordered)
+    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered)
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
@@ -225,11 +224,24 @@ def plan_backward(
         zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
         turns += B * Hq * query_tiles
     programs = min(key_tiles * B * Hkv, multiprocessors(device))
-    sizes = (key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset if causal else Sk)
+    padded = query_tiles * BM
+    rows = B * Hq * padded
+    preprocess, main, postprocess = backward_launchers(config)
+    some = [True] * 10  # tensors and descriptors, none of them None
     return Backward(
-        *backward_launchers(config), config, programs,
-        (1, 1, BM, D), (1, 1, BN, D), (2 * BM,),
-        query_tiles * BM, zeroed, turns, sizes,
+        preprocess.bind(
+            rows // PREPROCESS_ROWS, *some[:7], Sq, padded, zeroed, Hq, head_dim,
+            *eighths(out_strides), *eighths(dout_strides), HAS_DLSE=has_dlse,
+        ),
+        main.bind(
+            programs, *some, key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk,
+            offset if causal else Sk, *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
+        ),
+        postprocess.bind(
+            rows * D // (64 * config.NQ), *some[:2], Sq, padded // 64, Hq, head_dim,
+            *eighths(dq_strides), scale,
+        ),
+        (1, 1, BM, D), (1, 1, BN, D), (2 * BM,), 2 * rows, rows * D, turns,
     )  # fmt: skip
 
 
@@ -243,33 +255,26 @@ def attention_backward(
     scale >= 0 multiplies the gradients, positive_scale > 0 the scores.  dq is summed in a fixed order
     under torch.use_deterministic_algorithms(True).
     """
-    B, Hq, Sq, head_dim = q.shape
     device = q.device
     dq = dq if dq.numel() else torch.empty(q.shape, dtype=q.dtype, device=device)
     if not dk.numel():
         dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=device) for _ in range(2))
-    ordered = torch.are_deterministic_algorithms_enabled()
-    plan = plan_backward(q.shape, k.shape, causal, offset, ordered, device)
-    rows, D = B * Hq * plan.padded, plan.config.D
     # The copies, if TMA needs any, are held until the launches.
+    out, dout = for_rows(out), for_rows(dout)
+    plan = plan_backward(
+        q.shape, k.shape, causal, offset, torch.are_deterministic_algorithms_enabled(),
+        device, q.dtype, scale, positive_scale, dlse is not None,
+        out.stride(), dout.stride(), dq.stride(), dk.stride(),
+    )  # fmt: skip
     (q, q_box), (dout, dout_box) = describe(q, plan.queries), describe(dout, plan.queries)
     (k, k_box), (v, v_box) = describe(k, plan.keys), describe(v, plan.keys)
-    out = for_rows(out)
-    sums = torch.empty(rows * D // 32, 32, dtype=torch.float32, device=device)
-    lse_delta = torch.empty(rows * 2, dtype=torch.float32, device=device)
+    sums = torch.empty(plan.sums, dtype=torch.float32, device=device)
+    lse_delta = torch.empty(plan.lse_delta, dtype=torch.float32, device=device)
     turns = torch.empty(plan.turns, dtype=torch.int32, device=device)
-    plan.launch_preprocess(
-        rows // PREPROCESS_ROWS,
-        out, dout, lse, lse if dlse is None else dlse.contiguous(), lse_delta, sums, turns,
-        Sq, plan.padded, plan.zeroed, Hq, head_dim, *eighths(out), *eighths(dout),
-        HAS_DLSE=dlse is not None,
-    )  # fmt: skip
-    plan.launch(
-        plan.programs, q_box, dout_box, k_box, v_box,
-        describe(lse_delta, plan.rows)[1], describe(sums, SUMS_BOX)[1], sums, turns, dk, dv,
-        *plan.sizes, *eighths(dk), head_dim, scale, positive_scale * LOG2E,
-    )  # fmt: skip
-    plan.launch_postprocess(
-        rows * D // (64 * plan.config.NQ),
-        sums, dq, Sq, plan.padded // 64, Hq, head_dim, *eighths(dq), scale,
-    )  # fmt: skip
+    plan.preprocess(out, dout, lse, lse if dlse is None else dlse.contiguous(), lse_delta, sums, turns)
+    index = q.get_device()
+    lse_box = descriptor(lse_delta.data_ptr(), index, torch.float32, (plan.lse_delta,), (1,), plan.rows)
+    sums_shape = plan.sums // 32, 32
+    sums_box = descriptor(sums.data_ptr(), index, torch.float32, sums_shape, (32, 1), SUMS_BOX)
+    plan.main(q_box, dout_box, k_box, v_box, lse_box, sums_box, sums, turns, dk, dv)
+    plan.postprocess(sums, dq)

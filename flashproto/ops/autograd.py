@@ -77,11 +77,34 @@ class KernelFunction(torch.autograd.Function):
         cls._record = super(torch.autograd.Function, cls).apply  # type: ignore[misc]
 
 
+def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """apply of a Function whose forward takes ctx, for where no transform of torch.func is active."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def wants_grad(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors is to be recorded."""
+    if is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
 class FirstDerivative(KernelFunction):
     """Base of the Functions that launch backward kernels: differentiating once more raises.
 
     They are Functions, not plain launches, so that torch.func hands them plain tensors.
     """
+
+    @classmethod
+    def launch(cls, *args):
+        """apply, for tensors saved where no transform of torch.func was active: the launch alone, where
+        the gradients are plain too and nobody differentiates them."""
+        if is_grad_enabled() or transforms_active():
+            return cls.apply(*args)
+        return cls.forward(*args)
 
     @classmethod
     def apply(cls, *args):

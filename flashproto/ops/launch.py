@@ -7,6 +7,11 @@ is norm_forward_kernel[(programs,)](x, ..., num_warps=4) in about 2 microseconds
 instead of 30: Triton derives anew at each call how the arguments specialize the kernel, through
 several layers; a launcher is one generated function that derives the same facts inline, finds the
 compiled kernel under them and hands the arguments to Triton's own entry point in C.
+
+    again = launch_norm_forward.bind(programs, x, weight, y, M, N, eps, R=4, C=1024, num_warps=4)
+    again(x, weight, y)
+
+takes a microsecond, where calls differ in nothing but the addresses of their tensors.
 """
 
 from __future__ import annotations
@@ -14,10 +19,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import triton
+from torch import Tensor
 
 from . import triton_entry
 
@@ -63,7 +69,21 @@ def cdiv(a: int, b: int) -> int:
 # --- launchers -----------------------------------------------------------------------------------
 
 
-def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -> Callable[..., None]:
+class Launcher(Protocol):
+    """What `launcher` returns.
+
+    bind(programs, *arguments, **constants_and_options), descriptors and tensors by position, launches
+    nothing and returns a function of descriptors and tensors (and of None where None was bound) that
+    launches with all else as bound.  Those it is called with are of the types, dtypes and device of
+    those bound; which of them start at multiples of 16 bytes may differ.  It keeps none of them.
+    """
+
+    bind: Callable[..., Callable[..., None]]
+
+    def __call__(self, *arguments: Any, **named: Any) -> None: ...
+
+
+def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -> Launcher:
     """A function launch(programs, *arguments, **constants_and_options) that does what
     kernel[(programs,)](*arguments, **constants_and_options) does.
 
@@ -79,7 +99,9 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
     the kernel in some way, and while a launch hook or an instrumentation of Triton is on.
     """
     if not isinstance(kernel, triton.runtime.JITFunction) or not triton_entry.KNOWN:
-        return functools.partial(_launch_ordinarily, kernel, **given)
+        ordinary: Any = functools.partial(_launch_ordinarily, kernel, **given)
+        ordinary.bind = functools.partial(_bind_ordinarily, ordinary, descriptors + tensors)
+        return cast(Launcher, ordinary)
     entries: dict[tuple[object, ...], triton_entry.Entry] = {}
 
     def launch_first(
@@ -111,9 +133,25 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
         [p.name for p in kernel.params], descriptors, tensors, [p.name for p in numbers],
         defaults.keys(), given.keys(),
     )  # fmt: skip
-    exec(source, names)
-    launch: Callable[..., None] = names["launch"]
-    return launch
+    exec(source.launch, names)
+    binders: dict[tuple[bool, ...], Callable[..., Callable[..., None]]] = {}
+
+    def bind(programs: int, *arguments: Any, **named: Any) -> Callable[..., None]:
+        absent = tuple(x is None for x in arguments[: descriptors + tensors])
+        if absent not in binders:
+            exec(source.binder(absent), names)
+            binders[absent] = names["bind"]
+        return binders[absent](programs, *arguments, **named)
+
+    names["launch"].bind = bind
+    return cast(Launcher, names["launch"])
+
+
+def _bind_ordinarily(
+    launch: Callable[..., None], count: int, programs: int, *arguments: Any, **named: Any
+) -> Callable[..., None]:
+    others = arguments[count:]
+    return lambda *bound: launch(programs, *bound, *others, **named)
 
 
 def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any) -> Any:
@@ -122,22 +160,55 @@ def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any
     return kernel[(programs,)](*arguments, **options)
 
 
+class Launch(NamedTuple):
+    """A launch that waits to be made; `arguments` begin with the tensors."""
+
+    launch: Callable[..., None]
+    programs: int
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+    def __call__(self) -> None:
+        self.launch(self.programs, *self.arguments, **self.options)
+
+    def bind(self, *tensors: Tensor | None) -> Callable[..., None] | None:
+        """The launch as a function of `tensors`, of which its own are views; None if one is a copy."""
+        for given, own in zip(tensors, self.arguments, strict=False):
+            if given is not own and (
+                given is None or own is None or given.data_ptr() != own.data_ptr()
+            ):
+                return None
+        return cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+
+
+class _Source(NamedTuple):
+    """launch: source of the function that `launcher` returns, and of find, which returns what is kept
+    for its arguments; binder(absent): source of the maker of bound launches of which those tensors are
+    None."""
+
+    launch: str
+    binder: Callable[[tuple[bool, ...]], str]
+
+
 def _source(
     parameters: list[str], descriptors: int, tensors: int, numbers: list[str],
     defaults: Collection[str], given: Collection[str],
-) -> str:  # fmt: skip
-    """Source of the function that `launcher` returns.
-
-    All that it knows of the arguments goes into the key of the compiled kernel: a descriptor's type, a
-    tensor's dtype and its address modulo 16, Triton's own specialization of the numbers, and the
-    constants and options themselves.
+) -> _Source:  # fmt: skip
+    """All that a launch knows of its arguments goes into the key of the compiled kernel: a descriptor's
+    type, a tensor's dtype and its address modulo 16, Triton's own specialization of the numbers, and
+    the constants and options themselves.
     """
     described, pointed = parameters[:descriptors], parameters[descriptors:][:tensors]
     passed = [x for x in parameters if x not in given]
     options = [x for x in OPTIONS if x not in given]
     signature = [f"{x}=default_{x}" if x in defaults else x for x in passed]
     keywords = ["*", *(f"{x}=None" for x in options)] if options else []
+    head = f"(_programs, {', '.join(signature + keywords)}):"
+    again = f"(_programs, {', '.join(passed + [f'{x}={x}' for x in options])})"
     *others, last = described + pointed
+    device = (
+        f"{''.join(f'{x}.get_device() if {x} is not None else ' for x in others)}{last}.get_device()"
+    )
     key = [
         "_device",
         *(f"{x}.type" for x in described),
@@ -147,37 +218,79 @@ def _source(
         *(x for x in passed if x not in others and x != last and x not in numbers),
         *options,
     ]
-    lines = [
-        f"def launch(_programs, {', '.join(signature + keywords)}):",
-        f"    _device = {''.join(f'{x}.get_device() if {x} is not None else ' for x in others)}"
-        f"{last}.get_device()",
-        "    if _device != _current_device():",
-        "        with _on(_device):",
-        f"            return launch(_programs, {', '.join(passed + [f'{x}={x}' for x in options])})",
-    ]
+    find = []
     for x in pointed:
-        lines += [
+        find += [
             f"    if {x} is None:",
             f"        {x}_dtype, {x}_address = None, 0",
             "    else:",
             f"        {x}_dtype, {x}_address = {x}.dtype, {x}.data_ptr()",
         ]
-    lines += [
+    find += [
         f"    _late = ({' | '.join(f'{x}_address' for x in pointed)}) & 15",
         f"    _key = ({', '.join(key)})",
         "    _entry = _entries.get(_key)",
+    ]
+
+    def run(absent: Collection[str]) -> list[str]:
+        encode = [
+            f"    if {x}.encoded is None: {x}.encode(_descriptors[{i}])"
+            for i, x in enumerate(described)
+        ]
+        handed = ["0" if x in absent else f"{x}_address" if x in pointed else x for x in parameters]
+        if triton_entry.DIRECT:
+            handed[:descriptors] = [f"*{x}.encoded" for x in described]
+        arguments = f"({', '.join(handed)},)" if triton_entry.PACKED else ", ".join(handed)
+        return [
+            *(encode if triton_entry.DIRECT else ()),
+            f"    _run(_programs, 1, 1, _current_stream(_device), *_middle, {arguments})",
+        ]
+
+    def binder(absences: tuple[bool, ...]) -> str:
+        absent = [x for x, gone in zip(described + pointed, absences, strict=True) if gone]
+        present = [x for x in pointed if x not in absent]
+        names = ", ".join(described + pointed)
+        bound = [
+            *(f"    {x}_address = {x}.data_ptr()" for x in present),
+            f"    _late = ({' | '.join(f'{x}_address' for x in present)}) & 15",
+            "    if _run is None or _late or _device != _current_device() or _hooked():",
+            f"        return _bound_first(_late, {names})",
+            *run(absent),
+        ]
+        first = [
+            f"    launch{again}",
+            "    if not _late:",
+            f"        _run, _middle, _descriptors = find{again} or (None, None, None)",
+            f"        _device = {device}",
+        ]
+        nonlocals = "    nonlocal _run, _middle, _descriptors, _device"
+        return "\n".join(
+            [
+                f"def bind{head}",
+                "    _run = _middle = _descriptors = _device = None",
+                f"    def _bound_first(_late, {names}):",
+                *(f"    {line}" for line in [nonlocals, *first]),
+                f"    def bound({names}):",
+                *(f"    {line}" for line in bound),
+                "    return bound",
+            ]
+        )
+
+    launch = [
+        f"def launch{head}",
+        f"    _device = {device}",
+        "    if _device != _current_device():",
+        "        with _on(_device):",
+        f"            return launch{again}",
+        *find,
         "    if _entry is None or _hooked():",
         f"        _options = dict({', '.join(f'{x}={x}' for x in OPTIONS)})",
         f"        return _launch_first(_key, _programs, ({', '.join(parameters)}), _options)",
         "    _run, _middle, _descriptors = _entry",
+        *run(()),
+        f"def find{head}",
+        f"    _device = {device}",
+        *find,
+        "    return _entry",
     ]
-    handed = [f"{x}_address" if x in pointed else x for x in parameters]
-    if triton_entry.DIRECT:
-        handed[:descriptors] = [f"*{x}.encoded" for x in described]
-        lines += [
-            f"    if {x}.encoded is None: {x}.encode(_descriptors[{i}])"
-            for i, x in enumerate(described)
-        ]
-    arguments = f"({', '.join(handed)},)" if triton_entry.PACKED else ", ".join(handed)
-    lines += [f"    _run(_programs, 1, 1, _current_stream(_device), *_middle, {arguments})"]
-    return "\n".join(lines)
+    return _Source("\n".join(launch), binder)

@@ -7,91 +7,185 @@ Legend: x, y, dy, dx [..., N], seen as [M, N]; lse, dlse [...] float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
-import triton
 from torch import Tensor
 
-from .. import configs
-from ..kernels.softmax import (
+from .. import configs, plans
+from ..kernels.logsumexp import (
     logsumexp_backward_kernel,
     logsumexp_forward_kernel,
+    logsumexp_forward_split_kernel,
+)
+from ..kernels.softmax import (
     softmax_backward_kernel,
     softmax_backward_looped_kernel,
+    softmax_backward_split_kernel,
     softmax_forward_kernel,
     softmax_forward_looped_kernel,
+    softmax_forward_split_kernel,
 )
-from .autograd import FirstDerivative, refuse_tangents, use_op
-from .launch import on_device
+from .autograd import (
+    FirstDerivative,
+    KernelFunction,
+    recorder,
+    refuse_tangents,
+    use_op,
+    wants_grad,
+)
+from .exchange import POLLS, exchange
+from .launch import Launch, cdiv, launcher
+from .norm import NO_HOOK, HookArguments, launch_either
 from .rows import as_rows
 
+launch_forward = launcher(softmax_forward_kernel, tensors=3)
+launch_forward_looped = launcher(softmax_forward_looped_kernel, tensors=3)
+launch_forward_split = launcher(softmax_forward_split_kernel, tensors=4)
+launch_backward = launcher(softmax_backward_kernel, tensors=5)
+launch_backward_looped = launcher(softmax_backward_looped_kernel, tensors=5)
+launch_backward_split = launcher(softmax_backward_split_kernel, tensors=6)
+launch_logsumexp_forward = launcher(logsumexp_forward_kernel, tensors=2)
+launch_logsumexp_forward_split = launcher(logsumexp_forward_split_kernel, tensors=3)
+launch_logsumexp_backward = launcher(logsumexp_backward_kernel, tensors=4)
 
-def softmax(x: Tensor) -> Tensor:
-    """exp(x) / sum(exp(x)) in x's dtype, computed in float32."""
-    return _softmax(x, False)
+
+def softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """exp(x) / sum(exp(x)) in `dtype`, x's by default, computed in float32."""
+    return _softmax(x, False, dtype)
 
 
-def log_softmax(x: Tensor) -> Tensor:
-    """x - logsumexp(x) in x's dtype, computed in float32."""
-    return _softmax(x, True)
+def log_softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """x - logsumexp(x) in `dtype`, x's by default, computed in float32."""
+    return _softmax(x, True, dtype)
 
 
-def _softmax(x: Tensor, log: bool) -> Tensor:
+def _softmax(x: Tensor, log: bool, dtype: torch.dtype | None) -> Tensor:
     if use_op():
-        return torch.ops.flashproto.softmax(x, log)
-    return SoftmaxFunction.apply(x, log)
+        return torch.ops.flashproto.softmax(x, log, dtype)
+    return SoftmaxFunction.apply(x, log, dtype)
 
 
-def logsumexp(x: Tensor) -> Tensor:
-    """log(sum(exp(x))) of shape [...] in x's dtype; computed, and kept for backward, in float32."""
-    if use_op():
-        return torch.ops.flashproto.logsumexp(x).to(x.dtype)
-    return LogsumexpFunction.apply(x).to(x.dtype)
+def logsumexp(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """log(sum(exp(x))) of shape [...] in `dtype`, x's by default; computed, and kept for
+    backward, in float32."""
+    apply = torch.ops.flashproto.logsumexp if use_op() else LogsumexpFunction.apply
+    return apply(x).to(x.dtype if dtype is None else dtype)
 
 
 # --- launches ------------------------------------------------------------------------------------
 
 
-def softmax_forward(x: Tensor, log: bool) -> Tensor:
-    """Launch the forward kernel of softmax or log_softmax."""
-    y = x.new_empty(x.shape)
-    if y.numel() == 0:
-        return y
-    x = as_rows(x)
-    M, N = x.shape
-    arguments = (x, y, x.stride(0), M, N, log)
-    config = configs.softmax_forward(N, x.element_size())
-    with on_device(x.device):
-        if config.looped:
-            softmax_forward_looped_kernel[(M,)](
-                *arguments, C=config.columns, num_warps=config.num_warps
-            )
-        else:
-            softmax_forward_kernel[(triton.cdiv(M, config.rows),)](
-                *arguments, R=config.rows, C=config.columns, num_warps=config.num_warps
-            )
+def launch_of_splits(
+    launch: Callable[..., None], config: configs.RowConfig, tensors: tuple, numbers: tuple
+) -> Launch:
+    """The launch of a kernel that takes `tensors`, the first of them [M, N], words, and `numbers`."""
+    M, N = tensors[0].shape
+    splits, words, lanes = exchange(tensors[0], M, N, config)
+    options = {
+        "C": config.columns, "LANES": lanes, "POLLS": POLLS,
+        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+    }  # fmt: skip
+    return Launch(launch, M * splits, (*tensors, words, *numbers), options)
+
+
+def softmax_forward(x: Tensor, log: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Launch the forward kernel of softmax or log_softmax; y is of `dtype`, x's by default."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    run_forward(x, y, None, log)
     return y
 
 
-def softmax_backward(dy: Tensor, y: Tensor, log: bool) -> Tensor:
-    """Launch the backward kernel of softmax or log_softmax; y is what the forward returned."""
-    dx = y.new_empty(y.shape)
-    if dx.numel() == 0:
-        return dx
-    dy, y = as_rows(dy), as_rows(y)
-    M, N = y.shape
-    arguments = (dy, y, dx, dy.stride(0), y.stride(0), M, N, log)
-    config = configs.softmax_backward(N, y.element_size())
-    with on_device(y.device):
-        if config.looped:
-            softmax_backward_looped_kernel[(M,)](
-                *arguments, C=config.columns, num_warps=config.num_warps
-            )
-        else:
-            softmax_backward_kernel[(triton.cdiv(M, config.rows),)](
-                *arguments, R=config.rows, C=config.columns, num_warps=config.num_warps
-            )
+def run_forward(
+    x: Tensor,
+    y: Tensor,
+    lse: Tensor | None,
+    log: bool,
+    prologue: HookArguments = NO_HOOK,
+    epilogue: HookArguments = NO_HOOK,
+) -> None:
+    """Fill y and, where it is wanted, lse."""
+    if y.numel() > 0:
+        forward_launch(x, y, lse, log, prologue, epilogue)()
+
+
+def forward_launch(
+    x: Tensor,
+    y: Tensor,
+    lse: Tensor | None,
+    log: bool,
+    prologue: HookArguments = NO_HOOK,
+    epilogue: HookArguments = NO_HOOK,
+) -> Launch:
+    """The launch that fills y, of some elements, and lse."""
+    x = as_rows(x)
+    M, N = x.shape
+    tensors = (x, y, lse)
+    numbers = (
+        x.stride(0), M, N, prologue.arguments, epilogue.arguments,
+        log, prologue.forward, epilogue.forward,
+    )  # fmt: skip
+    hooked = lse is not None
+    config = configs.softmax_forward(N, x.element_size(), hooked)
+    options = {
+        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
+    }  # fmt: skip
+    if config.split:
+        launch = launch_either(launch_forward_split, softmax_forward_split_kernel, hooked)
+        return launch_of_splits(launch, config, tensors, numbers)
+    if config.looped:
+        launch = launch_either(launch_forward_looped, softmax_forward_looped_kernel, hooked)
+        return Launch(launch, M, (*tensors, *numbers), options)
+    launch = launch_either(launch_forward, softmax_forward_kernel, hooked)
+    return Launch(launch, cdiv(M, config.rows), (*tensors, *numbers), {"R": config.rows, **options})
+
+
+def softmax_backward(dy: Tensor, y: Tensor, log: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Launch the backward kernel of softmax or log_softmax; y is what the forward returned, dx is of
+    `dtype`, y's by default."""
+    dx = y.new_empty(y.shape, dtype=dtype)
+    run_backward(dy, y, None, None, dx, log)
     return dx
+
+
+def run_backward(
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor | None,
+    lse: Tensor | None,
+    dx: Tensor,
+    log: bool,
+    prologue: HookArguments = NO_HOOK,
+    epilogue: HookArguments = NO_HOOK,
+) -> None:
+    """Fill dx and the gradients of the hooks, from y, or from x and lse where there are hooks."""
+    if dx.numel() == 0:
+        for gradient in (*(prologue.gradients or ()), *(epilogue.gradients or ())):
+            if gradient is not None:
+                gradient.zero_()
+        return
+    dy = as_rows(dy)
+    M, N = dy.shape
+    y, x = (None if t is None else as_rows(t) for t in (y, x))
+    tensors = (dy, y, x, None if lse is None else lse.contiguous(), dx)
+    numbers = (
+        dy.stride(0), 0 if y is None else y.stride(0), 0 if x is None else x.stride(0), M, N,
+        prologue.arguments, prologue.gradients, epilogue.arguments, epilogue.gradients,
+        log, prologue.forward, prologue.backward, epilogue.backward,
+    )  # fmt: skip
+    hooked = x is not None
+    config = configs.softmax_backward(N, dx.element_size(), hooked)
+    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    if config.split:
+        launch = launch_either(launch_backward_split, softmax_backward_split_kernel, hooked)
+        launch_of_splits(launch, config, tensors, numbers)()
+    elif config.looped:
+        launch = launch_either(launch_backward_looped, softmax_backward_looped_kernel, hooked)
+        launch(M, *tensors, *numbers, C=config.columns, **options)
+    else:
+        launch = launch_either(launch_backward, softmax_backward_kernel, hooked)
+        programs = cdiv(M, config.rows)
+        launch(programs, *tensors, *numbers, R=config.rows, C=config.columns, **options)
 
 
 def logsumexp_forward(x: Tensor) -> Tensor:
@@ -102,9 +196,11 @@ def logsumexp_forward(x: Tensor) -> Tensor:
     x = as_rows(x)
     M, N = x.shape
     config = configs.logsumexp(N, x.element_size())
-    with on_device(x.device):
-        logsumexp_forward_kernel[(triton.cdiv(M, config.rows),)](
-            x, lse, x.stride(0), M, N,
+    if config.split:
+        launch_of_splits(launch_logsumexp_forward_split, config, (x, lse), (x.stride(0), M, N))()
+    else:
+        launch_logsumexp_forward(
+            cdiv(M, config.rows), x, lse, x.stride(0), M, N,
             R=config.rows, C=config.columns, num_warps=config.num_warps,
         )  # fmt: skip
     return lse
@@ -118,34 +214,71 @@ def logsumexp_backward(dlse: Tensor, x: Tensor, lse: Tensor) -> Tensor:
     x = as_rows(x)
     M, N = x.shape
     config = configs.logsumexp(N, x.element_size())
-    programs = triton.cdiv(M, config.rows) * triton.cdiv(N, config.columns)
-    with on_device(x.device):
-        logsumexp_backward_kernel[(programs,)](
-            dlse.contiguous(), x, lse.contiguous(), dx, x.stride(0), M, N,
-            R=config.rows, C=config.columns, num_warps=config.num_warps,
-        )  # fmt: skip
+    programs = cdiv(M, config.rows) * cdiv(N, config.columns)
+    launch_logsumexp_backward(
+        programs, dlse.contiguous(), x, lse.contiguous(), dx, x.stride(0), M, N,
+        R=config.rows, C=config.columns, num_warps=config.num_warps,
+    )  # fmt: skip
     return dx
 
 
 # --- eager: autograd.Functions, without a jvp, so that forward-mode differentiation raises -------
 
 
-class SoftmaxFunction(torch.autograd.Function):
+class SoftmaxFunction(KernelFunction):
     """softmax, or log_softmax if `log`."""
 
     @staticmethod
-    def forward(x, log):
-        return softmax_forward(x, log)
+    def forward(x, log, dtype):
+        return softmax_forward(x, log, dtype)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.log = inputs[1]
+        x, ctx.log, _ = inputs
+        ctx.dtype = x.dtype
         ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
-        return SoftmaxBackwardFunction.apply(dy, y, ctx.log), None
+        return SoftmaxBackwardFunction.apply(dy, y, ctx.log, ctx.dtype), None, None
+
+
+class PlannedSoftmaxFunction(torch.autograd.Function):
+    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
+
+    @staticmethod
+    def forward(ctx, x, compute, log, dtype):
+        y = compute(x)
+        ctx.save_for_backward(y)
+        ctx.settings = log, dtype
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        return SoftmaxBackwardFunction.launch(dy, *ctx.saved_tensors, *ctx.settings), None, None, None
+
+
+record = recorder(PlannedSoftmaxFunction)
+
+
+def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
+    """softmax or log_softmax as a function of x, for such as are like this one."""
+    N = x.shape[-1]
+    if x.numel() == 0 or configs.softmax_forward(N, x.element_size()).split:
+        return lambda x: _softmax(x, log, dtype)
+    shape, like = x.shape, dtype is x.dtype and x.is_contiguous()
+    y = x.new_empty(shape, dtype=dtype)
+    fill = forward_launch(x, y, None, log).bind(x, y, None)
+    if fill is None:
+        return lambda x: _softmax(x, log, dtype)
+
+    def compute(x):
+        y = torch.empty_like(x) if like else x.new_empty(shape, dtype=dtype)
+        fill(x, y, None)
+        return y
+
+    return lambda x: record(x, compute, log, x.dtype) if wants_grad(x) else compute(x)
 
 
 class SoftmaxBackwardFunction(FirstDerivative):
@@ -156,7 +289,7 @@ class SoftmaxBackwardFunction(FirstDerivative):
         return softmax_backward(*args)
 
 
-class LogsumexpFunction(torch.autograd.Function):
+class LogsumexpFunction(KernelFunction):
     """logsumexp in float32."""
 
     @staticmethod
@@ -183,13 +316,16 @@ class LogsumexpBackwardFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 softmax_op = torch.library.custom_op(
-    "flashproto::softmax", softmax_forward, mutates_args=(), schema="(Tensor x, bool log) -> Tensor"
+    "flashproto::softmax",
+    softmax_forward,
+    mutates_args=(),
+    schema="(Tensor x, bool log, ScalarType? dtype=None) -> Tensor",
 )
 softmax_backward_op = torch.library.custom_op(
     "flashproto::softmax_backward",
     softmax_backward,
     mutates_args=(),
-    schema="(Tensor dy, Tensor y, bool log) -> Tensor",
+    schema="(Tensor dy, Tensor y, bool log, ScalarType? dtype=None) -> Tensor",
 )
 logsumexp_op = torch.library.custom_op(
     "flashproto::logsumexp", logsumexp_forward, mutates_args=(), schema="(Tensor x) -> Tensor"
@@ -203,13 +339,13 @@ logsumexp_backward_op = torch.library.custom_op(
 
 
 @softmax_op.register_fake
-def _(x, log):
-    return x.new_empty(x.shape)
+def _(x, log, dtype=None):
+    return x.new_empty(x.shape, dtype=dtype)
 
 
 @softmax_backward_op.register_fake
-def _(dy, y, log):
-    return y.new_empty(y.shape)
+def _(dy, y, log, dtype=None):
+    return y.new_empty(y.shape, dtype=dtype)
 
 
 @logsumexp_op.register_fake
@@ -224,7 +360,7 @@ def _(dlse, x, lse):
 
 def _softmax_backward(ctx, dy):
     (y,) = ctx.saved_tensors
-    return torch.ops.flashproto.softmax_backward(dy, y, ctx.log), None
+    return torch.ops.flashproto.softmax_backward(dy, y, ctx.log, ctx.dtype), None, None
 
 
 def _logsumexp_backward(ctx, dlse):

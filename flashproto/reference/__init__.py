@@ -12,14 +12,30 @@ from .attention import (
     attention,
     causal_mask,
 )
+from .cross_entropy import (
+    cross_entropy,
+    linear_cross_entropy,
+)
+from .glu import (
+    ACTIVATIONS,
+    glu,
+)
 from .norm import (
     add_norm,
     norm,
+)
+from .qk_norm import (
+    qk_norm,
+)
+from .rope import (
+    rope,
+    split_heads,
 )
 from .softmax import (
     log_softmax,
     logsumexp,
     softmax,
+    softmax_topk,
 )
 from .states import (
     compute_dtype,
@@ -33,10 +49,14 @@ from .states import (
 )
 
 __all__ = [
+    "ACTIVATIONS",
     "add_norm",
     "attention",
     "causal_mask",
     "compute_dtype",
+    "cross_entropy",
+    "glu",
+    "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
     "moments_finish",
@@ -47,5 +67,9 @@ __all__ = [
     "online_softmax_merge",
     "online_softmax_start",
     "online_softmax_update",
+    "qk_norm",
+    "rope",
     "softmax",
+    "softmax_topk",
+    "split_heads",
 ]

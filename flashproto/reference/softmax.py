@@ -1,4 +1,4 @@
-"""softmax, log_softmax and logsumexp of x [..., N]."""
+"""softmax, log_softmax, logsumexp and softmax_topk of x [..., N]."""
 
 from __future__ import annotations
 
@@ -32,3 +32,16 @@ def logsumexp(x: Tensor) -> Tensor:
     m = x_.detach().amax(-1)
     shift = torch.where(m.isinf(), 0.0, m)
     return (shift + torch.log(torch.exp(x_ - shift[..., None]).sum(-1))).to(x.dtype)
+
+
+def softmax_topk(
+    x: Tensor, k: int, renormalize: bool = False, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(x), descending, equal ones by their indices; values and indices.
+
+    Scores are compared as given: probabilities that only rounding makes equal are not.
+    """
+    x_ = x.to(compute_dtype(x.dtype))
+    indices = torch.sort(x_.detach(), descending=True, stable=True).indices[..., :k]
+    values = softmax(x_.gather(-1, indices)) if renormalize else softmax(x_).gather(-1, indices)
+    return values.to(dtype or x.dtype), indices

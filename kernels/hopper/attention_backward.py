@@ -30,7 +30,8 @@ dK and dV of one item, K, V, Q and dO of the next arrive.  They look one step ah
 whether there is one: behind the last item come phantoms of no bytes.
 
 K and V are indexed by a zero made of the step's number (`it >> 30`).  Otherwise ptxas works out the
-matrix descriptors of K and V before the loop, and keeps them in registers that are not there.
+matrix descriptors of K and V before the loop, and keeps them in registers that are not there; at
+head_dim 64 those of two products in five are.
 
 dQ is summed over key tiles by float32 adds, half of this kernel's traffic.  The first key tile stores
 its part, so that nobody has to write zeros before; the others wait for that (CFG.FIRST).  By default

@@ -15,6 +15,7 @@ from .attention_backward_work import (
     distance,
     first_tile,
     get_item,
+    hidden_zero,
     inner_step,
     key_tile,
     loops,
@@ -123,6 +124,10 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         at = r % CFG.KV
+        if D == 64:
+            # these descriptors find registers for the length of an item
+            kc = matrix(ks.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
+            vc = matrix(vs.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
         limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
@@ -139,8 +144,9 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 here = at + (it >> 30)
                 k = matrix(ks.index(here), BN, D)
-                kc = k.slice(64 * c, 64, 0)
-                vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
+                if D != 64:
+                    kc = k.slice(64 * c, 64, 0)
+                    vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
                 z = gl.zeros([64, BM], gl.float32, ST)
                 x = warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
                 dp = warpgroup_mma(vc, do.permute((1, 0)), z, use_acc=False, is_async=True)

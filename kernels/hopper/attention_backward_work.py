@@ -9,10 +9,10 @@ taken, by a counter in global memory, does it and takes the next: list schedulin
 what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
 number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
 
-By default and without a mask the walk goes head by head, from the first query tile to the last.  Under
-a causal mask or in order (CFG.DOWN) it goes from the last query tile down, through the heads of the
-group at each: programs that start together are at the same query tile whatever their keys, and share it
-in L2.
+By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
+first query tile to the last.  Otherwise (CFG.DOWN) it goes from the last query tile down, through the
+heads of the group at each: programs that start together are at the same query tile whatever their keys,
+and share it in L2.
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,

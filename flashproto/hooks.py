@@ -1,0 +1,250 @@
+"""Hooks: element-wise functions fused into norms and softmax, before the row's statistics or after.
+
+    @triton.jit
+    def shifted(x, index, shift):            # a tile, its elements' positions, the operands
+        return x + shift
+
+    @triton.jit
+    def shifted_backward(dy, x, index, shift):
+        return dy, dy                        # the gradients of x and of each operand
+
+    flashproto.hooks.register(
+        "shifted", forward=shifted, backward=shifted_backward,
+        reference=lambda x, index, shift: x + shift, operands=1,
+    )
+    y = flashproto.rms_norm(x, N, weight, prologue=flashproto.hooks.call("shifted", shift))
+
+A hook has a name, since the schema of an operator takes no functions, and its definition in PyTorch,
+which the reference backend uses and the kernels are tested against.  One without `backward` is forward
+only: a call that needs a gradient through it is refused.  Conventions of the device functions:
+kernels/hooks.py; they see float32 tiles, so PyTorch's definition is given float32 (or float64) too.
+
+Operands are tensors that broadcast to x, each loaded as it is: one value a row, one a column, one for
+all, or one an element.  Scalars are numbers.
+
+Built in: "multiply" (by an operand: one value a row, a column or an element), "silu_gate" (by silu(z)),
+"dropout" (an int64 seed and the scalar p), "quantize_e4m3" (divides by a scale, given for all or for
+each row, and clamps to what float8_e4m3fn holds; forward only).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import backends
+from .checks import FLOATS, check_same, refuse
+
+if backends.HAS_TRITON:
+    from .kernels import hooks as device
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@dataclass(frozen=True)
+class Hook:
+    """An element-wise function in both languages; see the head of this file.
+
+    forward, backward: @triton.jit functions, see kernels/hooks.py; backward None: forward only.
+    reference(x, index, *operands, *scalars): the same in PyTorch, differentiable if backward is given.
+    operands, scalars: how many of each it takes.
+    needs_value: whether backward reads x.  One that does not spares a prologue keeping it in memory.
+    """
+
+    name: str
+    forward: Any
+    backward: Any
+    reference: Callable[..., Tensor]
+    operands: int
+    scalars: int
+    needs_value: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """A hook with its arguments, as operators take it; made by `call`."""
+
+    hook: Hook
+    operands: tuple[Tensor, ...] = ()
+    scalars: tuple[float, ...] = ()
+
+
+_hooks: dict[str, Hook] = {}
+
+
+def register(
+    name: str,
+    *,
+    forward: Any,
+    reference: Callable[..., Tensor],
+    backward: Any = None,
+    operands: int = 0,
+    scalars: int = 0,
+    needs_value: bool = True,
+) -> None:
+    """Make a hook known under `name`.  Raises ValueError if the name is taken."""
+    if name in _hooks:
+        refuse("hooks.register", "name", f"{name!r}, which is taken", "a new name", "Choose another.")
+    _hooks[name] = Hook(name, forward, backward, reference, operands, scalars, needs_value)
+
+
+def get(name: str) -> Hook:
+    """The hook of that name.  Raises ValueError for an unknown one."""
+    if name not in _hooks:
+        known = ", ".join(map(repr, sorted(_hooks)))
+        refuse("hooks.get", "name", repr(name), f"one of {known}", "Call hooks.register first.")
+    return _hooks[name]
+
+
+def call(name: str, *arguments: Tensor | float) -> Call:
+    """The hook `name` with its operands and then its scalars.
+
+    Raises TypeError or ValueError for an unknown name or other arguments than the hook takes.
+    """
+    hook = get(name)
+    operands = tuple(a for a in arguments[: hook.operands] if isinstance(a, Tensor))
+    scalars = tuple(a for a in arguments[hook.operands :] if not isinstance(a, Tensor))
+    if (len(operands), len(scalars)) != (hook.operands, hook.scalars) or len(arguments) != len(
+        operands
+    ) + len(scalars):
+        refuse(
+            f"hook {name!r}", "arguments", [type(a).__name__ for a in arguments],
+            f"{hook.operands} tensors, then {hook.scalars} numbers", "Pass these.", TypeError,
+        )  # fmt: skip
+    return Call(hook, operands, tuple(map(float, scalars)))
+
+
+def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
+    """Refuse a call whose operands do not fit x, or that needs a derivative the hook has not."""
+    if made is None:
+        return
+    if not isinstance(made, Call):
+        refuse(
+            operator, argument, type(made).__name__, "what flashproto.hooks.call returns",
+            "Pass hooks.call(name, *arguments).", TypeError,
+        )  # fmt: skip
+    for i, operand in enumerate(made.operands):
+        check_same(operator, {"x": x, f"{argument} operand {i}": operand}, dtype=False)
+        shape = [1] * (x.ndim - operand.ndim) + list(operand.shape)
+        if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
+            refuse(
+                operator, f"{argument} operand {i}", f"of shape {list(operand.shape)}",
+                f"a shape that broadcasts to that of x, {list(x.shape)}", "Reshape it.",
+            )  # fmt: skip
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *made.operands))
+    if wanted and made.hook.backward is None:
+        refuse(
+            operator, argument, f"{made.hook.name!r}, which has no derivative",
+            "a hook with one where a gradient is wanted",
+            "Register it with backward=, or call under torch.no_grad().",
+        )  # fmt: skip
+
+
+def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
+    """The dtype of a hooked operator's result: a float; one of 8 bits where no gradient is wanted."""
+    if dtype not in FLOATS and dtype not in FLOAT8:
+        refuse(
+            operator, "dtype", dtype, "a floating-point dtype, or float8_e4m3fn, or float8_e5m2",
+            "Pass None for that of x.", TypeError,
+        )  # fmt: skip
+    if dtype in FLOAT8 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        refuse(
+            operator, "dtype", dtype, "a dtype of 16 bits or more where a gradient is wanted",
+            "Call it under torch.no_grad().",
+        )  # fmt: skip
+
+
+def define(made: Call | None, x: Tensor) -> Tensor:
+    """The hook in plain PyTorch on x, which has the dtype it is to be computed in."""
+    if made is None:
+        return x
+    index = torch.arange(x.numel(), device=x.device).view(x.shape)
+    operands = [t.to(x.dtype) if t.is_floating_point() else t for t in made.operands]
+    return made.hook.reference(x, index, *operands, *made.scalars)
+
+
+# --- dropout ---------------------------------------------------------------------------------------
+
+PHILOX_KEYS = 0x9E3779B9, 0xBB67AE85
+PHILOX_FACTORS = 0xD2511F53, 0xCD9E8D57
+WORD = 0xFFFFFFFF
+
+
+def philox(counter: Tensor, seed: Tensor, rounds: int = 7) -> Tensor:
+    """The first of the four words of Philox-4x32 (Salmon et al., 2011); all int64."""
+
+    def product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+        low, high = x * (factor & 0xFFFF), x * (factor >> 16)  # of 48 bits each, in signed 64
+        whole = (low >> 16) + high
+        return whole >> 16, ((whole << 16) | (low & 0xFFFF)) & WORD
+
+    c0, c1 = counter & WORD, (counter >> 32) & WORD
+    c2 = c3 = torch.zeros_like(counter)
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(rounds):
+        (high0, low0), (high2, low2) = product(c0, PHILOX_FACTORS[0]), product(c2, PHILOX_FACTORS[1])
+        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + PHILOX_KEYS[0]) & WORD, (k1 + PHILOX_KEYS[1]) & WORD
+    return c0
+
+
+def dropout_mask(index: Tensor, seed: Tensor, p: float) -> Tensor:
+    """Which elements dropout keeps: those whose uniform number is p or more."""
+    word = philox(index, seed)
+    word = torch.where(word > 0x7FFFFFFF, WORD - word, word)  # -x - 1 of a negative int32
+    return word.to(torch.float32) * 4.6566127342e-10 >= torch.tensor(p, dtype=torch.float32)
+
+
+def _dropout(x: Tensor, index: Tensor, seed: Tensor, p: float) -> Tensor:
+    return torch.where(dropout_mask(index, seed, p), x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
+
+
+def dropout(p: float, seed: Tensor | None = None, device: torch.device | str | None = None) -> Call:
+    """Dropout with a seed on the device, so that a CUDA graph can change it; drawn from torch's
+    generator if None.  The mask depends on the seed and on each element's position alone."""
+    if not 0 <= p < 1:
+        refuse("hooks.dropout", "p", p, "at least 0 and less than 1", "Pass the share to drop.")
+    if seed is None:
+        seed = torch.randint(2**63 - 1, (), device=device)
+    return call("dropout", seed, p)
+
+
+def _device(name: str) -> Any:
+    return getattr(device, name) if backends.HAS_TRITON else None
+
+
+register(
+    "multiply",
+    forward=_device("multiply"),
+    backward=_device("multiply_backward"),
+    reference=lambda x, index, factor: x * factor,
+    operands=1,
+)
+register(
+    "silu_gate",
+    forward=_device("silu_gate"),
+    backward=_device("silu_gate_backward"),
+    reference=lambda x, index, z: x * F.silu(z),
+    operands=1,
+)
+register(
+    "dropout",
+    forward=_device("dropout"),
+    backward=_device("dropout_backward"),
+    reference=_dropout,
+    operands=1,
+    scalars=1,
+    needs_value=False,
+)
+register(
+    "quantize_e4m3",
+    forward=_device("quantize_e4m3"),
+    reference=lambda x, index, scale: (x / scale).clamp(-448, 448),
+    operands=1,
+)

@@ -1,0 +1,346 @@
+"""Cross entropy of logits: launches of the kernels, their autograd.Function and torch.library ops.
+
+Legend: logits [..., V], seen as x [M, V]; targets [...]; weight [V]; loss [...] or one number; z, lse,
+m, l [...] float32; denominator one number, of no elements unless the reduction is the mean.
+options: ignore_index, label_smoothing, z_loss, and softcap, 0 for none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import configs
+from ..kernels.cross_entropy import (
+    cross_entropy_backward_kernel,
+    cross_entropy_forward_kernel,
+    cross_entropy_total_kernel,
+)
+from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .launch import cdiv, launcher, multiprocessors
+from .rows import as_rows
+
+launch_forward = launcher(cross_entropy_forward_kernel, tensors=12)
+launch_backward = launcher(cross_entropy_backward_kernel, tensors=13)
+launch_total = launcher(cross_entropy_total_kernel, tensors=9)
+
+Options = tuple[int, float, float, float]
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    options: Options,
+    reduction: str,
+    need_lse: bool,
+    inplace_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (loss, z, lse); lse is differentiable, and there for ignored rows, if need_lse.
+
+    Where the gradient will be that of one number, it is written by the forward pass already, while the
+    logits are in cache; the backward pass then has nothing left to do, unless the gradient from above
+    is another than in the calls before (see kernels/cross_entropy.py).
+    """
+    if use_op():
+        op = torch.ops.flashproto.cross_entropy
+        return op(logits, targets, weight, *options, reduction, need_lse)[:3]
+    recorded = torch.is_grad_enabled() and logits.requires_grad
+    at_once = recorded and reduction != "none" and not need_lse and not inplace_backward
+    arguments = (logits, targets, weight, *options, reduction, need_lse, at_once, inplace_backward)
+    return CrossEntropyFunction.apply(*arguments)[:3]
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+def empty_losses(logits: Tensor, shape: torch.Size) -> tuple[Tensor, ...]:
+    """(loss, z, lse, m, l) of rows, uninitialised."""
+    return tuple(logits.new_empty(shape, dtype=torch.float32) for _ in range(5))
+
+
+def constants(weight: Tensor | None, label_smoothing: float) -> tuple[Tensor | None, Tensor | None]:
+    """The class weights as a kernel takes them, and their sum where it is needed."""
+    if weight is None:
+        return None, None
+    return weight.contiguous(), weight.sum(dtype=torch.float32) if label_smoothing else None
+
+
+_upstreams: dict[tuple[torch.device, int], Tensor] = {}
+
+
+def upstream(logits: Tensor) -> Tensor:
+    """[2], on the device: the last gradient from above of a loss over as many classes, and the guess of
+    the next, NaN for none."""
+    key = logits.device, logits.shape[-1]
+    if key not in _upstreams:
+        _upstreams[key] = torch.ones(2, device=logits.device)
+    return _upstreams[key]
+
+
+def rows_forward(
+    x: Tensor,
+    targets: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    denominator: Tensor | None,
+    losses: tuple[Tensor, ...],
+    dx: Tensor | None,
+    options: Options,
+    keep: bool,
+    guess: Tensor | None = None,
+) -> None:
+    """Launch the forward kernel on x [M, V] and targets [M], M at least 1: fills `losses`, of [M], and
+    dx, which may be x, unless the guess is NaN."""
+    M, V = x.shape
+    ignore_index, smoothing, z_loss, softcap = options
+    choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
+    config = choose(V, x.element_size())
+    launch_forward(
+        cdiv(M, config.rows), x, targets, *weights, denominator, guess, *losses, dx,
+        x.stride(0), 0 if dx is None else dx.stride(0), M, V, ignore_index, float(smoothing),
+        float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0, keep,
+        config.rows, config.groups, config.elements,
+        num_warps=config.num_warps, maxnreg=config.max_registers,
+    )  # fmt: skip
+
+
+def rows_backward(
+    dloss: Tensor,
+    dlse: Tensor | None,
+    x: Tensor,
+    targets: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    denominator: Tensor | None,
+    state: tuple[Tensor, Tensor, Tensor],
+    dx: Tensor,
+    options: Options,
+    V: int,
+    first: int = 0,
+    guess: Tensor | None = None,
+) -> None:
+    """Launch the backward kernel on x [M, N], columns `first` and on of V; state is (lse, m, l), dx
+    may be x.  guess: where the number dloss is that, dx is left as it is."""
+    M, N = x.shape
+    ignore_index, smoothing, z_loss, softcap = options
+    config = configs.cross_entropy_backward(N, x.element_size())
+    tiles = cdiv(M, config.rows) * cdiv(N, config.columns)
+    programs = min(tiles, config.programs * multiprocessors(x.device))
+    launch_backward(
+        programs, dloss, dlse, x, targets, *weights, denominator, *state, dx,
+        guess, None if guess is None else upstream(x),
+        x.stride(0), dx.stride(0), 0 if dloss.ndim == 0 else 1, M, N, V, first, tiles, ignore_index,
+        float(smoothing), float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0,
+        config.rows, config.groups, config.elements,
+        num_warps=config.num_warps, maxnreg=config.max_registers,
+    )  # fmt: skip
+
+
+def total(
+    targets: Tensor,
+    weight: Tensor | None,
+    losses: tuple[Tensor, Tensor] | None,
+    V: int,
+    ignore_index: int,
+    mean: bool,
+    guess: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(loss, z, denominator) of all rows, from (loss, z) of each and their targets; without `losses`
+    the denominator alone.  Summed in a fixed order.  guess: where the guess goes, and `upstream`."""
+    M = targets.numel()
+    config = configs.cross_entropy_total()
+    P = cdiv(M, config.length)
+    shape = () if P == 1 else (P,)
+    loss, z, denominator = (
+        torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in range(3)
+    )
+    if P:
+        launch_total(
+            P, targets, weight, *(losses or (None, None)), loss, z, denominator, *guess,
+            M, V, ignore_index, mean and P == 1, config.length, config.tile, num_warps=config.num_warps,
+        )  # fmt: skip
+    if P != 1:
+        denominator = denominator.sum()
+        if losses is not None:
+            divisor = denominator if mean else 1.0
+            loss, z = loss.sum() / divisor, z.sum() / divisor
+    return loss, z, denominator
+
+
+def cross_entropy_forward(
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    need_lse: bool,
+    at_once: bool = False,
+) -> tuple[Tensor, ...]:
+    """Launch the forward kernels: loss, z, lse, m, l, denominator, and with at_once dlogits, guess."""
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    losses = empty_losses(logits, targets.shape)
+    dlogits = logits.new_empty(logits.shape) if at_once else None
+    targets, V = targets.reshape(-1), logits.shape[-1]
+    weights = constants(weight, label_smoothing)
+    mean = reduction == "mean"
+    denominator = guess = None
+    if at_once:
+        guess = losses[0].new_empty(())
+        divisor = total(
+            targets, weights[0], None, V, ignore_index, mean, (guess, upstream(logits))
+        )[2]  # fmt: skip
+        denominator = divisor if mean else None
+    if logits.numel():
+        dx = None if dlogits is None else dlogits.view(-1, V)
+        rows_forward(
+            as_rows(logits), targets, weights, denominator, losses, dx, options, need_lse, guess
+        )
+    loss, z, *state = losses
+    if reduction != "none":
+        loss, z, divisor = total(targets, weights[0], (loss, z), V, ignore_index, mean)
+        denominator = divisor if denominator is None else denominator
+    if denominator is None or not mean:
+        denominator = loss.new_empty(0)
+    results = (loss, z, *state, denominator)
+    return results if dlogits is None else (*results, dlogits, guess)
+
+
+def cross_entropy_backward(
+    dloss: Tensor | None,
+    dlse: Tensor | None,
+    logits: Tensor,
+    targets: Tensor,
+    weight: Tensor | None,
+    lse: Tensor,
+    m: Tensor,
+    l: Tensor,
+    denominator: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    done: Tensor | None = None,
+    guess: Tensor | None = None,
+    inplace: bool = False,
+) -> Tensor:
+    """Launch the backward kernel; returns dlogits.
+
+    done: dlogits for dloss = guess, which becomes the result.  inplace: the result takes the memory of
+    the logits, if they are one matrix of rows there.
+    """
+    if dloss is None:
+        dloss = lse.new_zeros(())
+    x, V = as_rows(logits), logits.shape[-1]
+    if done is not None:
+        dlogits = done.detach()
+    elif inplace and x.data_ptr() == logits.data_ptr() and (x.stride(0) >= V or x.shape[0] <= 1):
+        dlogits = logits.detach()
+        torch.autograd.graph.increment_version(logits)
+    else:
+        dlogits = logits.new_empty(logits.shape)
+    if logits.numel():
+        rows_backward(
+            dloss.contiguous(), None if dlse is None else dlse.contiguous(), x, targets.reshape(-1),
+            constants(weight, label_smoothing), denominator if denominator.numel() else None,
+            (lse, m, l), as_rows(dlogits), (ignore_index, label_smoothing, z_loss, softcap), V,
+            guess=guess,
+        )  # fmt: skip
+    return dlogits
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class CrossEntropyFunction(KernelFunction):
+    """For eager calls."""
+
+    @staticmethod
+    def forward(logits, targets, weight, *options_and_flags):
+        *arguments, _ = options_and_flags
+        return cross_entropy_forward(logits, targets, weight, *arguments)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        logits, targets, weight, *options, _, need_lse, at_once, ctx.inplace = inputs
+        setup_context(ctx, (logits, targets, weight, *options), output)
+        ctx.at_once = at_once
+        if not need_lse:
+            ctx.mark_non_differentiable(output[1], *output[2:])
+
+    @staticmethod
+    def backward(ctx, dloss, dz, dlse, *_):
+        logits, targets, weight, *state = ctx.saved_tensors
+        # What the forward pass wrote can be given away once.
+        *state, done, guess = state if len(state) == 6 else (*state, None, None)
+        if not ctx.at_once:
+            done = guess = None
+        ctx.at_once = False
+        dlogits = CrossEntropyBackwardFunction.apply(
+            dloss, dlse, logits, targets, weight, *state, *ctx.options, done, guess, ctx.inplace
+        )
+        return dlogits, *(None,) * 10
+
+
+class CrossEntropyBackwardFunction(FirstDerivative):
+    """cross_entropy_backward."""
+
+    @staticmethod
+    def forward(*args):
+        return cross_entropy_backward(*args)
+
+
+def setup_context(ctx, inputs, output) -> None:
+    logits, targets, weight, *ctx.options = inputs[:7]
+    ctx.save_for_backward(logits, targets, weight, *output[2:])
+    ctx.mark_non_differentiable(output[1], *output[3:])
+    ctx.set_materialize_grads(False)
+
+
+# --- compile: torch.library ops; the gradient is written by the backward pass ---------------------
+
+cross_entropy_op = torch.library.custom_op(
+    "flashproto::cross_entropy",
+    cross_entropy_forward,
+    mutates_args=(),
+    schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float label_smoothing, "
+    "float z_loss, float softcap, str reduction, bool need_lse) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+cross_entropy_backward_op = torch.library.custom_op(
+    "flashproto::cross_entropy_backward",
+    cross_entropy_backward,
+    mutates_args=(),
+    schema="(Tensor? dloss, Tensor? dlse, Tensor logits, Tensor targets, Tensor? weight, Tensor lse, "
+    "Tensor m, Tensor l, Tensor denominator, int ignore_index, float label_smoothing, float z_loss, "
+    "float softcap) -> Tensor",
+)
+
+
+def fake_losses(logits: Tensor, targets: Tensor, reduction: str) -> tuple[Tensor, ...]:
+    """(loss, z, lse, m, l, denominator)."""
+    losses = empty_losses(logits, targets.shape)
+    denominator = losses[0].new_empty(() if reduction == "mean" else 0)
+    if reduction == "none":
+        return *losses, denominator
+    return losses[0].new_empty(()), losses[1].new_empty(()), *losses[2:], denominator
+
+
+@cross_entropy_op.register_fake
+def _(logits, targets, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, need_lse):
+    return fake_losses(logits, targets, reduction)
+
+
+@cross_entropy_backward_op.register_fake
+def _(dloss, dlse, logits, *_):
+    return logits.new_empty(logits.shape)
+
+
+def _backward(ctx, dloss, dz, dlse, *_):
+    op = torch.ops.flashproto.cross_entropy_backward
+    return op(dloss, dlse, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+
+
+cross_entropy_op.register_autograd(_backward, setup_context=setup_context)
+refuse_tangents(cross_entropy_op)

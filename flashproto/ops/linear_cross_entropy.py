@@ -1,0 +1,409 @@
+"""Linear layer and cross entropy without the matrix of logits: launches, autograd.Function and
+torch.library ops.
+
+Where the gradient will be that of one number, the forward pass takes a few thousand tokens at a time:
+their logits by a matrix product into a buffer, the kernel that turns the buffer into their gradient,
+and two more products, of which the one for the weight is accumulated in float32.  The backward pass
+then scales what it finds.  Otherwise the backward pass computes the logits once more, for all tokens
+and a part of the vocabulary at a time: then every element of dweight is one product over all tokens,
+and nothing of the weight's size is kept but dweight itself.
+
+low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
+vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
+way takes 3 and the second 4, and half the memory of the first in float32.
+
+Legend: h [T, D]; weight [V, D]; bias, class_weight [V]; targets [T]; a chunk of the logits is
+[tokens, V] or [T, classes], in h's dtype.  Outputs and options as in cross_entropy.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .. import configs
+from ..kernels.cross_entropy import scale_unless_one_kernel
+from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .cross_entropy import (
+    Options,
+    constants,
+    empty_losses,
+    fake_losses,
+    rows_backward,
+    rows_forward,
+    total,
+)
+from .launch import cdiv, launcher, multiprocessors
+
+launch_scale = launcher(scale_unless_one_kernel, tensors=2)
+
+
+def linear_cross_entropy(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    options: Options,
+    reduction: str,
+    need_lse: bool,
+    chunk_size: int,
+    low_memory: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (loss, z, lse) as cross_entropy; h and targets are [T, D] and [T].
+
+    weight and bias are converted to h's dtype for the products; their gradients are not.
+    """
+    needs = [False] * 3
+    # Where a gradient waits for its scale in float32, recomputing takes less memory.
+    later = need_lse or reduction == "none" or (low_memory and kept_dtype(h) != h.dtype)
+    if torch.is_grad_enabled() and not later:
+        needs = [x is not None and x.requires_grad for x in (h, weight, bias)]
+    arguments = (
+        h, weight, bias, targets, class_weight, *options, reduction, need_lse, chunk_size, low_memory,
+        *needs,
+    )  # fmt: skip
+    apply = torch.ops.flashproto.linear_cross_entropy if use_op() else LinearCrossEntropyFunction.apply
+    return apply(*arguments)[:3]
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = a b, or out += a b; out has the dtype of a and b or is float32, and so is the sum."""
+    if out.dtype == a.dtype:
+        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
+    elif a.is_cuda:
+        if add:
+            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+        else:
+            torch.mm(a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
+
+
+def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = h weight^T + bias."""
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+
+
+def kept_dtype(x: Tensor) -> torch.dtype:
+    """Of a gradient that waits to be scaled: float16 has not the range for one that is not."""
+    return torch.float32 if x.dtype == torch.float16 else x.dtype
+
+
+def gradient_buffers(
+    h: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
+) -> tuple[Tensor, ...]:
+    """(dh, dweight, dbias) as the forward pass returns them, uninitialised; of no elements where one is
+    not asked for."""
+    return tuple(
+        h.new_empty(0) if x is None or not need else x.new_empty(x.shape, dtype=kept_dtype(x))
+        for x, need in zip((h, weight, bias), needs, strict=True)
+    )
+
+
+def gradient_slices(
+    dloss: Tensor,
+    dlse: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    denominator: Tensor | None,
+    state: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+    classes: int,
+    start: int = 0,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """(part, W, dlogits), `classes` classes at a time, from `start` on: weight[part] in h's dtype and
+    the gradient [T, classes] of these logits, which lasts until the next."""
+    V = weight.shape[0]
+    buffer = h.new_empty(h.shape[0], configs.padded_classes(classes))
+    for first in range(start, V, classes):
+        part = slice(first, min(first + classes, V))
+        W = weight[part].to(h.dtype)
+        chunk = buffer[:, : part.stop - first]
+        logits_of(h, W, None if bias is None else bias[part].to(h.dtype), chunk)
+        rows_backward(
+            dloss, dlse, chunk, targets, weights, denominator, state, chunk, options, V, first
+        )
+        yield part, W, chunk
+
+
+def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor) -> None:
+    """out = dlogits^T h, in whatever dtype."""
+    if out.dtype in (h.dtype, torch.float32):
+        product(dlogits.t(), h, out)
+    else:
+        out.copy_(torch.mm(dlogits.t(), h))
+
+
+def linear_cross_entropy_forward(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    reduction: str,
+    need_lse: bool,
+    chunk_size: int,
+    low_memory: bool,
+    need_dh: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, ...]:
+    """(loss, z, lse, m, l, denominator, dh, dweight, dbias), the gradients for dloss = 1 where they are
+    asked for; chunk_size tokens at a time."""
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    (T, D), V = h.shape, weight.shape[0]
+    losses = empty_losses(h, targets.shape)
+    weights = constants(class_weight, label_smoothing)
+    W, b = weight.to(h.dtype), None if bias is None else bias.to(h.dtype)
+    mean = reduction == "mean"
+    denominator = total(targets, weights[0], None, V, ignore_index, mean)[2] if mean else None
+    divisor = 1.0 if denominator is None else denominator
+    summed = configs.classes_summed(V, low_memory)
+    # dweight takes the place of the logits, unless it is float32 and so its own sum.
+    own_sum = need_dweight and kept_dtype(weight) == torch.float32
+    dh, dweight, dbias = gradient_buffers(h, weight, bias, (need_dh, own_sum, need_dbias))
+    dweight_sum = dweight[:summed]
+    if need_dweight and not own_sum:
+        dweight_sum = h.new_empty(summed, D, dtype=torch.float32)
+    dbias_sum = dbias.new_empty(dbias.shape, dtype=torch.float32)
+    tokens = min(chunk_size, T)
+    buffer = h.new_empty(tokens, configs.padded_classes(V))
+    product_dh = h.new_empty(tokens if need_dh else 0, D, dtype=torch.float32)
+    chunk = buffer
+    for start in range(0, T, chunk_size):
+        part = slice(start, min(start + chunk_size, T))
+        n = part.stop - start
+        chunk = buffer[:n, :V]
+        logits_of(h[part], W, b, chunk)
+        rows_forward(
+            chunk, targets[part], weights, None, tuple(row[part] for row in losses),
+            chunk if need_dh or need_dweight or need_dbias else None, options, need_lse,
+        )  # fmt: skip
+        if need_dh:
+            product(chunk, W, product_dh[:n])
+            torch.div(product_dh[:n], divisor, out=dh[part])
+        if need_dweight:
+            product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
+        if need_dbias:
+            column_sums(chunk, dbias_sum, add=start > 0)
+    del chunk, buffer, product_dh, W
+    if need_dbias:
+        torch.div(dbias_sum, divisor, out=dbias) if T else dbias.zero_()
+    if need_dweight:
+        dweight = dweight if own_sum else weight.new_empty(weight.shape)
+        torch.div(dweight_sum, divisor, out=dweight[:summed]) if T else dweight.zero_()
+    del dweight_sum
+    if need_dweight and summed < V and T:
+        classes = configs.classes_at_once(T, V, chunk_size)
+        for rest, _, dlogits in gradient_slices(
+            h.new_ones((), dtype=torch.float32), None, h, weight, bias, targets, weights, denominator,
+            (losses[2], losses[3], losses[4]), options, classes, summed,
+        ):  # fmt: skip
+            weight_gradient(dlogits, h, dweight[rest])
+    loss, z, *state = losses
+    if reduction != "none":
+        loss, z, _ = total(targets, weights[0], (loss, z), V, ignore_index, mean)
+    denominator = loss.new_empty(0) if denominator is None else denominator
+    return loss, z, *state, denominator, dh, dweight, dbias
+
+
+def column_sums(x: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = or += the sums of x's columns, in float32."""
+    sums = x.sum(0, dtype=torch.float32)
+    out.add_(sums) if add else out.copy_(sums)
+
+
+def linear_cross_entropy_backward(
+    dloss: Tensor | None,
+    dlse: Tensor | None,
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    class_weight: Tensor | None,
+    lse: Tensor,
+    m: Tensor,
+    l: Tensor,
+    denominator: Tensor,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float,
+    chunk_size: int,
+    need_dh: bool,
+    need_dweight: bool,
+    need_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dh, dweight, dbias), of no elements where one is not asked for, from the logits computed anew:
+    as many classes at a time as make a chunk of chunk_size tokens and the whole vocabulary."""
+    options = (ignore_index, label_smoothing, z_loss, softcap)
+    T, V = h.shape[0], weight.shape[0]
+    dh, dweight, dbias = (
+        h.new_empty(0) if x is None or not need else x.new_empty(x.shape)
+        for x, need in ((h, need_dh), (weight, need_dweight), (bias, need_dbias))
+    )
+    if T == 0:
+        return dh, dweight.zero_(), dbias.zero_()
+    dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    weights = constants(class_weight, label_smoothing)
+    classes = configs.classes_at_once(T, V, chunk_size)
+    dh_sum = dh if h.dtype == torch.float32 else h.new_empty(dh.shape, dtype=torch.float32)
+    for part, W, dlogits in gradient_slices(
+        dloss, dlse, h, weight, bias, targets, weights, denominator if denominator.numel() else None,
+        (lse, m, l), options, classes,
+    ):  # fmt: skip
+        if need_dh:
+            product(dlogits, W, dh_sum, add=part.start > 0)
+        if need_dweight:
+            weight_gradient(dlogits, h, dweight[part])
+        if need_dbias:
+            column_sums(dlogits, dbias[part])
+    if need_dh and dh_sum is not dh:
+        dh.copy_(dh_sum)
+    return dh, dweight, dbias
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * factor in `dtype`; in the memory of `gradient` if the dtype is the same."""
+    if gradient.dtype != dtype:
+        return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
+    gradient = gradient.detach()
+    N = gradient.numel()
+    if N:
+        config = configs.gradient_scale(gradient.element_size())
+        programs = min(cdiv(N, config.tile), config.programs * multiprocessors(gradient.device))
+        launch_scale(programs, gradient, factor, N, config.tile, num_warps=config.num_warps)
+    return gradient
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+def setup_context(ctx, inputs, output) -> None:
+    *tensors, _, ctx.need_lse, ctx.chunk_size, _, _, _, _ = inputs
+    ctx.options = tensors[5:]
+    ctx.save_for_backward(*tensors[:5], *output[2:])
+    ctx.mark_non_differentiable(output[1], *output[3:])
+    ctx.set_materialize_grads(False)
+
+
+class LinearCrossEntropyFunction(KernelFunction):
+    """For eager calls."""
+
+    @staticmethod
+    def forward(*args):
+        return linear_cross_entropy_forward(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        setup_context(ctx, inputs, output)
+        ctx.at_once = any(inputs[-3:])
+        if not ctx.need_lse:
+            ctx.mark_non_differentiable(output[1], *output[2:])
+
+    @staticmethod
+    def backward(ctx, dloss, dz, dlse, *_):
+        *saved, dh, dweight, dbias = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:3]
+        # What the forward pass computed can be given away once.
+        if ctx.at_once and dloss is not None:
+            ctx.at_once = False
+            gradients = ScaleFunction.apply(dloss, dh, dweight, dbias, *saved[:3], *needs)
+        else:
+            gradients = LinearCrossEntropyBackwardFunction.apply(
+                dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
+            )
+        return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 13
+
+
+class LinearCrossEntropyBackwardFunction(FirstDerivative):
+    """linear_cross_entropy_backward."""
+
+    @staticmethod
+    def forward(*args):
+        return linear_cross_entropy_backward(*args)
+
+
+class ScaleFunction(FirstDerivative):
+    """(dh, dweight, dbias) for dloss from those for 1."""
+
+    @staticmethod
+    def forward(dloss, dh, dweight, dbias, h, weight, bias, *needs):
+        return tuple(
+            scaled(dx, dloss, x.dtype) if need else None
+            for dx, x, need in zip((dh, dweight, dbias), (h, weight, bias), needs, strict=True)
+        )
+
+
+# --- compile: torch.library ops ------------------------------------------------------------------
+
+TENSORS = "Tensor h, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, "
+OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, "
+NEEDS = "bool need_dh, bool need_dweight, bool need_dbias"
+
+linear_cross_entropy_op = torch.library.custom_op(
+    "flashproto::linear_cross_entropy",
+    linear_cross_entropy_forward,
+    mutates_args=(),
+    schema=f"({TENSORS}{OPTIONS}str reduction, bool need_lse, int chunk_size, "
+    f"bool low_memory, {NEEDS}) -> "
+    f"({', '.join(['Tensor'] * 9)})",
+)
+linear_cross_entropy_backward_op = torch.library.custom_op(
+    "flashproto::linear_cross_entropy_backward",
+    linear_cross_entropy_backward,
+    mutates_args=(),
+    schema=f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
+    f"Tensor denominator, {OPTIONS}int chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@linear_cross_entropy_op.register_fake
+def _(h, weight, bias, targets, class_weight, *options):
+    needs = options[-3:]
+    losses = fake_losses(h, targets, options[4])
+    return *losses, *gradient_buffers(h, weight, bias, needs)
+
+
+@linear_cross_entropy_backward_op.register_fake
+def _(dloss, dlse, h, weight, bias, *rest):
+    return tuple(
+        h.new_empty(0) if x is None or not need else x.new_empty(x.shape)
+        for x, need in zip((h, weight, bias), rest[-3:], strict=True)
+    )
+
+
+def _backward(ctx, dloss, dz, dlse, *_):
+    *saved, dh, dweight, dbias = ctx.saved_tensors
+    needs = ctx.needs_input_grad[:3]
+    if any(x.numel() for x in (dh, dweight, dbias)) and dloss is not None:
+        gradients = tuple(
+            None if x is None else (dx * dloss).to(x.dtype)
+            for x, dx in zip(saved[:3], (dh, dweight, dbias), strict=True)
+        )
+    else:
+        gradients = torch.ops.flashproto.linear_cross_entropy_backward(
+            dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
+        )
+    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 13
+
+
+linear_cross_entropy_op.register_autograd(_backward, setup_context=setup_context)
+refuse_tangents(linear_cross_entropy_op)

@@ -1,0 +1,64 @@
+"""Partial results of the programs that share a row, exchanged within one launch.
+
+A row too wide for one program's registers is split over several.  Each reduces its tile, publishes
+the partial result, waits for those of the others, and finishes its tile from registers, so that the
+row is read once.  All join the same partial results in the same order: nothing depends on timing.
+
+A partial result is two float32 packed into one 64-bit word, which is written and read whole, so that
+no fence is needed.  A word of 0 says "not there yet": words must be 0 before the launch, and two
+zeros are published as -0.0 and 0.0.
+
+Programs of a row start together, but no GPU promises it, and the interpreter runs one program after
+another.  So a program waits for a bounded time only; then it reduces the missing tiles itself.
+
+Legend: word(s) int64; split the number of a tile in its row, of `splits` tiles; LANES a power of two,
+at least `splits`.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def pack(a, b):
+    """Two float32 in an int64."""
+    high = a.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return high | (b.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def unpack(word):
+    """The two float32 of an int64."""
+    a = (word >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    return a, word.to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def publish(words_ptr, split, word):
+    """Make `word` [1] that of `split`."""
+    word = tl.where(word == 0, -(2**63), word)
+    tl.atomic_xchg(words_ptr + split + tl.arange(0, 1), word, sem="relaxed")
+
+
+@triton.jit
+def collect(words_ptr, splits, LANES: tl.constexpr, POLLS: tl.constexpr):
+    """Wait for all words of a row.  Returns them [LANES], and how many are missing after POLLS looks,
+    one at least.
+
+    Looks are atomic operations, which one thread makes for all of its program: a plain load may show
+    different words to different warps, and send them different ways.
+    """
+    words, missing = look(words_ptr, splits, LANES)
+    polls = 1
+    while (missing > 0) & (polls < POLLS):
+        words, missing = look(words_ptr, splits, LANES)
+        polls += 1
+    return words, missing
+
+
+@triton.jit
+def look(words_ptr, splits, LANES: tl.constexpr):
+    lanes = tl.arange(0, LANES)
+    nothing = tl.zeros([LANES], tl.int64)
+    words = tl.atomic_or(words_ptr + lanes, nothing, mask=lanes < splits, sem="relaxed")
+    return words, tl.sum(((words == 0) & (lanes < splits)).to(tl.int32), 0)

@@ -1,0 +1,164 @@
+"""Configurations of the norm kernels: each kernel, each regime at its largest tile, hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from compile_case import Case
+
+from flashproto import configs
+from flashproto.configs import RowConfig
+from flashproto.kernels import hooks, norm, norm_backward
+
+ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
+HOOK_ARGUMENTS = ("prologue", "prologue_gradients", "epilogue", "epilogue_gradients")
+FUNCTIONS = ("PROLOGUE", "PROLOGUE_BACKWARD", "EPILOGUE", "EPILOGUE_BACKWARD")
+
+
+def case(
+    name: str,
+    kernel: Any,
+    N: int,
+    pointers: dict[str, str],
+    constexprs: dict[str, Any],
+    config: RowConfig,
+) -> Case:
+    """Argument types by name: `pointers` says which there are, the other pointers are None, as are
+    hooks; strides and N are multiples of 16, as for usual widths."""
+    names = kernel.arg_names
+    missing = {n: None for n in names if n.endswith("_ptr") and n not in pointers}
+    missing |= {n: None for n in HOOK_ARGUMENTS + FUNCTIONS if n in names}
+    tile = {
+        "R": config.rows, "C": config.columns, "K": config.chunks, "STAGES": config.stages,
+        "WHOLE": N % config.columns == 0 and (config.split or N // config.columns == config.chunks),
+        "LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024, "CASTING": "torch",
+    }  # fmt: skip
+    scalars = {n: "i32" for n in names if n in ("M", "N", "P", "G") or n.endswith("_stride")}
+    signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
+    constexprs = missing | {n: tile[n] for n in tile if n in names} | constexprs
+    aligned = tuple(n for n in signature if n not in ("M", "P", "G", "eps"))
+    return Case(
+        name, kernel, signature, constexprs, aligned, config.num_warps,
+        max_registers=config.max_registers,
+    )  # fmt: skip
+
+
+def forward(
+    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = "",
+    hooked: bool = False, **constexprs: Any,
+) -> Case:  # fmt: skip
+    itemsize = 4 if hooked else ITEMSIZE[residual or x]
+    config = configs.norm_forward(N, itemsize, bool(residual), centered, divmod(arch, 10))
+    kernel = norm.norm_forward_split_kernel if config.split else norm.norm_forward_kernel
+    pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
+    if weight:
+        pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    if residual:
+        pointers |= {"residual_ptr": residual, "total_ptr": residual}
+    if config.split:
+        pointers["words_ptr"] = "*i64"
+    return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
+
+
+def backward(
+    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
+    hooked: bool = False, **constexprs: Any,
+) -> Case:  # fmt: skip
+    config = configs.norm_backward(N, 4 if hooked else ITEMSIZE[x], bool(weight))
+    whole, split = norm_backward.norm_backward_kernel, norm_backward.norm_backward_split_kernel
+    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
+    if weight:
+        pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
+        pointers |= {"dbias_ptr": "*fp32"} if centered else {}
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    if residual:
+        pointers["dtotal_ptr"] = x
+    if config.split:
+        pointers["words_ptr"] = "*i64"
+    kernel = split if config.split else whole
+    return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
+
+
+def with_hook(plain: Case, slot: str, operand: str, scalars: tuple[str, ...], **functions: Any) -> Case:
+    """A case with a hook whose operand is [M, N] (operand "full"), or a scalar."""
+    pointer = "*bf16" if operand == "full" else "*i64"
+    strides = ("i32", "constexpr") if operand == "full" else ("constexpr", "constexpr")
+    names = plain.kernel.arg_names
+    signature = dict(plain.signature)
+    constexprs: dict[Any, Any] = {n: v for n, v in plain.constexprs.items() if n != slot}
+    signature[slot] = (((pointer, *strides),), scalars)
+    position = names.index(slot)
+    constexprs[(position, 0, 0, 2)] = 1 if operand == "full" else None
+    if operand != "full":
+        constexprs[(position, 0, 0, 1)] = None
+    gradients = f"{slot}_gradients"
+    if gradients in names:
+        constexprs = {n: v for n, v in constexprs.items() if n != gradients}
+        signature[gradients] = (pointer if operand == "full" else "constexpr",)
+        if operand != "full":
+            constexprs[(names.index(gradients), 0)] = None
+    return Case(
+        f"{plain.name}-{slot}", plain.kernel, signature, constexprs | functions,
+        plain.divisible_by_16, plain.num_warps, max_registers=plain.max_registers,
+    )  # fmt: skip
+
+
+def norm_cases(arch: int) -> list[Case]:
+    sums = dict.fromkeys(
+        ("dweight_partial_ptr", "dbias_partial_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"
+    )
+    gate = {"EPILOGUE": hooks.silu_gate}
+    gate_backward = {"EPILOGUE_BACKWARD": hooks.silu_gate_backward}
+    dropout = {"PROLOGUE": hooks.dropout}
+    dropout_backward = {"PROLOGUE_BACKWARD": hooks.dropout_backward}
+    return [
+        forward(arch, "layer-64", 64, "*bf16", True, "*bf16"),
+        forward(arch, "layer-256", 256, "*bf16", True, "*bf16"),
+        forward(arch, "layer-768", 768, "*bf16", True, "*bf16"),
+        forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16"),
+        forward(arch, "rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
+        forward(arch, "layer-5120", 5120, "*bf16", True, "*bf16"),
+        forward(arch, "layer-7168-fp32", 7168, "*fp32", True, "*fp32"),
+        forward(arch, "layer-8192", 8192, "*bf16", True, "*bf16"),
+        forward(arch, "layer-8192-add", 8192, "*bf16", True, "*fp32", "*bf16"),
+        forward(arch, "layer-16384", 16384, "*bf16", True, "*bf16"),
+        forward(arch, "layer-16384-fp32-add", 16384, "*fp32", True, "*fp32", "*fp32"),
+        forward(arch, "layer-split-add", 131072, "*fp16", True, "*fp32", "*fp16"),
+        forward(arch, "layer-split-ragged", 50257, "*bf16", True, "*bf16"),
+        forward(arch, "rms-split", 2**20, "*fp32", False),
+        forward(arch, "llama-4096", 4096, "*bf16", False, "*bf16", CASTING="llama"),
+        backward("layer-64-backward", 64, "*bf16", True, "*fp32"),
+        backward("layer-256-backward", 256, "*bf16", True, "*bf16"),
+        backward("rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
+        backward("layer-4096-backward-add", 4096, "*bf16", True, "*bf16", True),
+        backward("layer-5120-backward", 5120, "*bf16", True, "*bf16"),
+        backward("layer-7168-backward", 7168, "*bf16", True, "*bf16"),
+        backward("layer-8192-backward", 8192, "*bf16", True, "*bf16"),
+        backward("layer-8192-backward-fp32", 8192, "*fp32", True, "*fp32", True),
+        backward("layer-12288-backward", 12288, "*bf16", True, "*bf16"),
+        backward("layer-16384-backward", 16384, "*bf16", True, "*bf16"),
+        backward("layer-split-backward-add", 131072, "*bf16", True, "*bf16", True),
+        backward("rms-split-backward-fp32", 131072, "*fp32", False, "*fp32"),
+        backward("gemma-4096-backward", 4096, "*bf16", False, "*bf16", CASTING="gemma"),
+        with_hook(
+            forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16", hooked=True),
+            "epilogue", "full", (), **gate,
+        ),
+        with_hook(
+            forward(arch, "layer-4096-add", 4096, "*bf16", True, "*bf16", "*bf16", hooked=True),
+            "prologue", "scalar", ("fp32",), **dropout,
+        ),
+        with_hook(
+            backward("rms-2048-backward", 2048, "*bf16", False, "*bf16", hooked=True),
+            "epilogue", "full", (), **gate_backward,
+        ),
+        with_hook(
+            backward("layer-4096-add-backward", 4096, "*bf16", True, "*bf16", True, hooked=True),
+            "prologue", "scalar", ("fp32",), **dropout_backward,
+        ),
+        case("column-sums", norm_backward.column_sums_kernel, 131072, sums, {},
+             configs.column_sums(131072)),
+    ]  # fmt: skip

@@ -1,0 +1,214 @@
+"""Plans (flashproto/plans.py): calls that follow one give what the calls before gave, and no call
+follows one that was made for another."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashproto
+from flashproto import backends, plans
+
+pytest.importorskip("triton")
+
+f32, bf16 = torch.float32, torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Whether each call so far found a plan."""
+    plans.forget()
+    seen: list[bool] = []
+    find = plans.find
+
+    def seeing(key: Any) -> Any:
+        plan = find(key)
+        seen.append(plan is not None)
+        return plan
+
+    monkeypatch.setattr(plans, "find", seeing)
+    yield seen
+    plans.forget()
+
+
+def rows(device: str, dtype: torch.dtype = f32, *shape: int) -> Tensor:
+    return torch.randn(*(shape or (6, 40)), device=device).to(dtype)
+
+
+def heads(device: str, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(1, 20, h, 16, device=device).to(dtype).transpose(1, 2) for h in (2, 1, 1)]
+
+
+def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[..., Any], list[Tensor]]]:
+    """Calls on the portable kernels and the tensors that they take."""
+    x, r = rows(device, dtype), rows(device, f32)
+    w, b = rows(device, f32, 40), rows(device, dtype, 40)
+    triton: dict[str, Any] = {"impl": "triton"}
+    return {
+        "rms_norm": (lambda x, w: flashproto.rms_norm(x, 40, w, **triton), [x, w]),
+        "rms_norm alone": (lambda x: flashproto.rms_norm(x, (6, 40), **triton), [x]),
+        "layer_norm": (lambda x, w, b: flashproto.layer_norm(x, [40], w, b, **triton), [x, w, b]),
+        "add_rms_norm": (
+            lambda x, r, w: flashproto.add_rms_norm(x, r, 40, w, casting="llama", **triton),
+            [x, r, w],
+        ),
+        "add_layer_norm": (lambda x, r: flashproto.add_layer_norm(x, r, 40, **triton), [x, r]),
+        "softmax": (lambda x: flashproto.softmax(x, **triton), [x]),
+        "softmax in float32": (lambda x: flashproto.softmax(x, dtype=f32, **triton), [x]),
+        "log_softmax": (lambda x: flashproto.log_softmax(x[:, ::2], **triton), [x]),
+        "attention": (
+            lambda q, k, v: flashproto.attention(q, k, v, causal=True, **triton),
+            heads(device, dtype),
+        ),
+        "attention and lse": (
+            lambda q, k, v: flashproto.attention(q, k, v, return_lse=True, **triton),
+            heads(device, dtype),
+        ),
+        "attention of a negative scale": (
+            lambda q, k, v: flashproto.attention(q, k, v, scale=-0.5, **triton),
+            heads(device, dtype),
+        ),
+    }
+
+
+NAMES = list(everything("cpu", f32))
+
+
+def results(call: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
+    """Outputs and gradients."""
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    outputs = call(*leaves)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    weights = [torch.linspace(-1, 2, o.numel(), device=o.device).view(o.shape) for o in outputs]
+    loss = sum((o * w).sum() for o, w in zip(outputs, weights, strict=True))
+    return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gives_what_the_calls_before_gave(device, followed, name) -> None:
+    call, tensors = everything(device, bf16)[name]
+    first, second, third = (results(call, tensors) for _ in range(3))
+    assert followed == [False, False, True]
+    for a, b, c in zip(first, second, third, strict=True):
+        assert a.dtype == c.dtype and a.stride() == c.stride()
+        torch.testing.assert_close(b, a, rtol=0, atol=0)
+        torch.testing.assert_close(c, a, rtol=0, atol=0)
+    plain = call(*tensors)
+    plain = [plain] if isinstance(plain, Tensor) else list(plain)
+    for a, b in zip(plain, first, strict=False):
+        assert not a.requires_grad
+        torch.testing.assert_close(a, b.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_that_starts_anywhere(device, followed, name) -> None:
+    call, tensors = everything(device, bf16)[name]
+    expected = call(*tensors)
+    for start in (0, 0, 1, 8, 0):
+        moved = []
+        for t in tensors:
+            memory = torch.empty(t.numel() + start, dtype=t.dtype, device=device)
+            moved.append(memory[start:].as_strided(t.shape, t.stride(), start).copy_(t))
+        torch.testing.assert_close(call(*moved), expected, rtol=0, atol=0)
+
+
+def test_only_some_inputs_require_grad(device, followed) -> None:
+    x, w = rows(device), rows(device, f32, 40).requires_grad_()
+    for _ in range(3):
+        (dw,) = torch.autograd.grad(flashproto.rms_norm(x, 40, w, impl="triton").sum(), w)
+        torch.testing.assert_close(dw, (x * (x.square().mean(-1, True) + 1.1920929e-07).rsqrt()).sum(0))
+    q, k, v = heads(device, f32)
+    v.requires_grad_()
+    for _ in range(3):
+        out, lse = flashproto.attention(q, k, v, return_lse=True, impl="triton")
+        assert lse.requires_grad
+        (dv,) = torch.autograd.grad(out.sum(), v)
+        assert dv.shape == v.shape
+    assert followed == [False, False, True] * 2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_raise(device, followed, name) -> None:
+    call, tensors = everything(device, f32)[name]
+    for _ in range(3):
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        outputs = call(*leaves)
+        y = outputs if isinstance(outputs, Tensor) else outputs[0]
+        gradients = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
+        with pytest.raises(NotImplementedError, match="second derivative"):
+            gradients[0].sum().backward()
+
+
+def test_transforms_follow_none(device, followed) -> None:
+    x = rows(device)
+    for _ in range(3):
+        expected = torch.func.grad(lambda x: torch.softmax(x, -1).square().sum())(x)
+        y = torch.func.grad(lambda x: flashproto.softmax(x, impl="triton").square().sum())(x)
+        torch.testing.assert_close(y, expected)
+        flashproto.softmax(x, impl="triton")
+    with pytest.raises(RuntimeError):  # no jvp
+        torch.func.jvp(lambda x: flashproto.softmax(x, impl="triton"), (x,), (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        with pytest.raises(RuntimeError):
+            flashproto.softmax(dual, impl="triton")
+
+
+def test_autocast_follows_none(device, followed) -> None:
+    x = rows(device, bf16)
+    for _ in range(3):
+        assert flashproto.softmax(x, impl="triton").dtype == bf16
+        with torch.autocast(torch.device(device).type, dtype=bf16):
+            expected = torch.softmax(x, -1).dtype
+            assert flashproto.softmax(x, impl="triton").dtype == expected
+    assert sum(followed) == 1
+
+
+def test_the_default_backend_may_change(device, followed) -> None:
+    x = rows(device)
+    before = backends.get_default()
+    try:
+        for impl in ("triton", "reference", None) * 3:
+            backends.set_default(impl)
+            torch.testing.assert_close(flashproto.softmax(x), torch.softmax(x, -1))
+    finally:
+        backends.set_default(before)
+
+
+def test_errors_are_raised_every_time(device, followed) -> None:
+    x = rows(device)
+    for _ in range(4):
+        with pytest.raises(ValueError, match="normalized_shape"):
+            flashproto.rms_norm(x, 41)
+        with pytest.raises(TypeError, match=r"torch\.Tensor"):
+            flashproto.softmax([1.0, 2.0])  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="layout"):
+            flashproto.softmax(x.to_sparse())
+        with pytest.raises(backends.BackendError):
+            flashproto.softmax(x.double(), impl="triton")
+    assert not any(followed)
+
+
+def test_keeps_no_tensor(device, followed) -> None:
+    references = []
+    for name in ("add_layer_norm", "softmax", "attention"):
+        call, tensors = everything(device, f32)[name]
+        for _ in range(3):
+            results(call, tensors)
+        references += [weakref.ref(t) for t in tensors]
+        del call, tensors
+    gc.collect()
+    assert not any(r() is not None for r in references)
+
+
+def test_is_bounded(monkeypatch: pytest.MonkeyPatch, followed) -> None:
+    monkeypatch.setattr(plans, "KEPT", 4)
+    for i in range(10):
+        plans.keep(i, lambda: None)
+        assert len(plans._plans) <= 4
