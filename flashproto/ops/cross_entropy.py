@@ -204,7 +204,7 @@ def cross_entropy_forward(
     if denominator is None or not mean:
         denominator = loss.new_empty(0)
     results = (loss, z, *state, denominator)
-    return results if dlogits is None else (*results, dlogits, guess)
+    return results if dlogits is None or guess is None else (*results, dlogits, guess)
 
 
 def cross_entropy_backward(
