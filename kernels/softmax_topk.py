@@ -16,6 +16,11 @@ Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers and is s
 rows are split over programs, each of which keeps its K best while it loops over tiles [C], and passes
 over a tile whose largest score is no match for them; a second kernel joins the splits.
 
+Of float32 the K values are to be as good as torch's, whose threads add up few terms each, whereas here
+one adds up to 32 a tile, and the largest of them, which is 1, swallows the last digits of the others.
+So float32 scores are summed exactly, in two parts, and the chosen ones have an exponential better than
+the hardware's, which is off by up to two units in the last place.
+
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], lse [M]
 float32, words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx [M, N] contiguous;
 KP a power of two, at least K.  Keys in registers are int32 where 16 bits hold a score and 16 a column.
@@ -24,14 +29,86 @@ KP a power of two, at least K.  Keys in registers are int32 where 16 bits hold a
 import triton
 import triton.language as tl
 
-from .exchange import pack
-from .online_softmax import LOG2E, online_softmax_finish, online_softmax_start, online_softmax_update
+from .exchange import pack, unpack
+from .online_softmax import (
+    LOG2E,
+    exponentials,
+    online_softmax_finish,
+    online_softmax_start,
+    online_softmax_update,
+    shift_of,
+)
 from .rows import load, store
 from .softmax import join, normalized, state_of
 
 # The lowest integers, of int32 and int64 keys: 64 and more below the key of any score.
 LOWEST32 = tl.constexpr(-(2**31))
 LOWEST = tl.constexpr(-(2**63))
+
+# log2(e) less its float32.
+LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) of x <= 0, within about one unit in the last place: 2^n, which is exact, times the series
+    of 2^f, |f| <= 1/2, whose next term is below 2^-27."""
+    x = tl.where(x < -110.0, -110.0, x)  # 0 either way; a NaN stays
+    n = tl.floor(x * LOG2E + 0.5)
+    f = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -n) + x * LOG2E_LOW
+    p = f * 1.5252734e-5 + 1.5403530e-4
+    p = p * f + 1.3333558e-3
+    p = p * f + 9.6181291e-3
+    p = p * f + 5.5504109e-2
+    p = p * f + 2.4022651e-1
+    p = p * f + 6.9314718e-1
+    return (p * f + 1.0) * tl.exp2(n)
+
+
+@triton.jit
+def sum_in_parts(p):
+    """(high, low) [R], whose sum is that of the rows of p [R, C], 0 <= p <= 1, C <= 2^12.
+
+    What p holds in multiples of 2^-12 is added without a rounding, in any order, since the sums are
+    below 2^12; the rests are so small that their roundings do not count.
+    """
+    tl.static_assert(p.shape[1] <= 4096)
+    high = (p + 3072.0) - 3072.0  # a unit in the last place is 2^-12 from 2^11 to 2^12
+    return tl.sum(high, 1), tl.sum(p - high, 1)
+
+
+@triton.jit
+def precise_state_of(x):
+    """state_of float32 scores x [R, C]."""
+    m = tl.max(x, 1)
+    high, low = sum_in_parts(exponentials(x, shift_of(m)[:, None], LOG2E, True))
+    return m, high + low
+
+
+@triton.jit
+def precise_update(m, l, l_low, x):
+    """online_softmax_update by float32 scores x [R, C], with the sum in two parts, l + l_low."""
+    m_new = tl.maximum(m, tl.max(x, 1))
+    shift = shift_of(m_new)
+    alpha = exponential(m - shift)
+    high, low = sum_in_parts(exponentials(x, shift[:, None], LOG2E, True))
+    scaled = l * alpha
+    total = scaled + high
+    # What the two roundings, of the product and of the sum, left out.
+    part = total - scaled
+    lost = (scaled - (total - part)) + (high - part)
+    return m_new, total, l_low * alpha + (tl.fma(l, alpha, -scaled) + lost + low)
+
+
+@triton.jit
+def precise_join(words, splits):
+    """join, of softmax.py, with the better exponential."""
+    m, l = unpack(words)
+    here = tl.arange(0, words.shape[0]) < splits
+    m = tl.where(here, m, -float("inf"))[None, :]
+    whole = tl.max(m, 1)
+    weights = tl.where(m == whole[:, None], 1.0, exponential(m - shift_of(whole)[:, None]))
+    return whole, tl.sum(tl.where(here[None, :], l[None, :] * weights, 0.0), 1)
 
 
 @triton.jit
@@ -113,10 +190,18 @@ def store_result(
     x, cols = scores_and_columns(best, dtype)
     lse, _ = online_softmax_finish(m, l, LOG2E)
     tl.store(lse_ptr + rows, lse, mask=rows < M)
-    if RENORMALIZE:
-        m, chosen = state_of(tl.where(lanes < K, x, -float("inf")))
-        l = tl.where(l == l, chosen, l)  # NaN where the row holds a NaN, chosen or not
-    v = normalized(x, m, l, False, values_ptr.dtype.element_ty == tl.float32)
+    if values_ptr.dtype.element_ty == tl.float32:
+        # Keys are in descending order, so that m is the score of the first also of those chosen.
+        p = exponential(x - shift_of(m)[:, None])
+        if RENORMALIZE:
+            high, low = sum_in_parts(tl.where(lanes < K, p, 0.0))
+            l = tl.where(l == l, high + low, l)  # NaN where the row holds a NaN, chosen or not
+        v = tl.div_rn(p, tl.broadcast_to(l[:, None], p.shape))
+    else:
+        if RENORMALIZE:
+            m, chosen = state_of(tl.where(lanes < K, x, -float("inf")))
+            l = tl.where(l == l, chosen, l)
+        v = normalized(x, m, l, False, False)
     offsets = rows[:, None] * K + lanes
     store(values_ptr, offsets, v, mask)
     tl.store(indices_ptr + offsets, cols, mask=mask)
@@ -132,7 +217,10 @@ def softmax_topk_kernel(
     cols = tl.arange(0, C)[None, :]  # [1, C]
     mask = (rows[:, None] < M) & (cols < N)
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask=mask, other=-float("inf"))
-    m, l = state_of(x)
+    if x.dtype == tl.float32:
+        m, l = precise_state_of(x)
+    else:
+        m, l = state_of(x)
     keys = keys_of(x, cols, mask)
     lowest: tl.constexpr = LOWEST32 if keys.dtype == tl.int32 else LOWEST
     best = in_row(select(keys, K, lowest, KP), 0)
@@ -156,6 +244,7 @@ def softmax_topk_split_kernel(
     columns = tl.minimum(SPAN, N - first)
     lanes = tl.arange(0, KP)
     m, l = online_softmax_start(1)
+    l_low = l
     # Places without a key yet hold integers below any key; those beyond K, one above.
     narrow: tl.constexpr = x_ptr.dtype.element_ty.primitive_bitwidth == 16
     lowest: tl.constexpr = LOWEST32 if narrow else LOWEST
@@ -166,7 +255,10 @@ def softmax_topk_split_kernel(
         cols = start + tl.arange(0, C)[None, :]  # [1, C]
         x = tl.load(x_ptr + cols, mask=cols < columns, other=-float("inf"))
         largest = tl.max(x.to(tl.float32), 1)
-        m, l, _, _ = online_softmax_update(m, l, x.to(tl.float32), LOG2E, True)
+        if x.dtype == tl.float32:
+            m, l, l_low = precise_update(m, l, l_low, x)
+        else:
+            m, l, _, _ = online_softmax_update(m, l, x.to(tl.float32), LOG2E, True)
         # No key of this tile is above that of its largest score in its first column.
         bound = tl.max(keys_of(largest.to(x.dtype), start + tl.zeros([1], tl.int32), True), 0)
         if bound > least:
@@ -176,7 +268,7 @@ def softmax_topk_split_kernel(
                 chosen = tl.where(chosen == least, best, chosen)
                 least = tl.min(chosen, 0)
                 best = tl.max(largest_below(keys, best + tl.zeros([1], keys.dtype)), 0)
-    words = pack(m, l)
+    words = pack(m, l + l_low)
     tl.store(words_ptr + tl.program_id(0) + tl.arange(0, 1), words)
     kept = tl.where(chosen < lowest + KP, LOWEST, in_row(chosen, first))
     tl.store(keys_ptr + tl.program_id(0).to(tl.int64) * K + lanes, kept, mask=lanes < K)
@@ -192,7 +284,10 @@ def softmax_topk_join_kernel(
     row = tl.program_id(0).to(tl.int64)
     lanes, cols = tl.arange(0, LANES), tl.arange(0, C)[None, :]
     words = tl.load(words_ptr + row * splits + lanes, mask=lanes < splits, other=0)
-    m, l = join(words, splits)
+    if x_ptr.dtype.element_ty == tl.float32:
+        m, l = precise_join(words, splits)
+    else:
+        m, l = join(words, splits)
     candidates = splits * K
     keys = tl.load(keys_ptr + row * candidates + cols, mask=cols < candidates, other=LOWEST)
     best = select(keys, K, LOWEST, KP)

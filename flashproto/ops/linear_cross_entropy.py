@@ -8,9 +8,14 @@ then scales what it finds.  Otherwise the backward pass computes the logits once
 and a part of the vocabulary at a time: then every element of dweight is one product over all tokens,
 and nothing of the weight's size is kept but dweight itself.
 
+A float32 dweight is its own sum, and float32 logits are computed once more by the very products of
+the forward pass, a chunk of tokens at a time.  Products of other shapes round otherwise, and a softmax
+of scores that are not those of its sum forfeits that it is p (1 - p) times as sensitive as they are.
+
 low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
 vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
-way takes 3 and the second 4, and half the memory of the first in float32.
+way takes 3 and the second 4, and half the memory of the first in float32.  Where dweight is its own
+sum there is nothing to save.
 
 Legend: h [T, D]; weight [V, D]; bias, class_weight [V]; targets [T]; a chunk of the logits is
 [tokens, V] or [T, classes], in h's dtype.  Outputs and options as in cross_entropy.py.
@@ -138,6 +143,16 @@ def gradient_slices(
         yield part, W, chunk
 
 
+def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int) -> None:
+    """out = dlogits W, in float32; from float32 the sum of products of `classes` classes each, since
+    one sum over all classes may have many more roundings."""
+    classes = classes if dlogits.dtype == torch.float32 else W.shape[0]
+    product(dlogits[:, :classes], W[:classes], out)
+    for first in range(classes, W.shape[0], classes):
+        part = slice(first, first + classes)
+        out += torch.mm(dlogits[:, part], W[part])
+
+
 def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor) -> None:
     """out = dlogits^T h, in whatever dtype."""
     if out.dtype in (h.dtype, torch.float32):
@@ -174,14 +189,15 @@ def linear_cross_entropy_forward(
     mean = reduction == "mean"
     denominator = total(targets, weights[0], None, V, ignore_index, mean)[2] if mean else None
     divisor = 1.0 if denominator is None else denominator
-    summed = configs.classes_summed(V, low_memory)
     # dweight takes the place of the logits, unless it is float32 and so its own sum.
     own_sum = need_dweight and kept_dtype(weight) == torch.float32
+    summed = configs.classes_summed(V, low_memory and not own_sum)
     dh, dweight, dbias = gradient_buffers(h, weight, bias, (need_dh, own_sum, need_dbias))
     dweight_sum = dweight[:summed]
     if need_dweight and not own_sum:
         dweight_sum = h.new_empty(summed, D, dtype=torch.float32)
     dbias_sum = dbias.new_empty(dbias.shape, dtype=torch.float32)
+    classes = configs.classes_at_once(T, V, chunk_size) if T else V
     tokens = min(chunk_size, T)
     buffer = h.new_empty(tokens, configs.padded_classes(V))
     product_dh = h.new_empty(tokens if need_dh else 0, D, dtype=torch.float32)
@@ -196,7 +212,7 @@ def linear_cross_entropy_forward(
             chunk if need_dh or need_dweight or need_dbias else None, options, need_lse,
         )  # fmt: skip
         if need_dh:
-            product(chunk, W, product_dh[:n])
+            hidden_gradient(chunk, W, product_dh[:n], classes)
             torch.div(product_dh[:n], divisor, out=dh[part])
         if need_dweight:
             product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
@@ -210,7 +226,6 @@ def linear_cross_entropy_forward(
         torch.div(dweight_sum, divisor, out=dweight[:summed]) if T else dweight.zero_()
     del dweight_sum
     if need_dweight and summed < V and T:
-        classes = configs.classes_at_once(T, V, chunk_size)
         for rest, _, dlogits in gradient_slices(
             h.new_ones((), dtype=torch.float32), None, h, weight, bias, targets, weights, denominator,
             (losses[2], losses[3], losses[4]), options, classes, summed,
@@ -251,7 +266,7 @@ def linear_cross_entropy_backward(
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, dweight, dbias), of no elements where one is not asked for, from the logits computed anew:
-    as many classes at a time as make a chunk of chunk_size tokens and the whole vocabulary."""
+    in float32 chunk_size tokens at a time, else as many classes at a time as take the same memory."""
     options = (ignore_index, label_smoothing, z_loss, softcap)
     T, V = h.shape[0], weight.shape[0]
     dh, dweight, dbias = (
@@ -263,11 +278,29 @@ def linear_cross_entropy_backward(
     dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     weights = constants(class_weight, label_smoothing)
+    divisor = denominator if denominator.numel() else None
     classes = configs.classes_at_once(T, V, chunk_size)
+    if h.dtype == weight.dtype == torch.float32:
+        b = None if bias is None else bias.to(h.dtype)
+        buffer = h.new_empty(min(chunk_size, T), configs.padded_classes(V))
+        for start in range(0, T, chunk_size):
+            rows = slice(start, min(start + chunk_size, T))
+            chunk = buffer[: rows.stop - start, :V]
+            logits_of(h[rows], weight, b, chunk)
+            rows_backward(
+                dloss[rows] if dloss.ndim else dloss, None if dlse is None else dlse[rows], chunk,
+                targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
+            )  # fmt: skip
+            if need_dh:
+                hidden_gradient(chunk, weight, dh[rows], classes)
+            if need_dweight:
+                product(chunk.t(), h[rows], dweight, add=start > 0)
+            if need_dbias:
+                column_sums(chunk, dbias, add=start > 0)
+        return dh, dweight, dbias
     dh_sum = dh if h.dtype == torch.float32 else h.new_empty(dh.shape, dtype=torch.float32)
     for part, W, dlogits in gradient_slices(
-        dloss, dlse, h, weight, bias, targets, weights, denominator if denominator.numel() else None,
-        (lse, m, l), options, classes,
+        dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes,
     ):  # fmt: skip
         if need_dh:
             product(dlogits, W, dh_sum, add=part.start > 0)

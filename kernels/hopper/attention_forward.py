@@ -20,15 +20,15 @@ it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
     otherwise  when both are done, with the registers of P free again: another consumer's products run
 
 and the consumers take turns to issue (PB), so that one computes its softmax while others have the
-tensor cores.  Across items likewise: the first scores of the next item are issued behind the last P V of
-this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is in flight at any loop
-edge, and nothing depends on there being a next tile: the producer ends with a phantom K and Q of no
-bytes.
+tensor cores.  Across items likewise: the first scores of the next item are issued behind the last P V
+of this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is in flight at any
+loop edge, and nothing depends on there being a next tile: the producer ends with a phantom K and Q of
+no bytes.
 
 Under a causal mask items differ in length; the order in which each program takes them comes from a
-table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py, written
-so that a thread's comparisons are with constants.  The tile needs none where key_tiles of schedule.py
-says so.
+table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py,
+written so that a thread's comparisons are with constants.  The tile needs none where key_tiles of
+schedule.py says so.
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
 """
