@@ -156,6 +156,8 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     torch's.
     """
     columns, per_warp = power_of_two(N), 2048 // itemsize
+    if hooked and N > WIDEST_SPLIT:
+        return RowConfig(1, 8192 // itemsize, 8, looped=True)
     if N > 16384 or 8192 < N <= 12288:
         return _split(N, itemsize, 65536, None if hooked else 56 if N <= 65536 else 64)
     rows = min(max(2 * per_warp // columns, 1), MAX_TILE_ROWS)
