@@ -228,7 +228,15 @@ def test_no_elements(device) -> None:
 
 
 @pytest.mark.parametrize("casting", ["llama", "gemma"])
-@pytest.mark.parametrize(("dtype", "N"), [(f32, 40), (bf16, 40), (bf16, 17000)])
+@pytest.mark.parametrize(
+    ("dtype", "N"),
+    [
+        (f32, 40),
+        (bf16, 40),
+        (bf16, 17000),
+        pytest.param(f32, 17000, marks=pytest.mark.gpu),  # slow under the interpreter
+    ],
+)
 def test_castings(device, casting, dtype, N) -> None:
     """As Hugging Face's LlamaRMSNorm and Gemma2RMSNorm write it, in PyTorch."""
     x = torch.randn(3, N, device=device).to(dtype).requires_grad_()

@@ -24,10 +24,12 @@ Cells = dict[str, dict[str, Any]]
 def commit() -> tuple[str | None, bool | None]:
     """The git commit of this source tree and whether it has changes.
 
-    A copy of the tree without its history says so in FLASHPROTO_COMMIT, whose word is taken; None
-    where neither is there.
+    A copy of the tree without its history, or with another one, says so in FLASHPROTO_COMMIT, whose
+    word is taken; None where neither is there.
     """
     unknown = os.environ.get("FLASHPROTO_COMMIT"), None
+    if unknown[0]:
+        return unknown
     root = Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
