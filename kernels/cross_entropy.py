@@ -18,18 +18,15 @@ thread keeps: nothing passes between threads until the states merge at the end o
 gradient is written either at once, while the row is still in cache (two passes over memory instead
 of three), or by the backward kernel from the saved state.
 
-At once, the gradient that will come from above is not known yet.  It is guessed: training scales its
-loss by the same number call after call (1, one over the steps of accumulation, a loss scale), so the
-guess is the number of the last call, or NaN if the two last calls differ, and then the gradient is
-left to the backward kernel.  That does nothing where the guess was right, and else the arithmetic of
-the forward kernel on the same numbers, so that the guess decides about time, not about the result.
+At once, the gradient that will come from above is not known yet, and is taken to be 1.  Where it is,
+the backward kernel does nothing; where it is not, it writes the gradient anew.  So a gradient depends
+on its inputs alone, not on the calls before.
 
 Legend: M rows, V classes; a tile is [R * G, E], R rows as G groups of E elements each, C = G * E
 columns; x, dx [M, V] of unit column stride; targets [M]; weight [V]; loss, z, lse, m, l [M] float32.
-z is the part z_loss lse^2 of the loss.  upstream [2] is the last gradient from above and the guess of
-the next; guess is the one of this call.  Sources: Milakov and Gimelshein, "Online normalizer
-calculation for softmax" (2018); Szegedy et al. (2016) for smoothing; Chowdhery et al., "PaLM"
-(2022), for the z-loss; Gemma Team, "Gemma 2" (2024), for the softcap.
+z is the part z_loss lse^2 of the loss.  Sources: Milakov and Gimelshein, "Online
+normalizer calculation for softmax" (2018); Szegedy et al. (2016) for smoothing; Chowdhery et al.,
+"PaLM" (2022), for the z-loss; Gemma Team, "Gemma 2" (2024), for the softcap.
 """
 
 import triton
@@ -180,7 +177,7 @@ def give_tile(
 
 @triton.jit(do_not_specialize=["M", "ignore_index"])
 def cross_entropy_forward_kernel(
-    x_ptr, targets_ptr, weight_ptr, weight_sum_ptr, denominator_ptr, guess_ptr,
+    x_ptr, targets_ptr, weight_ptr, weight_sum_ptr, denominator_ptr,
     loss_ptr, z_ptr, lse_ptr, m_ptr, l_ptr, dx_ptr,
     x_stride, dx_stride, M, V, ignore_index, smoothing, z_loss, softcap,
     SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr,
@@ -188,9 +185,8 @@ def cross_entropy_forward_kernel(
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1; more than one only where a tile holds them whole.
 
-    With dx_ptr also dx of the sum of the losses, divided by the denominator and times the guess if
-    there are such, unless the guess is NaN; dx may be x.  KEEP: lse is wanted of ignored rows too,
-    which are not read otherwise.
+    With dx_ptr also dx of the sum of the losses, divided by the denominator if there is one; dx may be
+    x.  KEEP: lse is wanted of ignored rows too, which are not read otherwise.
     """
     C: tl.constexpr = G * E
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
@@ -239,12 +235,8 @@ def cross_entropy_forward_kernel(
 
     if dx_ptr is not None:
         above = 1.0
-        if guess_ptr is not None:
-            above = tl.load(guess_ptr)
-            if above != above:
-                return
         if denominator_ptr is not None:
-            above *= tl.div_rn(1.0, tl.load(denominator_ptr))
+            above = tl.div_rn(1.0, tl.load(denominator_ptr))
         a, hit = coefficients(lse, c, W, V, smoothing, z_loss, SMOOTHING)
         rate = per_lane(tl.where(kept, a * above / l, 0.0), R, G)
         hit = per_lane(tl.where(kept, hit * above, 0.0), R, G)
@@ -268,25 +260,20 @@ def cross_entropy_forward_kernel(
 @triton.jit(do_not_specialize=["M", "tiles", "ignore_index", "first"])
 def cross_entropy_backward_kernel(
     dloss_ptr, dlse_ptr, x_ptr, targets_ptr, weight_ptr, weight_sum_ptr, denominator_ptr,
-    lse_ptr, m_ptr, l_ptr, dx_ptr, guess_ptr, upstream_ptr,
+    lse_ptr, m_ptr, l_ptr, dx_ptr,
     x_stride, dx_stride, dloss_stride, M, N, V, first, tiles, ignore_index,
     smoothing, z_loss, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+    DONE: tl.constexpr, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """dx [M, N] of columns first to first + N - 1 of V, from the gradients dloss of the losses (of
     stride 0 where it is one number) and dlse of lse.
 
-    The tiles are dealt out to the programs in turn.  With guess_ptr dloss is one number, from which
-    `upstream` learns, and if it is the guess dx holds the gradient already.
+    The tiles are dealt out to the programs in turn.  DONE: dloss is one number, and dx holds the
+    gradient already if that is 1.
     """
-    if guess_ptr is not None:
-        number = tl.load(dloss_ptr)
-        once = tl.program_id(0) == 0
-        again = number == tl.load(upstream_ptr)
-        tl.store(upstream_ptr, number, mask=once)
-        tl.store(upstream_ptr + 1, tl.where(again, number, float("nan")), mask=once)
-        if number == tl.load(guess_ptr):
+    if DONE:
+        if tl.load(dloss_ptr) == 1.0:
             return
     C: tl.constexpr = G * E
     lane = tl.arange(0, R * G)
@@ -339,15 +326,11 @@ def cross_entropy_backward_kernel(
 @triton.jit(do_not_specialize=["M", "V", "ignore_index"])
 def cross_entropy_total_kernel(
     targets_ptr, weight_ptr, loss_ptr, z_ptr, loss_sum_ptr, z_sum_ptr, denominator_ptr,
-    guess_ptr, upstream_ptr,
     M, V, ignore_index,
     MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sums of loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and of the class weights of their
-    targets, which is the denominator of the mean; without loss_ptr the last alone.  MEAN divides.  With
-    guess_ptr also the guess, read once, since other streams may change `upstream` at any time."""
-    if guess_ptr is not None:
-        tl.store(guess_ptr, tl.load(upstream_ptr + 1), mask=tl.program_id(0) == 0)
+    targets, which is the denominator of the mean; without loss_ptr the last alone.  MEAN divides."""
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)

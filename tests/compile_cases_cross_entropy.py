@@ -25,11 +25,9 @@ def case(
         pointers |= {"weight_ptr": "*fp32", "weight_sum_ptr": "*fp32"}
     if every_option or gradient:
         pointers["denominator_ptr"] = "*fp32"
-    if gradient or (backward and not every_option):
-        pointers["guess_ptr"] = "*fp32"
     if backward:
         pointers |= {"dloss_ptr": "*fp32", "dx_ptr": x} | dict.fromkeys(ROWS[2:], "*fp32")
-        pointers["dlse_ptr" if every_option else "upstream_ptr"] = "*fp32"
+        pointers |= {"dlse_ptr": "*fp32"} if every_option else {}
     else:
         pointers |= dict.fromkeys(ROWS, "*fp32") | ({"dx_ptr": x} if gradient else {})
     names = kernel.arg_names
@@ -37,7 +35,7 @@ def case(
     scalars = {n: "i32" for n in names if n.endswith("_stride") or n in NUMBERS}
     scalars |= dict.fromkeys(OPTIONS, "fp32")
     flags = {"SMOOTHING": every_option, "SOFTCAP": every_option}
-    flags |= {} if backward else {"KEEP": False}
+    flags |= {"DONE": not every_option} if backward else {"KEEP": False}
     signature = pointers | scalars
     return Case(
         name, kernel, signature,
@@ -60,8 +58,7 @@ def cross_entropy_cases() -> list[Case]:
                 ]
     total, scale = configs.cross_entropy_total(), configs.gradient_scale(2)
     signature = {"targets_ptr": "*i64"} | dict.fromkeys(
-        ("weight_ptr", "loss_ptr", "z_ptr", "loss_sum_ptr", "z_sum_ptr", "denominator_ptr", "guess_ptr",
-         "upstream_ptr"), "*fp32",
+        ("weight_ptr", "loss_ptr", "z_ptr", "loss_sum_ptr", "z_sum_ptr", "denominator_ptr"), "*fp32",
     )  # fmt: skip
     cases.append(
         Case(

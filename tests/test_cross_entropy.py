@@ -17,7 +17,6 @@ import flashproto
 from flashproto import configs, nn, reference
 
 pytest.importorskip("triton")
-from flashproto.ops import cross_entropy as cross_entropy_op
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # One class; several rows a program; one tile; whole tiles with and without a rest; unaligned rows.
@@ -112,14 +111,14 @@ def test_options(device, monkeypatch, V, dtype, options, reduction) -> None:
     check(device, x, t, reduction=reduction, return_lse=True, return_z_loss=True, **options)
 
 
-# Against one row eager is right by luck: the same examples each time where CI runs, others on a GPU.
-@settings(max_examples=25, derandomize=not torch.cuda.is_available())
+@settings(max_examples=25)
 @given(st.data())
 def test_any_combination(data) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     draw = data.draw
     torch.manual_seed(draw(st.integers(0, 2**31)))
-    M, V = draw(st.integers(1, 20)), draw(st.sampled_from([2, 5, 8, 64, 300, 5000]))
+    # In few rows eager may be right by luck, and is no yardstick.
+    M, V = draw(st.integers(8, 20)), draw(st.sampled_from([2, 5, 8, 64, 300, 5000]))
     x, t = problem(M, V, draw(st.sampled_from(DTYPES)), device)
     options = {
         "reduction": draw(st.sampled_from(REDUCTIONS)),
@@ -185,26 +184,17 @@ def test_upstream_gradient_and_repeated_backward(device, factor) -> None:
     torch.testing.assert_close(first.double(), exact * factor, rtol=2**-7, atol=0.0)
 
 
-def check_guesses(device: str, V: int, dtype: torch.dtype, name: str, reduction: str) -> None:
-    """A gradient is the same, up to its last bits, whether its upstream was guessed or not."""
+def check_scaled(device: str, V: int, dtype: torch.dtype, name: str, reduction: str) -> None:
+    """A gradient is the same to the last bit whatever the upstream gradients of the calls before."""
     x, t = problem(3, V, dtype, device)
     options = OPTIONS[name] | {"reduction": reduction}
     if "weight" in options:
         options["weight"] = torch.rand(V, device=device)
     t[t < 0] = options.get("ignore_index", -100)
-    last = cross_entropy_op.upstream(x)
     wanted: dict[float, Tensor] = {}
-    guesses = []
-    for factor in (0.3, 0.3, 0.3, 2.0, 0.3, 2.0, 2.0, 2.0):
-        guesses.append((factor, last[1].item()))
+    for factor in (0.3, 0.3, 1.0, 2.0, 0.3, 1.0, 2.0, 1.0):
         dx = outcomes(x, t, "triton", torch.tensor(factor, device=device), **options)[1]
-        before = wanted.setdefault(factor, dx)
-        two_units = 2 * torch.finfo(dtype).eps
-        torch.testing.assert_close(
-            dx, before, rtol=two_units, atol=two_units * before.abs().max().item()
-        )
-    right = [math.isclose(factor, guess, rel_tol=1e-6) for factor, guess in guesses]
-    assert right[2:] == [True, False, False, False, False, True]
+        assert torch.equal(dx, wanted.setdefault(factor, dx))
 
 
 @pytest.mark.parametrize(
@@ -217,32 +207,19 @@ def check_guesses(device: str, V: int, dtype: torch.dtype, name: str, reduction:
     ],
     ids=str,
 )
-def test_guessed_upstream_gradient(device, V, dtype, name, reduction) -> None:
-    check_guesses(device, V, dtype, name, reduction)
+def test_scaled_losses(device, V, dtype, name, reduction) -> None:
+    check_scaled(device, V, dtype, name, reduction)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("V", [1000, 50257, 50304, 128256])
-def test_guessed_upstream_gradient_at_every_width(device, V, dtype, name) -> None:
-    check_guesses(device, V, dtype, name, "mean")
+def test_scaled_losses_at_every_width(device, V, dtype, name) -> None:
+    check_scaled(device, V, dtype, name, "mean")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_whatever_came_before_when_determinism_is_asked_for(device, dtype) -> None:
-    x, t = problem(3, 40, dtype, device)
-    wanted: dict[float, Tensor] = {}
-    torch.use_deterministic_algorithms(True)
-    try:
-        for factor in (0.3, 0.3, 2.0, 1.0, 0.3, 2.0, 2.0, 1.0):
-            dx = outcomes(x, t, "triton", torch.tensor(factor, device=device))[1]
-            assert torch.equal(dx, wanted.setdefault(factor, dx))
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_one_more_upstream_gradient_than_guessed(device) -> None:
+def test_several_losses_before_one_backward_pass(device) -> None:
     """Two losses before one backward pass, and one loss that needs no gradient in the end."""
     x, t = problem(5, 60, torch.float32, device)
     for factor in (0.5, 3.0):

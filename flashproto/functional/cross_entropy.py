@@ -35,9 +35,9 @@ def cross_entropy(
     """torch.nn.functional.cross_entropy over the last dimension, with the options of language models.
 
     On backend "triton", outside torch.compile, the gradient of a loss that is one number is written
-    with the loss, for the number by which the last losses were scaled (loss / steps, GradScaler): two
-    passes over the logits' memory instead of three, and four where that number has just changed once.
-    The result is the same in each case.  inplace_backward, return_lse and reduction="none" take three.
+    with the loss: two passes over the logits' memory instead of three.  Where the loss is scaled before
+    backward() (loss / steps, GradScaler) it is written again: four; there inplace_backward, return_lse
+    and reduction="none" are faster, which take three always.
 
     Args:
         logits: [..., V], any floating dtype and strides, any number of classes V.

@@ -20,9 +20,9 @@ from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
 from .launch import cdiv, launcher, multiprocessors
 from .rows import as_rows
 
-launch_forward = launcher(cross_entropy_forward_kernel, tensors=12)
-launch_backward = launcher(cross_entropy_backward_kernel, tensors=13)
-launch_total = launcher(cross_entropy_total_kernel, tensors=9)
+launch_forward = launcher(cross_entropy_forward_kernel, tensors=11)
+launch_backward = launcher(cross_entropy_backward_kernel, tensors=11)
+launch_total = launcher(cross_entropy_total_kernel, tensors=7)
 
 Options = tuple[int, float, float, float]
 
@@ -66,21 +66,6 @@ def constants(weight: Tensor | None, label_smoothing: float) -> tuple[Tensor | N
     return weight.contiguous(), weight.sum(dtype=torch.float32) if label_smoothing else None
 
 
-_upstreams: dict[tuple[torch.device, int], Tensor] = {}
-
-
-def upstream(logits: Tensor) -> Tensor:
-    """[2], on the device: the last gradient from above of a loss over as many classes, and the guess of
-    the next, NaN for none.  A gradient that was guessed right and one that was not may differ in their
-    last bits, so under torch.use_deterministic_algorithms(True) the guess is 1 whatever came before."""
-    if torch.are_deterministic_algorithms_enabled():
-        return torch.ones(2, device=logits.device)
-    key = logits.device, logits.shape[-1]
-    if key not in _upstreams:
-        _upstreams[key] = torch.ones(2, device=logits.device)
-    return _upstreams[key]
-
-
 def rows_forward(
     x: Tensor,
     targets: Tensor,
@@ -90,16 +75,15 @@ def rows_forward(
     dx: Tensor | None,
     options: Options,
     keep: bool,
-    guess: Tensor | None = None,
 ) -> None:
     """Launch the forward kernel on x [M, V] and targets [M], M at least 1: fills `losses`, of [M], and
-    dx, which may be x, unless the guess is NaN."""
+    dx, which may be x."""
     M, V = x.shape
     ignore_index, smoothing, z_loss, softcap = options
     choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
     config = choose(V, x.element_size())
     launch_forward(
-        cdiv(M, config.rows), x, targets, *weights, denominator, guess, *losses, dx,
+        cdiv(M, config.rows), x, targets, *weights, denominator, *losses, dx,
         x.stride(0), 0 if dx is None else dx.stride(0), M, V, ignore_index, float(smoothing),
         float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0, keep,
         config.rows, config.groups, config.elements,
@@ -119,10 +103,10 @@ def rows_backward(
     options: Options,
     V: int,
     first: int = 0,
-    guess: Tensor | None = None,
+    done: bool = False,
 ) -> None:
     """Launch the backward kernel on x [M, N], columns `first` and on of V; state is (lse, m, l), dx
-    may be x.  guess: where the number dloss is that, dx is left as it is."""
+    may be x.  done: where the number dloss is 1, dx is left as it is."""
     M, N = x.shape
     ignore_index, smoothing, z_loss, softcap = options
     config = configs.cross_entropy_backward(N, x.element_size())
@@ -130,9 +114,8 @@ def rows_backward(
     programs = min(tiles, config.programs * multiprocessors(x.device))
     launch_backward(
         programs, dloss, dlse, x, targets, *weights, denominator, *state, dx,
-        guess, None if guess is None else upstream(x),
         x.stride(0), dx.stride(0), 0 if dloss.ndim == 0 else 1, M, N, V, first, tiles, ignore_index,
-        float(smoothing), float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0,
+        float(smoothing), float(z_loss), float(softcap or 1), done, smoothing != 0, softcap != 0,
         config.rows, config.groups, config.elements,
         num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
@@ -145,10 +128,9 @@ def total(
     V: int,
     ignore_index: int,
     mean: bool,
-    guess: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z, denominator) of all rows, from (loss, z) of each and their targets; without `losses`
-    the denominator alone.  Summed in a fixed order.  guess: where the guess goes, and `upstream`."""
+    the denominator alone.  Summed in a fixed order."""
     M = targets.numel()
     config = configs.cross_entropy_total()
     P = cdiv(M, config.length)
@@ -158,7 +140,7 @@ def total(
     )
     if P:
         launch_total(
-            P, targets, weight, *(losses or (None, None)), loss, z, denominator, *guess,
+            P, targets, weight, *(losses or (None, None)), loss, z, denominator,
             M, V, ignore_index, mean and P == 1, config.length, config.tile, num_warps=config.num_warps,
         )  # fmt: skip
     if P != 1:
@@ -181,25 +163,20 @@ def cross_entropy_forward(
     need_lse: bool,
     at_once: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Launch the forward kernels: loss, z, lse, m, l, denominator, and with at_once dlogits, guess."""
+    """Launch the forward kernels: loss, z, lse, m, l, denominator, and with at_once dlogits for an
+    upstream gradient of 1."""
     options = (ignore_index, label_smoothing, z_loss, softcap)
     losses = empty_losses(logits, targets.shape)
     dlogits = logits.new_empty(logits.shape) if at_once else None
     targets, V = targets.reshape(-1), logits.shape[-1]
     weights = constants(weight, label_smoothing)
     mean = reduction == "mean"
-    denominator = guess = None
-    if at_once:
-        guess = losses[0].new_empty(())
-        divisor = total(
-            targets, weights[0], None, V, ignore_index, mean, (guess, upstream(logits))
-        )[2]  # fmt: skip
-        denominator = divisor if mean else None
+    denominator = None
+    if at_once and mean:
+        denominator = total(targets, weights[0], None, V, ignore_index, mean)[2]
     if logits.numel():
         dx = None if dlogits is None else dlogits.view(-1, V)
-        rows_forward(
-            as_rows(logits), targets, weights, denominator, losses, dx, options, need_lse, guess
-        )
+        rows_forward(as_rows(logits), targets, weights, denominator, losses, dx, options, need_lse)
     loss, z, *state = losses
     if reduction != "none":
         loss, z, divisor = total(targets, weights[0], (loss, z), V, ignore_index, mean)
@@ -207,7 +184,7 @@ def cross_entropy_forward(
     if denominator is None or not mean:
         denominator = loss.new_empty(0)
     results = (loss, z, *state, denominator)
-    return results if dlogits is None or guess is None else (*results, dlogits, guess)
+    return results if dlogits is None else (*results, dlogits)
 
 
 def cross_entropy_backward(
@@ -225,12 +202,11 @@ def cross_entropy_backward(
     z_loss: float,
     softcap: float,
     done: Tensor | None = None,
-    guess: Tensor | None = None,
     inplace: bool = False,
 ) -> Tensor:
     """Launch the backward kernel; returns dlogits.
 
-    done: dlogits for dloss = guess, which becomes the result.  inplace: the result takes the memory of
+    done: dlogits for dloss = 1, which becomes the result.  inplace: the result takes the memory of
     the logits, if they are one matrix of rows there.
     """
     if dloss is None:
@@ -248,7 +224,7 @@ def cross_entropy_backward(
             dloss.contiguous(), None if dlse is None else dlse.contiguous(), x, targets.reshape(-1),
             constants(weight, label_smoothing), denominator if denominator.numel() else None,
             (lse, m, l), as_rows(dlogits), (ignore_index, label_smoothing, z_loss, softcap), V,
-            guess=guess,
+            done=done is not None,
         )  # fmt: skip
     return dlogits
 
@@ -276,12 +252,12 @@ class CrossEntropyFunction(KernelFunction):
     def backward(ctx, dloss, dz, dlse, *_):
         logits, targets, weight, *state = ctx.saved_tensors
         # What the forward pass wrote can be given away once.
-        *state, done, guess = state if len(state) == 6 else (*state, None, None)
+        *state, done = state if len(state) == 5 else (*state, None)
         if not ctx.at_once:
-            done = guess = None
+            done = None
         ctx.at_once = False
         dlogits = CrossEntropyBackwardFunction.apply(
-            dloss, dlse, logits, targets, weight, *state, *ctx.options, done, guess, ctx.inplace
+            dloss, dlse, logits, targets, weight, *state, *ctx.options, done, ctx.inplace
         )
         return dlogits, *(None,) * 10
 
