@@ -54,6 +54,18 @@ def moments_merge(n1, mean1, M2_1, n2, mean2, M2_2):
 
 
 @triton.jit
+def moments_join(n, mean, M2):
+    """Chan's merge of all states of a row at once: n, mean, M2 [R, G] of G states to [R].
+
+    M2 = sum M2_i + sum n_i (mean_i - mean)^2.  A state may be empty, its mean and M2 0, but not all.
+    """
+    total = tl.sum(n, 1)
+    whole = tl.div_rn(tl.sum(n * mean, 1), total)
+    deviation = mean - whole[:, None]
+    return total, whole, tl.sum(M2 + n * deviation * deviation, 1)
+
+
+@triton.jit
 def moments_finish(n, M2, eps):
     """1 / sqrt(M2 / n + eps), the reciprocal deviation of LayerNorm (or RMSNorm) [R]."""
     return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(M2, n) + tl.cast(eps, tl.float32)))

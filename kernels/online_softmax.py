@@ -79,6 +79,18 @@ def online_softmax_merge(m1, l1, m2, l2, scale):
 
 
 @triton.jit
+def online_softmax_join(m, l, scale):
+    """Merge all states of a row at once: m, l [R, G] of G states to m, l [R].
+
+    A weight is 1 wherever m is the maximum, also where both are infinite.
+    """
+    whole = tl.max(m, 1)
+    weights = exponentials(m, shift_of(whole)[:, None], scale, True)
+    weights = tl.where(m == whole[:, None], 1.0, weights)
+    return whole, tl.sum(l * weights, 1)
+
+
+@triton.jit
 def online_softmax_finish(m, l, scale):
     """Returns (lse, 1 / l): the natural-log logsumexp, -inf for an empty state, and the payload's
     normaliser, 0 for an empty state."""

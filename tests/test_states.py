@@ -25,6 +25,7 @@ import triton.language as tl
 
 from flashproto.kernels.moments import (
     moments_finish,
+    moments_join,
     moments_merge,
     moments_of_tile,
     moments_start,
@@ -32,12 +33,14 @@ from flashproto.kernels.moments import (
 from flashproto.kernels.online_softmax import (
     LOG2E,
     online_softmax_finish,
+    online_softmax_join,
     online_softmax_merge,
     online_softmax_start,
     online_softmax_update,
 )
 
 R, C = 8, 16  # rows, and columns of the widest tile
+GROUPS = 8  # states joined at once, the missing ones empty
 INF, NAN = math.inf, math.nan
 
 
@@ -80,6 +83,16 @@ def softmax_merge_kernel(a_ptr, b_ptr, out_ptr, weights_ptr, R: tl.constexpr):
 
 
 @triton.jit
+def softmax_join_kernel(states_ptr, out_ptr, R: tl.constexpr, G: tl.constexpr):
+    """states [G, 2, R]: (m, l) of each; all joined at once."""
+    row = tl.arange(0, R)
+    at = tl.arange(0, G)[None, :] * (2 * R) + row[:, None]
+    m, l = online_softmax_join(tl.load(states_ptr + at), tl.load(states_ptr + at + R), LOG2E)
+    tl.store(out_ptr + row, m)
+    tl.store(out_ptr + R + row, l)
+
+
+@triton.jit
 def softmax_finish_kernel(state_ptr, out_ptr, R: tl.constexpr):
     row = tl.arange(0, R)
     lse, normaliser = online_softmax_finish(
@@ -109,6 +122,19 @@ def moments_merge_kernel(a_ptr, b_ptr, out_ptr, R: tl.constexpr):
         tl.load(a_ptr + row), tl.load(a_ptr + R + row), tl.load(a_ptr + 2 * R + row),
         tl.load(b_ptr + row), tl.load(b_ptr + R + row), tl.load(b_ptr + 2 * R + row),
     )  # fmt: skip
+    tl.store(out_ptr + row, n)
+    tl.store(out_ptr + R + row, mean)
+    tl.store(out_ptr + 2 * R + row, M2)
+
+
+@triton.jit
+def moments_join_kernel(states_ptr, out_ptr, R: tl.constexpr, G: tl.constexpr):
+    """states [G, 3, R]: (n, mean, M2) of each; all joined at once."""
+    row = tl.arange(0, R)
+    at = tl.arange(0, G)[None, :] * (3 * R) + row[:, None]
+    n, mean, M2 = moments_join(
+        tl.load(states_ptr + at), tl.load(states_ptr + at + R), tl.load(states_ptr + at + 2 * R)
+    )
     tl.store(out_ptr + row, n)
     tl.store(out_ptr + R + row, mean)
     tl.store(out_ptr + 2 * R + row, M2)
@@ -145,6 +171,13 @@ class Softmax:
         softmax_merge_kernel[(1,)](a, b, out, self.weights, R=R)
         return out
 
+    def join(self, states: list[Tensor]) -> Tensor:
+        empty = self.of(states[0].new_empty(R, 0))
+        states = torch.stack(states + [empty] * (GROUPS - len(states)))
+        out = torch.empty_like(empty)
+        softmax_join_kernel[(1,)](states, out, R=R, G=GROUPS)
+        return out
+
     def finish(self, state: Tensor) -> tuple[Tensor, Tensor]:
         out = torch.empty_like(state)
         softmax_finish_kernel[(1,)](state, out, R=R)
@@ -165,6 +198,13 @@ class Moments:
     def merge(self, a: Tensor, b: Tensor) -> Tensor:
         out = torch.empty_like(a)
         moments_merge_kernel[(1,)](a, b, out, R=R)
+        return out
+
+    def join(self, states: list[Tensor]) -> Tensor:
+        empty = self.of(states[0].new_empty(R, 0))
+        states = torch.stack(states + [empty] * (GROUPS - len(states)))
+        out = torch.empty_like(empty)
+        moments_join_kernel[(1,)](states, out, R=R, G=GROUPS)
         return out
 
     def finish(self, state: Tensor, eps: float) -> Tensor:
@@ -263,6 +303,17 @@ def test_softmax_updates_in_turn_equal_merges(device, widths, seed, special) -> 
         close(a, b)
 
 
+@few
+@given(**TREES, special=st.booleans())
+def test_softmax_join_equals_merges(device, widths, seed, special) -> None:
+    state = Softmax(True)
+    states = [state.of(x) for x in scores(widths, seed, device, special)]
+    m, l = state.join(states)
+    merged = merge_tree(states, state.merge, seed)
+    assert torch.equal(m, merged[0])
+    close(l, merged[1])
+
+
 def test_softmax_payload_takes_the_weights(device) -> None:
     """sum_j p_j v_j over two tiles, as attention carries it beside (m, l)."""
     x, v = torch.randn(R, 2 * C, device=device), torch.randn(2 * C, device=device)
@@ -323,6 +374,20 @@ def test_moments_tree_gives_the_direct_result(device, widths, seed, centered, lo
     # A mean of 1e4 is itself rounded, to 5e-4; E[x^2] - E[x]^2 would be off by hundreds.
     rtol, atol = (1e-5, 1e-5) if loc == 0 else (1e-3, 0.1)
     torch.testing.assert_close(M2.double(), wanted[2], rtol=rtol, atol=atol)
+
+
+@few
+@given(**TREES, centered=st.booleans(), loc=st.sampled_from([0.0, 1e4]))
+def test_moments_join_equals_merges(device, widths, seed, centered, loc) -> None:
+    state = Moments(centered)
+    tiles = [x + loc for x in scores([*widths, 1], seed, device, special=False)]  # not all empty
+    states = [state.of(x) for x in tiles]
+    n, mean, M2 = state.join(states)
+    merged = merge_tree(states, state.merge, seed)
+    assert torch.equal(n, merged[0])
+    close(mean, merged[1])
+    rtol, atol = (1e-5, 1e-5) if loc == 0 else (1e-3, 0.1)
+    torch.testing.assert_close(M2, merged[2], rtol=rtol, atol=atol)
 
 
 @few
