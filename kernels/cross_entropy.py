@@ -14,9 +14,11 @@ summed as (m - x_t) + log(l), which keeps its digits where |x| is large.  A row 
 ignore_index has loss 0 and gradient 0; one whose target is no class has loss and gradient NaN.
 
 A row is read as G groups of E neighbouring elements at a time, each with a state of its own that one
-thread keeps: nothing passes between threads until the states merge at the end of the row.  The
-gradient is written either at once, while the row is still in cache (two passes over memory instead
-of three), or by the backward kernel from the saved state.
+thread keeps: nothing passes between threads until the states merge at the end of the row.  (Where rows
+do not start at multiples of 16 bytes, and a thread can load but one element at a time, its E elements
+lie G apart instead, so that neighbouring threads still load neighbours.)  The gradient is written
+either at once, while the row is still in cache (two passes over memory instead of three), or by the
+backward kernel from the saved state.
 
 At once, the gradient that will come from above is not known yet, and is taken to be 1.  Where it is,
 the backward kernel does nothing; where it is not, it writes the gradient anew.  So a gradient depends
@@ -36,6 +38,7 @@ from .interpreter import rounded
 from .online_softmax import (
     LOG2E,
     exponentials,
+    online_softmax_join,
     online_softmax_start,
     online_softmax_update,
     shift_of,
@@ -53,7 +56,7 @@ def tanh(x):
     p = p * z - 0.05394676
     p = p * z + 0.13333206
     p = p * z - 0.33333331
-    far = 1.0 - 2.0 / (1.0 + tl.exp(2.0 * a))
+    far = 1.0 - 2.0 * (1.0 / (1.0 + tl.exp2(a * (2.0 * LOG2E))))
     return tl.where(a < 0.625, x + x * z * p, tl.where(x < 0.0, -far, far))
 
 
@@ -64,7 +67,7 @@ def load_scores(pointers, mask, softcap, SOFTCAP: tl.constexpr, LAST: tl.constex
     x = tl.load(pointers, mask=mask, other=-float("inf"), eviction_policy=POLICY)
     x = x.to(tl.float32)
     if SOFTCAP:
-        x = tl.where(mask, softcap * tanh(x / softcap), -float("inf"))
+        x = tl.where(mask, softcap * tanh(x * (1.0 / softcap)), -float("inf"))
     return x
 
 
@@ -87,21 +90,21 @@ def weights_total(weight_sum_ptr, V):
 
 
 @triton.jit
+def tile_columns(lane, G: tl.constexpr, E: tl.constexpr, ALIGNED: tl.constexpr):
+    """Columns of a tile [R * G, E]: those of one group are neighbours if ALIGNED, else G apart."""
+    if ALIGNED:
+        return (lane % G * E)[:, None] + tl.arange(0, E)[None, :]
+    else:
+        return (lane % G)[:, None] + (tl.arange(0, E) * G)[None, :]
+
+
+@triton.jit
 def per_lane(v, R: tl.constexpr, G: tl.constexpr):
     """A value of each row [R] for each of its groups: [R * G, 1], or [1, 1] for one row."""
     if R == 1:
         return v[:, None]
     else:
         return tl.reshape(tl.broadcast_to(v[:, None], [R, G]), [R * G])[:, None]
-
-
-@triton.jit
-def merge_groups(m, l, R: tl.constexpr, G: tl.constexpr):
-    """The states of groups [R * G] merged to those of their rows [R]."""
-    m = tl.reshape(m, [R, G])
-    m_row = tl.max(m, 1)
-    weights = exponentials(m, shift_of(m_row)[:, None], LOG2E, True)
-    return m_row, tl.sum(tl.reshape(l, [R, G]) * weights, 1)
 
 
 @triton.jit
@@ -180,13 +183,14 @@ def cross_entropy_forward_kernel(
     x_ptr, targets_ptr, weight_ptr, weight_sum_ptr, denominator_ptr,
     loss_ptr, z_ptr, lse_ptr, m_ptr, l_ptr, dx_ptr,
     x_stride, dx_stride, M, V, ignore_index, smoothing, z_loss, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, KEEP: tl.constexpr, ALIGNED: tl.constexpr,
     R: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1; more than one only where a tile holds them whole.
 
     With dx_ptr also dx of the sum of the losses, divided by the denominator if there is one; dx may be
-    x.  KEEP: lse is wanted of ignored rows too, which are not read otherwise.
+    x.  KEEP: lse is wanted of ignored rows too, which are not read otherwise.  ALIGNED: x_stride is a
+    multiple of 16 bytes.
     """
     C: tl.constexpr = G * E
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
@@ -198,7 +202,7 @@ def cross_entropy_forward_kernel(
 
     lane = tl.arange(0, R * G)
     rows = per_lane(row, R, G)
-    lanes = (lane % G * E)[:, None] + tl.arange(0, E)[None, :]  # [R * G, E]
+    lanes = tile_columns(lane, G, E, ALIGNED)  # [R * G, E]
     x_row = x_ptr + rows * x_stride
     wanted_lane = per_lane(wanted, R, G)
     # Whole tiles need no mask of columns; they are only where R is 1, and so all rows exist.
@@ -217,7 +221,7 @@ def cross_entropy_forward_kernel(
             m, l, total, x_row, rest, wanted_lane & (rest < V), weight_ptr, softcap,
             SMOOTHING, SOFTCAP,
         )  # fmt: skip
-    m, l = merge_groups(m, l, R, G)
+    m, l = online_softmax_join(tl.reshape(m, [R, G]), tl.reshape(l, [R, G]), LOG2E)
     log_l = tl.log(l)
     lse = m + log_l
 
@@ -290,7 +294,7 @@ def cross_entropy_backward_kernel(
         tile = tiles - 1 - i
         row = (tile // column_tiles).to(tl.int64) * R + tl.arange(0, R)  # [R]
         rows = per_lane(row, R, G)
-        cols = (tile % column_tiles) * C + (lane % G * E)[:, None] + tl.arange(0, E)[None, :]
+        cols = (tile % column_tiles) * C + tile_columns(lane, G, E, True)
         inside = row < M
         target, c, kept = target_of(targets_ptr, weight_ptr, row, inside, V, ignore_index)
         lse = tl.load(lse_ptr + row, mask=inside, other=0.0)

@@ -15,8 +15,9 @@ OPTIONS = ("smoothing", "z_loss", "softcap")
 
 
 def case(
-    name: str, V: int, x: str, backward: bool, gradient: bool = False, every_option: bool = False
-) -> Case:
+    name: str, V: int, x: str, backward: bool, gradient: bool = False, every_option: bool = False,
+    aligned: bool = True,
+) -> Case:  # fmt: skip
     kernel = kernels.cross_entropy_backward_kernel if backward else kernels.cross_entropy_forward_kernel
     kind = "backward" if backward else "forward_gradient" if gradient else "forward"
     config = getattr(configs, f"cross_entropy_{kind}")(V, ITEMSIZE[x])
@@ -35,12 +36,13 @@ def case(
     scalars = {n: "i32" for n in names if n.endswith("_stride") or n in NUMBERS}
     scalars |= dict.fromkeys(OPTIONS, "fp32")
     flags = {"SMOOTHING": every_option, "SOFTCAP": every_option}
-    flags |= {"DONE": not every_option} if backward else {"KEEP": False}
+    flags |= {"DONE": not every_option} if backward else {"KEEP": False, "ALIGNED": aligned}
     signature = pointers | scalars
     return Case(
         name, kernel, signature,
         missing | flags | {"R": config.rows, "G": config.groups, "E": config.elements},
-        tuple(n for n in signature if n not in NUMBERS + OPTIONS), config.num_warps,
+        tuple(n for n in signature if n not in NUMBERS + OPTIONS and (aligned or "stride" not in n)),
+        config.num_warps,
         max_registers=config.max_registers,
     )  # fmt: skip
 
@@ -56,6 +58,11 @@ def cross_entropy_cases() -> list[Case]:
                     case(f"forward-gradient-{name}", V, x, False, True, every_option),
                     case(f"backward-{name}", V, x, True, False, every_option),
                 ]
+    for x in ("*bf16", "*fp32"):
+        for width, V in (("narrow", 101), ("wide", 50257)):
+            for gradient in (False, True):
+                name = f"forward-unaligned-{width}-{x[1:]}{'-gradient' * gradient}"
+                cases.append(case(name, V, x, False, gradient, aligned=False))
     total, scale = configs.cross_entropy_total(), configs.gradient_scale(2)
     signature = {"targets_ptr": "*i64"} | dict.fromkeys(
         ("weight_ptr", "loss_ptr", "z_ptr", "loss_sum_ptr", "z_sum_ptr", "denominator_ptr"), "*fp32",

@@ -170,8 +170,8 @@ def test_many_dimensions_and_int32_targets(device) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 def test_upstream_gradient_and_repeated_backward(device, factor) -> None:
-    """The gradient that the forward pass wrote serves once, for what it guessed; whatever else is asked
-    is computed anew, and what was handed out before is left alone."""
+    """The gradient that the forward pass wrote serves once, for an upstream of 1; whatever else is
+    asked is computed anew, and what was handed out before is left alone."""
     x, t = problem(6, 9000, torch.bfloat16, device)
     leaf = x.requires_grad_()
     loss = flashproto.cross_entropy(leaf, t, impl="triton")
@@ -182,6 +182,21 @@ def test_upstream_gradient_and_repeated_backward(device, factor) -> None:
         (dx,) = torch.autograd.grad(loss, leaf, up * 0 + scale, retain_graph=True)
         torch.testing.assert_close(dx.double(), exact * scale, rtol=2**-7, atol=0.0)
     torch.testing.assert_close(first.double(), exact * factor, rtol=2**-7, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_repeated_backward_passes_add_up(device, dtype) -> None:
+    """Also where the gradient that the forward pass wrote is what the others are added to."""
+    x, t = problem(6, 1000, dtype, device)
+    exact = outcomes(x.double(), t, "reference")[1]
+    leaf = x.requires_grad_()
+    loss = flashproto.cross_entropy(leaf, t, impl="triton")
+    for times in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        allowed = 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            leaf.grad.double(), times * exact, rtol=allowed, atol=allowed * exact.abs().max().item()
+        )
 
 
 def check_scaled(device: str, V: int, dtype: torch.dtype, name: str, reduction: str) -> None:
@@ -319,7 +334,7 @@ def test_tanh(device) -> None:
         check(device, x, torch.tensor([target], device=device), softcap=1.0)
 
 
-@pytest.mark.parametrize("V", [24, 1000, 17000])
+@pytest.mark.parametrize("V", [24, 1000, 17000, 17001])
 def test_rows_do_not_depend_on_each_other_and_repeat_bitwise(device, V) -> None:
     M = 37 if V < 5000 else 5
     x, t = problem(M, V, torch.bfloat16, device)

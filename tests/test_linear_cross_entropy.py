@@ -147,6 +147,18 @@ def test_upstream_gradient_and_repeated_backward(device, dtype) -> None:
         assert (a.double() - 0.7 * b).abs().max() <= tolerance * b.abs().max()
 
 
+def test_gradients_of_repeated_backward_passes_add_up(device) -> None:
+    """Also where the gradients that the forward pass wrote are what the others are added to."""
+    inputs, t = problem(20, 16, 50, torch.float32, device)
+    leaves = [x.requires_grad_() for x in inputs]
+    _, once = outcomes(inputs, t, "torch")
+    loss = flashproto.linear_cross_entropy(*leaves, t, impl="triton")
+    for times in (1, 2, 3):
+        loss.backward(retain_graph=True)
+        for leaf, dx in zip(leaves, once, strict=True):
+            torch.testing.assert_close(leaf.grad, times * dx)
+
+
 def test_float16_gradients_wait_for_the_loss_scale_in_float32(device) -> None:
     """Gradients under float16's smallest number become representable by the scale, as in torch."""
     inputs, t = problem(200, 16, 50, torch.float16, device)

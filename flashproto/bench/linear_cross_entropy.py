@@ -1,7 +1,8 @@
 """From hidden states to the loss over a vocabulary, milliseconds, and the memory it takes.
 
-Gradients of the hidden states and of the output matrix are wanted; memory is the peak of a forward and
-backward pass beyond the inputs, both gradients counted.
+Forward is the loss alone, under torch.no_grad() for every contender.  Forward and backward give the
+gradients of the hidden states and of the output matrix; memory is the peak of such a pass beyond the
+inputs, both gradients counted.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
 
 
 def work(p: Problem) -> Work:
-    return Work("ms", None, None, step=True)
+    return Work("ms", None, None, step=True, no_grad=True)
 
 
 def conclusion(data: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ class Work:
     forward: float | None
     backward: float | None
     step: bool = False  # the second pass is forward and backward together
+    no_grad: bool = False  # the first pass is under torch.no_grad(); only with `step`
     forward_only: bool = False
     copied: int | None = None  # bytes of a tensor whose copy is the ceiling of the cell
 
@@ -104,7 +105,8 @@ def measure_cell(
     for name, make in contenders.items():
         try:
             prepared = make()
-            out = prepared.call()
+            forward = forward_call(prepared, work)
+            out = forward()
             complaint = prepared.check(out, None)
         except Exception as error:
             complaint = one_line(error)
@@ -113,7 +115,7 @@ def measure_cell(
                 by_name[name] = {"error": complaint}
             continue
         if not prepared.deterministic:  # which changes the backward pass alone
-            calls["forward"][name] = prepared.call
+            calls["forward"][name] = forward
         if work.forward_only:
             continue
         try:
@@ -147,6 +149,11 @@ def far_behind(times: Mapping[str, float], factor: float) -> list[str]:
         kind = {name: ms for name, ms in times.items() if name.startswith(OURS) == ours}
         behind += [name for name, ms in kind.items() if ms > factor * min(kind.values())]
     return behind
+
+
+def forward_call(prepared: Prepared, work: Work) -> Callable[[], Any]:
+    """The forward pass as it is timed."""
+    return torch.no_grad()(prepared.call) if work.no_grad else prepared.call
 
 
 def backward_call(prepared: Prepared, out: Any, step: bool) -> Callable[[], Sequence[Tensor]]:

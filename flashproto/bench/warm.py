@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .measure import Prepared, Work, backward_call, one_line
+from .measure import Prepared, Work, backward_call, forward_call, one_line
 
 BY_INDUCTOR = "compile|flex"  # contenders whose code depends on every length
 
@@ -68,7 +68,7 @@ def compile_once(contenders: Mapping[str, Callable[[], Prepared]], work: Work) -
     for name, make in contenders.items():
         try:
             prepared: Any = make()
-            out = prepared.call()
+            out = forward_call(prepared, work)()
             if not work.forward_only:
                 backward_call(prepared, out, work.step)()
         except Exception as error:

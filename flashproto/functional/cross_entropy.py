@@ -34,10 +34,10 @@ def cross_entropy(
 ) -> Losses:
     """torch.nn.functional.cross_entropy over the last dimension, with the options of language models.
 
-    On backend "triton", outside torch.compile, the gradient of a loss that is one number is written
-    with the loss: two passes over the logits' memory instead of three.  Where the loss is scaled before
-    backward() (loss / steps, GradScaler) it is written again: four; there inplace_backward, return_lse
-    and reduction="none" are faster, which take three always.
+    On backend "triton", outside torch.compile, the gradient of a loss that is one number, of logits
+    that are not float16, is written with the loss: two passes over the logits' memory instead of three.
+    Where that loss is scaled before backward() (loss / steps) it is written again: four; there
+    inplace_backward, return_lse and reduction="none" are faster, which take three always.
 
     Args:
         logits: [..., V], any floating dtype and strides, any number of classes V.

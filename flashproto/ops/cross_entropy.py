@@ -40,13 +40,15 @@ def cross_entropy(
 
     Where the gradient will be that of one number, it is written by the forward pass already, while the
     logits are in cache; the backward pass then has nothing left to do, unless the gradient from above
-    is another than in the calls before (see kernels/cross_entropy.py).
+    is not 1 (see kernels/cross_entropy.py).  With float16 logits it hardly ever is 1: their gradients
+    need a loss scale, without which most are too small for float16.
     """
     if use_op():
         op = torch.ops.flashproto.cross_entropy
         return op(logits, targets, weight, *options, reduction, need_lse)[:3]
+    one_number = reduction != "none" and not need_lse
     recorded = torch.is_grad_enabled() and logits.requires_grad
-    at_once = recorded and reduction != "none" and not need_lse and not inplace_backward
+    at_once = recorded and one_number and not inplace_backward and logits.dtype != torch.float16
     arguments = (logits, targets, weight, *options, reduction, need_lse, at_once, inplace_backward)
     return CrossEntropyFunction.apply(*arguments)[:3]
 
@@ -82,11 +84,13 @@ def rows_forward(
     ignore_index, smoothing, z_loss, softcap = options
     choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
     config = choose(V, x.element_size())
+    # By the stride alone: a row's sums are then in one order wherever in the matrix it stands.
+    aligned = x.stride(0) * x.element_size() % 16 == 0
     launch_forward(
         cdiv(M, config.rows), x, targets, *weights, denominator, *losses, dx,
         x.stride(0), 0 if dx is None else dx.stride(0), M, V, ignore_index, float(smoothing),
         float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0, keep,
-        config.rows, config.groups, config.elements,
+        aligned, config.rows, config.groups, config.elements,
         num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
 
@@ -213,7 +217,8 @@ def cross_entropy_backward(
         dloss = lse.new_zeros(())
     x, V = as_rows(logits), logits.shape[-1]
     if done is not None:
-        dlogits = done.detach()
+        # Without its version: what is done to the gradient is no matter of the graph that saved `done`.
+        dlogits = done.data
     elif inplace and x.data_ptr() == logits.data_ptr() and (x.stride(0) >= V or x.shape[0] <= 1):
         dlogits = logits.detach()
         torch.autograd.graph.increment_version(logits)

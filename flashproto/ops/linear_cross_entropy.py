@@ -317,7 +317,8 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor in `dtype`; in the memory of `gradient` if the dtype is the same."""
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
-    gradient = gradient.detach()
+    # Without its version: what is done to the result is no matter of the graph that saved `gradient`.
+    gradient = gradient.data
     N = gradient.numel()
     if N:
         config = configs.gradient_scale(gradient.element_size())
