@@ -28,6 +28,22 @@ from .tiles import dot, load_tile, load_tile_clamped, store_tile
 
 
 @triton.jit
+def row_sums(a, b):
+    """rowsum(a * b) [R] of tiles [R, C].
+
+    Of float32 the diagonal of a b^T, which is summed in the order of dP = dO V^T: where one key has all
+    the probability of a row, O is its V, and dP - delta is exactly 0 as in eager's softmax.  A sum in
+    another order would leave a rounding, which dK adds up over the queries.
+    """
+    if a.dtype == tl.float32:
+        products = dot(a, tl.trans(b), tl.zeros([a.shape[0], a.shape[0]], tl.float32), False)
+        row = tl.arange(0, a.shape[0])
+        return tl.sum(tl.where(row[:, None] == row[None, :], products, 0.0), 1)
+    else:
+        return tl.sum(a.to(tl.float32) * b.to(tl.float32), 1)
+
+
+@triton.jit
 def attention_backward_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_od,
@@ -36,26 +52,29 @@ def attention_backward_rows_kernel(
     Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Program: delta and lse2 of one tile of queries.  lse2 is lse in base 2; rows that saw no key
-    get +inf, which makes their probabilities 0."""
+    """Program: delta and lse2 of BLOCK_M queries, as one tile or, float32, as tiles of 16.  lse2 is lse
+    in base 2; rows that saw no key get +inf, which makes their probabilities 0."""
+    ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
-    i0 = tl.program_id(0) % n_tiles * BLOCK_M
+    first = tl.program_id(0) % n_tiles * BLOCK_M
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     out_base = out_ptr + b * stride_ob + h * stride_oh
     dout_base = dout_ptr + b * stride_gb + h * stride_gh
-    out = load_tile(out_base, i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
-    dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [BM]
-    i = i0 + tl.arange(0, BLOCK_M)
-    if HAS_DLSE:
-        dlse_base = dlse_ptr + b * stride_lb + h * stride_lh
-        delta -= tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
-    row = head.to(tl.int64) * Sq + i
-    lse = tl.load(lse_ptr + row, i < Sq, 0.0)
-    tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), i < Sq)
-    tl.store(delta_ptr + row, delta, i < Sq)
+    for part in tl.static_range(0, BLOCK_M, ROWS):
+        i0 = first + part
+        out = load_tile(out_base, i0, stride_os, stride_od, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
+        dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
+        delta = row_sums(out, dout)
+        i = i0 + tl.arange(0, ROWS)
+        if HAS_DLSE:
+            dlse_base = dlse_ptr + b * stride_lb + h * stride_lh
+            delta -= tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
+        row = head.to(tl.int64) * Sq + i
+        lse = tl.load(lse_ptr + row, i < Sq, 0.0)
+        tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), i < Sq)
+        tl.store(delta_ptr + row, delta, i < Sq)
 
 
 @triton.jit

@@ -66,8 +66,11 @@ def attention_cases(arch: int) -> Iterator[Case]:
                         kernel, f"{stem}-{name}", element, config, shared | tiles | extra, max_stack
                     )
     rows = configs.AttentionConfig(64, 0, 4, 3)
-    for has_dlse in (False, True):
+    for element, DV, has_dlse in (
+        ("bf16", 128, False), ("bf16", 128, True), ("fp32", 16, False), ("fp32", 256, True),
+    ):  # fmt: skip
         constexprs = {
-            "DV": 128, "BLOCK_DV": 128, "BLOCK_M": rows.block_m, "HAS_DLSE": has_dlse, "WIDE": False,
+            "DV": DV, "BLOCK_DV": DV, "BLOCK_M": rows.block_m, "HAS_DLSE": has_dlse, "WIDE": False,
         }  # fmt: skip
-        yield case(attention_backward_rows_kernel, f"rows-{has_dlse}", "bf16", rows, constexprs, 0)
+        name = f"rows-{DV}-{has_dlse}"
+        yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)

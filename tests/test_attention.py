@@ -95,6 +95,16 @@ def test_rows_without_a_key_give_zero(impl: str, device: str) -> None:
     assert all(got[name].isfinite().all() for name in ("out", "dq", "dk", "dv"))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("D, Dv", [(16, 256), (64, 64), (72, 160), (128, 128), (192, 192), (256, 16)])
+def test_float32_scores_of_one_key_have_no_gradient(D: int, Dv: int, device: str) -> None:
+    """A softmax over one key is constant, so that dq and dk are 0, exactly as in eager PyTorch."""
+    problem = replace(PLAIN, B=2, Hq=4, Sq=700, Sk=1, D=D, Dv=Dv, lse_gradient=False)
+    inputs, gradients = make(problem, device)
+    got = results(run(problem, inputs, "triton"), inputs, gradients)
+    assert not got["dq"].any() and not got["dk"].any()
+
+
 @pytest.mark.parametrize("B, H, Sq, Sk", [(0, 2, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0), (1, 0, 5, 5)])
 def test_empty_tensors(B: int, H: int, Sq: int, Sk: int, device: str) -> None:
     q = torch.randn(B, H, Sq, 16, device=device, requires_grad=True)
