@@ -16,6 +16,8 @@ partial states (exchange.py), so that the row is read once.  Rows too wide for t
 tiles [1, C]: once for the state, once more backwards for the result, so that what was read last is
 found in cache.
 
+PRECISE: of a softmax in float32, whose state and quotients are those of precise.py.
+
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
 their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words [M, splits]
 int64 and LANES, POLLS: see exchange.py; prologue, epilogue: arguments of the hooks, and ..._gradients
@@ -32,10 +34,12 @@ from .online_softmax import (
     LOG2E,
     exponentials,
     online_softmax_finish,
+    online_softmax_join,
     online_softmax_start,
     online_softmax_update,
     shift_of,
 )
+from .precise import hardware_exponential, precise_join, precise_state, precise_update, quotient
 from .rows import load, store
 
 
@@ -55,12 +59,15 @@ def kept(x):
 
 
 @triton.jit
-def state_of(x):
+def state_of(x, PRECISE: tl.constexpr = False):
     """The state (m, l) [R] of a tile x [R, C] of any float dtype: online_softmax_update of an empty
     one."""
-    m = tl.max(x.to(tl.float32), 1)
-    x = kept(x).to(tl.float32)
-    return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
+    if PRECISE:
+        return precise_state(x.to(tl.float32))
+    else:
+        m = tl.max(x.to(tl.float32), 1)
+        x = kept(x).to(tl.float32)
+        return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
 
 
 @triton.jit
@@ -68,28 +75,22 @@ def join(words, splits):
     """The state [1] of a row from those of its splits, packed in words [LANES]."""
     m, l = unpack(words)
     here = tl.arange(0, words.shape[0]) < splits
-    m = tl.where(here, m, -float("inf"))[None, :]
-    whole = tl.max(m, 1)
-    weights = exponentials(m, shift_of(whole)[:, None], LOG2E, True)
-    weights = tl.where(m == whole[:, None], 1.0, weights)  # also where both are infinite
-    return whole, tl.sum(tl.where(here[None, :], l[None, :] * weights, 0.0), 1)
+    m, l = tl.where(here, m, -float("inf")), tl.where(here, l, 0.0)
+    return online_softmax_join(m[None, :], l[None, :], LOG2E)
 
 
 @triton.jit
-def normalized(x, m, l, LOG: tl.constexpr, DIVIDE: tl.constexpr):
+def normalized(x, m, l, LOG: tl.constexpr, PRECISE: tl.constexpr):
     """softmax or log_softmax of x [R, C], elements of rows with the state m, l [R].
 
-    DIVIDE spares the rounding of 1 / l, which only a float32 result shows.  The empty state, which
-    attention finishes as 0, is NaN here: (-inf) - (-inf), 0 / 0 or 0 * (1 / 0).
+    The empty state, which attention finishes as 0, is NaN here: (-inf) - (-inf), or 0 * (1 / 0).
     """
     if LOG:
         return (x - m[:, None]) - tl.log(l)[:, None]
+    elif PRECISE:
+        return quotient(hardware_exponential(x - shift_of(m)[:, None]), l)
     else:
-        p = exponentials(x, shift_of(m)[:, None], LOG2E, True)
-        if DIVIDE:
-            return tl.div_rn(p, tl.broadcast_to(l[:, None], p.shape))
-        else:
-            return p * tl.div_rn(1.0, l)[:, None]
+        return exponentials(x, shift_of(m)[:, None], LOG2E, True) * tl.div_rn(1.0, l)[:, None]
 
 
 @triton.jit
@@ -129,7 +130,7 @@ def softmax_forward_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows, cols = row[:, None], tl.arange(0, C)[None, :]
     x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
-    m, l = state_of(x)
+    m, l = state_of(x, not LOG and y_ptr.dtype.element_ty == tl.float32)
     store_result(y_ptr, x, m, l, epilogue, EPILOGUE, LOG, rows, cols, M, N)
     store_lse(lse_ptr, m, l, row, M)
 
@@ -141,6 +142,7 @@ def softmax_forward_split_kernel(
     C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
 ):  # fmt: skip
     """Program i takes split i % splits of row i // splits, held in registers."""
+    PRECISE: tl.constexpr = not LOG and y_ptr.dtype.element_ty == tl.float32
     splits = tl.cdiv(N, C)
     row = (tl.program_id(0) // splits).to(tl.int64) + tl.arange(0, 1)  # [1]
     own = tl.program_id(0) % splits
@@ -150,12 +152,12 @@ def softmax_forward_split_kernel(
     while missing > 0:  # once, unless others are late: then their splits too, and its own again
         cols = split * C + lanes
         x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)
-        m, l = state_of(x)
+        m, l = state_of(x, PRECISE)
         publish(words_ptr, split, pack(m, l))
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
             if missing == 0:  # in here, so that no tile has to live through the loop
-                m, l = join(words, splits)
+                m, l = precise_join(words, splits) if PRECISE else join(words, splits)
                 store_result(y_ptr, x, m, l, epilogue, EPILOGUE, LOG, rows, cols, M, N)
                 if own == 0:
                     store_lse(lse_ptr, m, l, row, M)
@@ -172,9 +174,14 @@ def softmax_forward_looped_kernel(
     rows, lanes = row[:, None], tl.arange(0, C)[None, :]
     tiles = tl.cdiv(N, C)
     m, l = online_softmax_start(1)
+    l_low = l
     for i in range(0, tiles):
-        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, i * C + lanes, M, N)
-        m, l, _, _ = online_softmax_update(m, l, x.to(tl.float32), LOG2E, True)
+        x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, i * C + lanes, M, N).to(tl.float32)
+        if not LOG and y_ptr.dtype.element_ty == tl.float32:
+            m, l, l_low = precise_update(m, l, l_low, x)
+        else:
+            m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
+    l += l_low
     for i in range(0, tiles):
         cols = (tiles - 1 - i) * C + lanes
         x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)

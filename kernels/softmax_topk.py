@@ -12,14 +12,11 @@ and with RENORMALIZE, where v is the softmax of the chosen scores alone, p is v 
 Scores are compared as keys: integers that order like (score, -column), so that all keys of a row
 differ and equal scores go by their columns.  A NaN's key is above all others.
 
-Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers and is searched K times.  Wider
-rows are split over programs, each of which keeps its K best while it loops over tiles [C], and passes
-over a tile whose largest score is no match for them; a second kernel joins the splits.
+Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider rows are split over
+programs, each of which keeps its K best while it loops over tiles [C], and passes over a tile whose
+largest score is no match for them; a second kernel joins the splits.
 
-Of float32 the K values are to be as good as torch's, whose threads add up few terms each, whereas here
-one adds up to 32 a tile, and the largest of them, which is 1, swallows the last digits of the others.
-So float32 scores are summed exactly, in two parts, and the chosen ones have an exponential better than
-the hardware's, which is off by up to two units in the last place.
+Float32 scores have the state, and float32 values the exponential and quotient, of precise.py.
 
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], lse [M]
 float32, words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx [M, N] contiguous;
@@ -29,15 +26,15 @@ KP a power of two, at least K.  Keys in registers are int32 where 16 bits hold a
 import triton
 import triton.language as tl
 
-from .exchange import pack, unpack
+from .exchange import pack
 from .online_softmax import (
     LOG2E,
-    exponentials,
     online_softmax_finish,
     online_softmax_start,
     online_softmax_update,
     shift_of,
 )
+from .precise import exponential, precise_join, precise_state, precise_update, quotient, sum_in_parts
 from .rows import load, store
 from .softmax import join, normalized, state_of
 
@@ -45,70 +42,8 @@ from .softmax import join, normalized, state_of
 LOWEST32 = tl.constexpr(-(2**31))
 LOWEST = tl.constexpr(-(2**63))
 
-# log2(e) less its float32.
-LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)
-
-
-@triton.jit
-def exponential(x):
-    """exp(x) of x <= 0, within about one unit in the last place: 2^n, which is exact, times the series
-    of 2^f, |f| <= 1/2, whose next term is below 2^-27."""
-    x = tl.where(x < -110.0, -110.0, x)  # 0 either way; a NaN stays
-    n = tl.floor(x * LOG2E + 0.5)
-    f = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -n) + x * LOG2E_LOW
-    p = f * 1.5252734e-5 + 1.5403530e-4
-    p = p * f + 1.3333558e-3
-    p = p * f + 9.6181291e-3
-    p = p * f + 5.5504109e-2
-    p = p * f + 2.4022651e-1
-    p = p * f + 6.9314718e-1
-    return (p * f + 1.0) * tl.exp2(n)
-
-
-@triton.jit
-def sum_in_parts(p):
-    """(high, low) [R], whose sum is that of the rows of p [R, C], 0 <= p <= 1, C <= 2^12.
-
-    What p holds in multiples of 2^-12 is added without a rounding, in any order, since the sums are
-    below 2^12; the rests are so small that their roundings do not count.
-    """
-    tl.static_assert(p.shape[1] <= 4096)
-    high = (p + 3072.0) - 3072.0  # a unit in the last place is 2^-12 from 2^11 to 2^12
-    return tl.sum(high, 1), tl.sum(p - high, 1)
-
-
-@triton.jit
-def precise_state_of(x):
-    """state_of float32 scores x [R, C]."""
-    m = tl.max(x, 1)
-    high, low = sum_in_parts(exponentials(x, shift_of(m)[:, None], LOG2E, True))
-    return m, high + low
-
-
-@triton.jit
-def precise_update(m, l, l_low, x):
-    """online_softmax_update by float32 scores x [R, C], with the sum in two parts, l + l_low."""
-    m_new = tl.maximum(m, tl.max(x, 1))
-    shift = shift_of(m_new)
-    alpha = exponential(m - shift)
-    high, low = sum_in_parts(exponentials(x, shift[:, None], LOG2E, True))
-    scaled = l * alpha
-    total = scaled + high
-    # What the two roundings, of the product and of the sum, left out.
-    part = total - scaled
-    lost = (scaled - (total - part)) + (high - part)
-    return m_new, total, l_low * alpha + (tl.fma(l, alpha, -scaled) + lost + low)
-
-
-@triton.jit
-def precise_join(words, splits):
-    """join, of softmax.py, with the better exponential."""
-    m, l = unpack(words)
-    here = tl.arange(0, words.shape[0]) < splits
-    m = tl.where(here, m, -float("inf"))[None, :]
-    whole = tl.max(m, 1)
-    weights = tl.where(m == whole[:, None], 1.0, exponential(m - shift_of(whole)[:, None]))
-    return whole, tl.sum(tl.where(here[None, :], l[None, :] * weights, 0.0), 1)
+# From so many on sorting is faster than searching again and again.
+SORTED = tl.constexpr(16)
 
 
 @triton.jit
@@ -169,14 +104,18 @@ def largest_below(keys, last):
 
 @triton.jit
 def select(keys, K, lowest, KP: tl.constexpr):
-    """The K largest of keys [R, C] in descending order [R, KP]."""
-    lanes = tl.arange(0, KP)[None, :]
-    last = tl.zeros([keys.shape[0]], keys.dtype) + lowest
-    best = tl.zeros([keys.shape[0], KP], keys.dtype)
-    for k in range(0, K):
-        last = largest_below(keys, last)
-        best = tl.where(lanes == k, last[:, None], best)
-    return best
+    """The K largest of keys [R, C] in descending order [R, KP], one after another where they are few;
+    else runs of KP keys are sorted and merged in pairs, of which the better half is kept."""
+    if KP >= SORTED:
+        return tl.topk(keys, KP)
+    else:
+        lanes = tl.arange(0, KP)[None, :]
+        last = tl.zeros([keys.shape[0]], keys.dtype) + lowest
+        best = tl.zeros([keys.shape[0], KP], keys.dtype)
+        for k in range(0, K):
+            last = largest_below(keys, last)
+            best = tl.where(lanes == k, last[:, None], best)
+        return best
 
 
 @triton.jit
@@ -196,7 +135,7 @@ def store_result(
         if RENORMALIZE:
             high, low = sum_in_parts(tl.where(lanes < K, p, 0.0))
             l = tl.where(l == l, high + low, l)  # NaN where the row holds a NaN, chosen or not
-        v = tl.div_rn(p, tl.broadcast_to(l[:, None], p.shape))
+        v = quotient(p, l)
     else:
         if RENORMALIZE:
             m, chosen = state_of(tl.where(lanes < K, x, -float("inf")))
@@ -218,7 +157,7 @@ def softmax_topk_kernel(
     mask = (rows[:, None] < M) & (cols < N)
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask=mask, other=-float("inf"))
     if x.dtype == tl.float32:
-        m, l = precise_state_of(x)
+        m, l = precise_state(x)
     else:
         m, l = state_of(x)
     keys = keys_of(x, cols, mask)

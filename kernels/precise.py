@@ -1,0 +1,103 @@
+"""The online-softmax state of float32 scores, to the last digits that a float32 softmax shows.
+
+A sum of thousands of terms, the largest of which is 1, loses the last digits of the others, one at a
+time; log2(e) as a float32 makes every term too small by the same 1.3e-8 of its logarithm; and a product
+with 1 / l is off by a unit in the last place.  None of that shows in 16 bits.  Here sums are taken in
+two parts, of which one is exact, log2(e) has two parts as well, and a quotient is rounded as a division
+is.  What is left is the hardware's power of 2, off by up to two units in the last place, though not for
+the largest term; the weights of a merge, and values of which there are few, go without it.
+
+Shapes: p, x [R, C]; m, l [R], float32; see online_softmax.py.
+"""
+
+import triton
+import triton.language as tl
+
+from .exchange import unpack
+from .online_softmax import LOG2E, shift_of
+
+# log2(e) less its float32.
+LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)
+
+# Adding it to |x| < 2^22 leaves no digits behind the point: the sum rounds x to an integer.
+INTEGERS = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def exponential(x):
+    """exp(x) of x <= 0, within about one unit in the last place: 2^n, which is exact, times the series
+    of 2^f, |f| <= 1/2, whose next term is below 2^-27."""
+    x = tl.where(x < -110.0, -110.0, x)  # 0 either way; a NaN stays
+    n = (x * LOG2E + INTEGERS) - INTEGERS
+    f = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -n) + x * LOG2E_LOW
+    p = f * 1.5252734e-5 + 1.5403530e-4
+    p = p * f + 1.3333558e-3
+    p = p * f + 9.6181291e-3
+    p = p * f + 5.5504109e-2
+    p = p * f + 2.4022651e-1
+    p = p * f + 6.9314718e-1
+    return (p * f + 1.0) * tl.exp2(n)
+
+
+@triton.jit
+def hardware_exponential(x):
+    """exp(x), off by the hardware's power of 2 and by a rounding of its argument."""
+    return tl.exp2(tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), x * LOG2E_LOW))
+
+
+@triton.jit
+def quotient(p, l):
+    """p / l [R, C], l the divisor of a row: the product with 1 / l, which is off by a unit in the last
+    place, and its remainder divided likewise."""
+    inverse = tl.broadcast_to(tl.div_rn(1.0, l)[:, None], p.shape)
+    q = p * inverse
+    rest = tl.fma(-q, tl.broadcast_to(l[:, None], p.shape), p)
+    return tl.fma(rest, inverse, q)
+
+
+@triton.jit
+def sum_in_parts(p):
+    """(high, low) [R], whose sum is that of the rows of p, 0 <= p <= 1.
+
+    What p holds in multiples of a unit, 2^-24 times the columns but at least 2^-12, is added without a
+    rounding, in any order, since the sums are at most 2^24 units; the rests are so small that their
+    roundings do not count.
+    """
+    columns: tl.constexpr = p.shape[1] if p.shape[1] > 4096 else 4096
+    middle: tl.constexpr = 0.75 * columns  # from columns / 2 to columns the last place is a unit
+    high = (p + middle) - middle
+    return tl.sum(high, 1), tl.sum(p - high, 1)
+
+
+@triton.jit
+def precise_state(x):
+    """The state (m, l) of scores x [R, C]."""
+    m = tl.max(x, 1)
+    high, low = sum_in_parts(hardware_exponential(x - shift_of(m)[:, None]))
+    return m, high + low
+
+
+@triton.jit
+def precise_update(m, l, l_low, x):
+    """online_softmax_update by scores x [R, C], with the sum in two parts, l + l_low."""
+    m_new = tl.maximum(m, tl.max(x, 1))
+    shift = shift_of(m_new)
+    alpha = exponential(m - shift)
+    high, low = sum_in_parts(hardware_exponential(x - shift[:, None]))
+    scaled = l * alpha
+    total = scaled + high
+    # What the two roundings, of the product and of the sum, left out.
+    part = total - scaled
+    lost = (scaled - (total - part)) + (high - part)
+    return m_new, total, l_low * alpha + (tl.fma(l, alpha, -scaled) + lost + low)
+
+
+@triton.jit
+def precise_join(words, splits):
+    """The state [1] of a row from those of its splits, packed in words [LANES]."""
+    m, l = unpack(words)
+    here = tl.arange(0, words.shape[0]) < splits
+    m = tl.where(here, m, -float("inf"))[None, :]
+    whole = tl.max(m, 1)
+    weights = tl.where(m == whole[:, None], 1.0, exponential(m - shift_of(whole)[:, None]))
+    return whole, tl.sum(tl.where(here[None, :], l[None, :] * weights, 0.0), 1)
