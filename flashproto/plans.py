@@ -68,3 +68,15 @@ def keep(key: Hashable | None, make: Callable[[], Plan]) -> None:
 def forget() -> None:
     """All plans; for who changes at run time what plans follow from, as tests do."""
     _plans.clear()
+
+
+def maker(made: Tensor | None, x: Tensor) -> Callable[[Tensor], Any]:
+    """A function of tensors like x that returns uninitialised memory like `made`, on x's device; None
+    where `made` is None."""
+    if made is None:
+        return lambda x: None
+    shape, strides, dtype, device = made.shape, made.stride(), made.dtype, made.device
+    like = torch.empty_like(x)
+    if (like.shape, like.stride(), like.dtype) == (shape, strides, dtype):
+        return torch.empty_like
+    return lambda x: torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -51,7 +51,7 @@ NUMBERS = (*INTEGERS, True, False, 0.0, 1.0, 16.0, 0.125)
 
 @triton.jit(do_not_specialize=["seed"], do_not_specialize_on_alignment=["M"])
 def toy_kernel(
-    x_ptr, w_ptr, y_ptr, stride, M, N, seed, eps,
+    x_ptr, w_ptr, y_ptr, stride, M, N, seed, eps, hook,
     CENTERED: tl.constexpr, R: tl.constexpr, C: tl.constexpr = 64,
 ):  # fmt: skip
     pass
@@ -94,6 +94,9 @@ def random_argument(draw: random.Random, position: int) -> Any:
     """For a parameter of toy_kernel."""
     if position < 3:
         return None if position == 1 and draw.random() < 0.3 else random_tensor(draw)
+    if position == 8:
+        operand = random_tensor(draw), draw.choice(INTEGERS), draw.choice((None, 1, 5))
+        return draw.choice((None, (), (operand, 0.5), ((operand, operand), (draw.choice(NUMBERS),))))
     return draw.choice(NUMBERS) if position < 8 else draw.choice((False, True))
 
 
@@ -109,12 +112,19 @@ def check(
 def check_bound(
     draw: random.Random, launch_toy: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> int:
-    """How many launches, of tensors that differ in alignment, a bound launch made by itself."""
-    again = launch_toy.bind(3, *arguments, **named)
+    """How many launches, of tensors or addresses that differ in alignment, a bound launch made by
+    itself."""
+    memory = [x is not None and draw.random() < 0.5 for x in arguments[:3]]
+    given = [
+        launch.Memory(0, x.dtype, -1) if only else x
+        for x, only in zip(arguments[:3], memory, strict=True)
+    ]
+    arguments = (*arguments[:8], None, *arguments[9:])
+    again = launch_toy.bind(3, *given, *arguments[3:], **named)
     found = 0
     for start in (0, *(draw.choice((0, 0, 1, 8)) for _ in range(3))):
         tensors = [x if x is None else torch.empty(64, dtype=x.dtype)[start:] for x in arguments[:3]]
-        again(*tensors)
+        again(*(x.data_ptr() if only else x for x, only in zip(tensors, memory, strict=True)))
         found += check_launched((*tensors, *arguments[3:]), named)
     return found
 
@@ -140,13 +150,13 @@ def main(seed: int) -> None:
     launch._launch_ordinarily = launch_ordinarily
     triton_entry.entry = lambda kernel: triton_entry.Entry(kernel.launch, ("middle",), ())
     given = {"R": 4, "C": 128, "num_warps": 8}
-    launch_toy = launch.launcher(toy_kernel, tensors=3)
-    launch_given = launch.launcher(toy_kernel, tensors=3, **given)
-    arguments = tuple(random_argument(draw, i) for i in range(9))
+    launch_toy = launch.launcher(toy_kernel, tensors=3, tuples=["hook"])
+    launch_given = launch.launcher(toy_kernel, tensors=3, tuples=["hook"], **given)
+    arguments = tuple(random_argument(draw, i) for i in range(10))
     found = bound = 0
     for _ in range(6000):
         # One argument at a time changes, so that calls that differ in little follow each other.
-        i = draw.randrange(9)
+        i = draw.randrange(10)
         arguments = (*arguments[:i], random_argument(draw, i), *arguments[i + 1 :])
         maxnreg = draw.choice((None, 64))
         constants = {

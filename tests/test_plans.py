@@ -134,6 +134,31 @@ def test_only_some_inputs_require_grad(device, followed) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_other_memory(device, followed, name) -> None:
+    """Backward finds saved tensors and upstream gradients with strides that it did not see before."""
+    call, tensors = everything(device, bf16)[name]
+
+    def apart(t: Tensor) -> Tensor:  # rows with something between them
+        return torch.stack((t, t), 1)[:, 0]
+
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    expected: dict[Any, Any] = {}
+    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, apart):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
+            outputs = call(*leaves)
+        outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+        given = [
+            torch.linspace(-1, 2, o.numel(), device=device).view(o.shape).to(o.dtype) for o in outputs
+        ]
+        all_one = [torch.ones((), dtype=o.dtype, device=device).expand(o.shape) for o in outputs]
+        for kind, upstream in (("given", given), ("given", [*map(apart, given)]), ("one", all_one)):
+            gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
+            for a, b in zip(gradients, expected.setdefault(kind, gradients), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert followed == [False, False, True, True]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_raise(device, followed, name) -> None:
     call, tensors = everything(device, f32)[name]
     for _ in range(3):

@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from ..kernels.attention_forward import attention_forward_kernel
 from .autograd import (
     FirstDerivative,
     KernelFunction,
+    differentiates,
     recorder,
     refuse_tangents,
     use_op,
@@ -117,7 +118,9 @@ def backward_launchers(
 ) -> tuple[Callable[..., None], int, Callable[..., None], int, Callable[..., None]]:
     """(launch over rows, keys a program, launch over keys, queries a program, launch over queries)."""
     keys, queries = configs.attention_backward(capability, dtype.itemsize, D, Dv, causal)
-    rows = {"DV": Dv, "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": ROWS_BLOCK_M, "num_warps": 4}
+    rows: dict[str, Any] = {
+        "DV": Dv, "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": ROWS_BLOCK_M, "num_warps": 4
+    }  # fmt: skip
     keys_constants = attention_constants(keys, D, Dv, causal, tf32)
     queries_constants = attention_constants(queries, D, Dv, causal, tf32)
     return (
@@ -205,12 +208,12 @@ def fill_gradients(
         for gradient in (dq, dk, dv):
             gradient.zero_()
         return
+    lse = lse.contiguous()  # hooks of saved tensors need not keep strides
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)
     if backend == "hopper":
-        hopper().attention_backward(
-            q, k, v, out, lse, dout, dlse, dq, dk, dv, causal, offset, scale, max(scale, SMALLEST_SCALE)
-        )
+        shared = hopper().Settings(causal, offset, scale, max(scale, SMALLEST_SCALE))
+        hopper().attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, shared)
         return
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     launch_rows, block_n, launch_keys, block_m, launch_queries = backward_launchers(
@@ -248,48 +251,62 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx, launch, dout: Tensor | None, dlse: Tensor | None):
-    """Gradients of attention's seven arguments; `launch` calls attention_backward."""
+def backward(ctx, launch, settings, dout: Tensor | None, dlse: Tensor | None):
+    """Gradients of attention's seven arguments, of which `settings` are the last four; `launch` calls
+    attention_backward."""
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 7
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
     need_q, need_k, need_v = ctx.needs_input_grad[:3]
-    dq, dk, dv = launch(q, k, v, out, lse, dout, dlse, *ctx.settings, need_q, need_k or need_v)
+    dq, dk, dv = launch(q, k, v, out, lse, dout, dlse, *settings, need_q, need_k or need_v)
     return dq if need_q else None, dk if need_k else None, dv if need_v else None, *(None,) * 4
 
 
 class AttentionFunction(KernelFunction):
     """It has no jvp, so forward-mode differentiation raises instead of returning zeros."""
 
-    @staticmethod
-    def forward(q, k, v, causal, offset, scale, backend):
-        return attention_forward(q, k, v, causal, offset, scale, backend)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
+    forward = staticmethod(attention_forward)
+    setup_context = staticmethod(setup_context)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return backward(ctx, AttentionBackwardFunction.apply, dout, dlse)
+        return backward(ctx, AttentionBackwardFunction.apply, ctx.settings, dout, dlse)
+
+
+class Attention(NamedTuple):
+    """A plan's parts.
+
+    compute: (q, k, v) to (out, lse); gradients: (q, k, v, out, lse, dout, dlse) to (dq, dk, dv), None
+    where backward goes its usual way; settings: of attention.
+    """
+
+    compute: Callable[..., tuple[Tensor, Tensor]]
+    gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
+    settings: tuple[bool, int, float, str]
+    return_lse: bool
 
 
 class PlannedAttentionFunction(torch.autograd.Function):
     """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
 
     @staticmethod
-    def forward(ctx, q, k, v, compute, settings, return_lse):
-        out, lse = compute(q, k, v)
+    def forward(ctx, q, k, v, plan):
+        out, lse = plan.compute(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.settings = settings
+        ctx.plan = plan
         ctx.set_materialize_grads(False)
-        return (out, lse) if return_lse else out
+        return (out, lse) if plan.return_lse else out
 
     @staticmethod
     def backward(ctx, dout, dlse=None):
-        return backward(ctx, AttentionBackwardFunction.launch, dout, dlse)[:6]
+        _, gradients, settings, _ = ctx.plan
+        if gradients is None or dout is None or differentiates():
+            return backward(ctx, AttentionBackwardFunction.apply, settings, dout, dlse)[:4]
+        dq, dk, dv = gradients(*ctx.saved_tensors, dout, dlse)
+        need_q, need_k, need_v, _ = ctx.needs_input_grad
+        return dq if need_q else None, dk if need_k else None, dv if need_v else None, None
 
 
 record = recorder(PlannedAttentionFunction)
@@ -311,27 +328,32 @@ def plan(
     out = empty_like_heads(q, Dv)
     if scale < 0 or out.numel() == 0 or k.numel() == 0:
         return anyhow
-    shape, strides, like = out.shape, out.stride(), Dv == D and q.is_contiguous()
-    dtype, device = q.dtype, q.device
+    device, new_out, gradients = q.device, plans.maker(out, q), None
     if backend == "hopper":
-        fill = hopper().plan(q, k, v, out, causal, offset, max(scale, SMALLEST_SCALE))
+        positive_scale = max(scale, SMALLEST_SCALE)
+        fill = hopper().plan_forward(
+            q.shape, k.shape, causal, offset, positive_scale, device, q.dtype,
+            q.stride(), k.stride(), v.stride(), out.stride(),
+        )  # fmt: skip
+        new_dq, new_dk = (plans.maker(empty_like_heads(x, D), x) for x in (q, k))
+        shared = hopper().Settings(causal, offset, scale, positive_scale)
+        gradients = hopper().plan_gradients(new_dq, new_dk, shared)
     else:
         lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
         tensors = (q, k, v, out, lse)
         fill = forward_launch(*tensors, causal, offset, scale).bind(*tensors)
 
     def compute(q, k, v):
-        if like:
-            out = torch.empty_like(q)
-        else:
-            out = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        out = new_out(q)
         lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
         fill(q, k, v, out, lse)
         return out, lse
 
+    parts = Attention(compute, gradients, settings, return_lse)
+
     def planned(q, k, v):
         if wants_grad(q, k, v):
-            return record(q, k, v, compute, settings, return_lse)
+            return record(q, k, v, parts)
         return compute(q, k, v) if return_lse else compute(q, k, v)[0]
 
     return planned
@@ -340,9 +362,7 @@ def plan(
 class AttentionBackwardFunction(FirstDerivative):
     """attention_backward."""
 
-    @staticmethod
-    def forward(*args):
-        return attention_backward(*args)
+    forward = staticmethod(attention_backward)
 
 
 # --- compile: torch.library ops ------------------------------------------------------------------
@@ -376,7 +396,7 @@ def _(q, k, v, out, lse, dout, dlse, causal, offset, scale, backend, need_dq, ne
 
 
 def _backward(ctx, dout, dlse):
-    return backward(ctx, torch.ops.flashproto.attention_backward, dout, dlse)
+    return backward(ctx, torch.ops.flashproto.attention_backward, ctx.settings, dout, dlse)
 
 
 attention_forward_op.register_autograd(_backward, setup_context=setup_context)

@@ -1,6 +1,10 @@
 """Attention: launches of the Hopper kernels, for ops/attention.py.
 
 Legend: q, out, dout, dq [B, Hq, Sq, D], k, v, dk, dv [B, Hkv, Sk, D]; lse, dlse [B, Hq, Sq] float32.
+
+How a call launches follows from shapes, strides, dtypes and options.  plan_forward and plan_backward
+work it out once for each set of them and return a function of the tensors, which takes their addresses
+and launches.
 """
 
 from __future__ import annotations
@@ -19,30 +23,17 @@ from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
-from .descriptors import describe, descriptor, tma_reads
-from .launch import Launcher, cdiv, launcher, multiprocessors
+from .descriptors import boxes, readable, tma_reads
+from .launch import Launcher, Memory, cdiv, launcher, multiprocessors
 
 LOG2E = math.log2(math.e)
 PREPROCESS_ROWS = 32
 SUMS_BOX = (128, 32)  # of the float32 sums of dQ
 
-
-# --- operands ------------------------------------------------------------------------------------
-
-
-def for_rows(x: Tensor) -> Tensor:
-    """x, or a contiguous copy where its rows do not come in pieces of 16 bytes."""
-    if x.data_ptr() % 16 == 0 and rows_fit(x.shape, x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+Shape = tuple[int, ...]
 
 
-@functools.lru_cache(1024)
-def rows_fit(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    return tma_reads(0, 2, shape, strides)
-
-
-def eighths(strides: tuple[int, ...]) -> tuple[int, int, int]:
+def eighths(strides: Shape) -> tuple[int, int, int]:
     """Strides in units of 8 elements, so that the compiler sees pieces of 16 bytes."""
     B, H, S, _ = strides
     return B // 8, H // 8, S // 8
@@ -51,13 +42,7 @@ def eighths(strides: tuple[int, ...]) -> tuple[int, int, int]:
 # --- the order of work ---------------------------------------------------------------------------
 
 
-_tables: dict[tuple[object, ...], Tensor] = {}
-
-
-def order_on_device(
-    config: configs.HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int,
-    programs: int, device: torch.device,
-) -> Tensor:  # fmt: skip
+class Order:
     """The order of work under a causal mask as the kernel reads it: [rounds, programs] int32, item
     numbers, each column ended by the number of items.
 
@@ -65,33 +50,48 @@ def order_on_device(
     While a CUDA graph is captured nothing can be copied from the host; then a shape that never ran
     before is dealt out in turns, which the graph recomputes at each replay.  Results are the same.
     """
-    key = (config, heads, together, Sq, Sk, offset, programs, device)
-    table = _tables.get(key)
-    if table is not None:
-        return table
-    total = heads * cdiv(Sq, config.BM)
-    if torch.cuda.is_current_stream_capturing():
-        turns = torch.arange((total // programs + 2) * programs, dtype=torch.int32, device=device)
-        turns = turns.clamp_(max=total).view(-1, programs)
-        turns[1::2] = turns[1::2].flip(1)  # heavy first, and back: who was first is last
-        return turns
-    items = configs.balanced_plan(config, heads, together, Sq, Sk, offset, programs)
-    rounds = max(map(len, items)) + 1
-    rows = [[*own, *[total] * (rounds - len(own))] for own in items]
-    host = torch.tensor(rows, dtype=torch.int32).t().contiguous()
 
-    # In a thread of its own, since a private memory pool of the calling thread (torch.compile's CUDA
-    # graphs make one to warm up) would take this memory back.
-    def upload() -> None:
-        _tables[key] = host.to(device)
+    table: Tensor | None = None
 
-    thread = threading.Thread(target=upload)
-    thread.start()
-    thread.join()
-    return _tables[key]
+    def __init__(
+        self, config: configs.HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int,
+        programs: int, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.work = config, heads, together, Sq, Sk, offset, programs
+        self.device = device
+
+    def on_device(self) -> Tensor:
+        if self.table is not None:
+            return self.table
+        config, heads, _, Sq, _, _, programs = self.work
+        total = heads * cdiv(Sq, config.BM)
+        if torch.cuda.is_current_stream_capturing():
+            rounds = total // programs + 2
+            turns = torch.arange(rounds * programs, dtype=torch.int32, device=self.device)
+            turns = turns.clamp_(max=total).view(-1, programs)
+            turns[1::2] = turns[1::2].flip(1)  # heavy first, and back: who was first is last
+            return turns
+        items = configs.balanced_plan(*self.work)
+        rounds = max(map(len, items)) + 1
+        rows = [[*own, *[total] * (rounds - len(own))] for own in items]
+        host = torch.tensor(rows, dtype=torch.int32).t().contiguous()
+
+        # In a thread of its own, since a private memory pool of the calling thread (torch.compile's
+        # CUDA graphs make one to warm up) would take this memory back.
+        def upload() -> None:
+            self.table = host.to(self.device)
+
+        thread = threading.Thread(target=upload)
+        thread.start()
+        thread.join()
+        assert self.table is not None
+        return self.table
 
 
-# --- launches: what follows from plain facts is kept ---------------------------------------------
+order_of = functools.cache(Order)
+
+
+# --- forward -------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -99,78 +99,74 @@ def forward_launcher(config: configs.HopperForward) -> Launcher:
     return launcher(attention_forward_kernel, descriptors=3, tensors=3, CFG=config, num_warps=4)
 
 
-class Forward(NamedTuple):
-    """How the forward kernel is launched for one shape.
-
-    queries, keys: boxes of the descriptors; sizes: the kernel's numbers up to offset; order: arguments
-    of order_on_device, None without a mask.
-    """
-
-    launch: Launcher
-    programs: int
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    sizes: tuple[int, ...]
-    order: tuple[Any, ...] | None
-
-
 @functools.lru_cache(1024)
 def plan_forward(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, offset: int, device: torch.device
-) -> Forward:
+    q_shape: Shape, k_shape: Shape, causal: bool, offset: int, scale: float,
+    device: torch.device, dtype: torch.dtype,
+    q_strides: Shape, k_strides: Shape, v_strides: Shape, out_strides: Shape,
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
+    """attention_forward as a function of (q, k, v, out, lse), whose strides TMA can read."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
     config = configs.attention_forward_hopper(head_dim, Sk, causal)
     tiles = cdiv(Sq, config.BM)
     total = tiles * B * Hq
     programs = min(total, multiprocessors(device))
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
-    if not causal:
-        offset = Sk
-    return Forward(
-        forward_launcher(config),
-        programs,
-        (1, 1, 64, config.D),
-        (1, 1, config.BN, config.D),
-        (total, tiles, Hq, Hq // Hkv, B * Hq, together, Sq, Sk, offset),
-        (config, B * Hq, together, Sq, Sk, offset, programs, device) if causal else None,
-    )
+    order = order_of(config, B * Hq, together, Sq, Sk, offset, programs, device) if causal else None
+    index = memory_index(device)
+    queries, keys = (1, 1, 64, config.D), (1, 1, config.BN, config.D)
+    q_boxes = boxes(index, dtype, q_shape, q_strides, queries)
+    k_boxes, v_boxes = (boxes(index, dtype, k_shape, s, keys) for s in (k_strides, v_strides))
+    floats = Memory(0, torch.float32, index)
+    launch = forward_launcher(config).bind(
+        programs, True, True, True,
+        Memory(0, dtype, index), floats, floats if order is None else Memory(0, torch.int32, index),
+        total, tiles, Hq, Hq // Hkv, B * Hq, together, Sq, Sk, offset if causal else Sk,
+        *eighths(out_strides), head_dim, scale * LOG2E,
+    )  # fmt: skip
+
+    def fill(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
+        at_q, at_k, at_v, at_lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr()
+        if (at_q | at_k | at_v) & 15:
+            attention_forward(q, k, v, out, lse, causal, offset, scale)
+            return
+        at_order = at_lse  # which is not read
+        if order is not None:
+            table = order.on_device()
+            at_order = table.data_ptr()
+        launch(q_boxes[at_q], k_boxes[at_k], v_boxes[at_v], out.data_ptr(), at_lse, at_order)
+
+    return fill
+
+
+def memory_index(device: torch.device) -> int:
+    """What tensors of `device` return as get_device()."""
+    return -1 if device.index is None else device.index
 
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     causal: bool, offset: int, scale: float,
 ) -> None:  # fmt: skip
-    """Fill out and lse; scale > 0, no tensor empty."""
-    plan = plan_forward(q.shape, k.shape, causal, offset, q.device)
-    # The copies, if TMA needs any, are held until the launch.
-    (q, q_box), (k, k_box), (v, v_box) = (
-        describe(q, plan.queries), describe(k, plan.keys), describe(v, plan.keys)
+    """Fill out and lse; scale > 0, no tensor empty.  What TMA cannot read is copied."""
+    q, k, v = readable(q), readable(k), readable(v)
+    fill = plan_forward(
+        q.shape, k.shape, causal, offset, scale, q.device, q.dtype,
+        q.stride(), k.stride(), v.stride(), out.stride(),
     )  # fmt: skip
-    order = lse if plan.order is None else order_on_device(*plan.order)  # lse is not read
-    plan.launch(
-        plan.programs, q_box, k_box, v_box, out, lse, order,
-        *plan.sizes, *eighths(out.stride()), q.shape[3], scale * LOG2E,
-    )  # fmt: skip
+    fill(q, k, v, out, lse)
 
 
-def plan(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, causal: bool, offset: int, scale: float
-) -> Callable[..., None]:
-    """attention_forward as a function of its tensors, for such as are like these."""
-    shared = plan_forward(q.shape, k.shape, causal, offset, q.device)
-    queries, keys, order_arguments = shared.queries, shared.keys, shared.order
-    numbers = *shared.sizes, *eighths(out.stride()), q.shape[3], scale * LOG2E
-    _, q_box = describe(q, queries)
-    (_, k_box), (_, v_box) = describe(k, keys), describe(v, keys)
-    launch = shared.launch.bind(shared.programs, q_box, k_box, v_box, out, out, out, *numbers)
+# --- backward ------------------------------------------------------------------------------------
 
-    def fill(q, k, v, out, lse):
-        # The copies, if TMA needs any, are held until the launch.
-        (q, q_box), (k, k_box), (v, v_box) = describe(q, queries), describe(k, keys), describe(v, keys)
-        order = lse if order_arguments is None else order_on_device(*order_arguments)
-        launch(q_box, k_box, v_box, out, lse, order)
 
-    return fill
+class Settings(NamedTuple):
+    """scale >= 0 multiplies the gradients, positive_scale > 0 the scores."""
+
+    causal: bool
+    offset: int
+    scale: float
+    positive_scale: float
 
 
 @functools.cache
@@ -178,8 +174,8 @@ def backward_launchers(
     config: configs.HopperBackward,
 ) -> tuple[Launcher, Launcher, Launcher]:
     """(preprocess, main, postprocess)."""
-    rows = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
-    sums = {"D": config.D, "N": config.NQ}
+    rows: dict[str, Any] = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
+    sums: dict[str, Any] = {"D": config.D, "N": config.NQ}
     return (
         launcher(preprocess_kernel, tensors=7, **rows, num_warps=4),
         launcher(attention_backward_kernel, descriptors=6, tensors=4, CFG=config, num_warps=4),
@@ -187,33 +183,17 @@ def backward_launchers(
     )
 
 
-class Backward(NamedTuple):
-    """How the backward kernels are launched for one shape: three functions of their tensors.
-
-    queries, keys, rows: boxes of the descriptors of q and dout, k and v, lse and delta; lse_delta,
-    sums, turns: elements of these (counters of work items and of tiles).
-    """
-
-    preprocess: Callable[..., None]
-    main: Callable[..., None]
-    postprocess: Callable[..., None]
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    rows: tuple[int, ...]
-    lse_delta: int
-    sums: int
-    turns: int
-
-
 @functools.lru_cache(1024)
 def plan_backward(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], causal: bool, offset: int, ordered: bool,
-    device: torch.device, dtype: torch.dtype, scale: float, positive_scale: float, has_dlse: bool,
-    out_strides: tuple[int, ...], dout_strides: tuple[int, ...],
-    dq_strides: tuple[int, ...], dk_strides: tuple[int, ...],
-) -> Backward:  # fmt: skip
-    """Of tensors of `dtype` on `device`, with these strides where descriptors do not hold them."""
+    q_shape: Shape, k_shape: Shape, settings: Settings, ordered: bool, has_dlse: bool,
+    device: torch.device, dtype: torch.dtype,
+    q_strides: Shape, k_strides: Shape, v_strides: Shape, out_strides: Shape, dout_strides: Shape,
+    dq_strides: Shape, dk_strides: Shape,
+) -> Callable[..., None]:  # fmt: skip
+    """attention_backward as a function of (q, k, v, out, lse, dout, dlse, dq, dk, dv), of which TMA can
+    read the strides of the first three, out and dout."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
+    causal, offset, scale, positive_scale = settings
     config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered)
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
@@ -226,55 +206,112 @@ def plan_backward(
     programs = min(key_tiles * B * Hkv, multiprocessors(device))
     padded = query_tiles * BM
     rows = B * Hq * padded
+    # One piece of memory: sums of dQ, lse and delta, counters of work items and of tiles.
+    words = rows * D, 2 * rows, turns
+    total = sum(words)
+    to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])
+
+    index = memory_index(device)
+    queries, keys = (1, 1, BM, D), (1, 1, BN, D)
+    q_boxes = boxes(index, dtype, q_shape, q_strides, queries)
+    dout_boxes = boxes(index, dtype, q_shape, dout_strides, queries)
+    k_boxes, v_boxes = (boxes(index, dtype, k_shape, s, keys) for s in (k_strides, v_strides))
+    rows_boxes = boxes(index, torch.float32, words[1:2], (1,), (2 * BM,))
+    sums_boxes = boxes(index, torch.float32, (words[0] // 32, 32), (32, 1), SUMS_BOX)
     preprocess, main, postprocess = backward_launchers(config)
-    some = [True] * 10  # tensors and descriptors, none of them None
-    return Backward(
-        preprocess.bind(
-            rows // PREPROCESS_ROWS, *some[:7], Sq, padded, zeroed, Hq, head_dim,
-            *eighths(out_strides), *eighths(dout_strides), HAS_DLSE=has_dlse,
-        ),
-        main.bind(
-            programs, *some, key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk,
-            offset if causal else Sk, *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
-        ),
-        postprocess.bind(
-            rows * D // (64 * config.NQ), *some[:2], Sq, padded // 64, Hq, head_dim,
-            *eighths(dq_strides), scale,
-        ),
-        (1, 1, BM, D), (1, 1, BN, D), (2 * BM,), 2 * rows, rows * D, turns,
+    own, floats, counts = (Memory(0, t, index) for t in (dtype, torch.float32, torch.int32))
+    launch_preprocess = preprocess.bind(
+        rows // PREPROCESS_ROWS, own, own, floats, floats, floats, floats, counts,
+        Sq, padded, zeroed, Hq, head_dim, *eighths(out_strides), *eighths(dout_strides),
+        HAS_DLSE=has_dlse,
     )  # fmt: skip
+    launch_main = main.bind(
+        programs, *[True] * 6, floats, counts, own, own,
+        key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset if causal else Sk,
+        *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
+    )  # fmt: skip
+    launch_postprocess = postprocess.bind(
+        rows * D // (64 * config.NQ), floats, own,
+        Sq, padded // 64, Hq, head_dim, *eighths(dq_strides), scale,
+    )  # fmt: skip
+
+    def fill(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
+        at_q, at_k, at_v, at_dout = q.data_ptr(), k.data_ptr(), v.data_ptr(), dout.data_ptr()
+        if (at_q | at_k | at_v | at_dout) & 15:
+            attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, settings)
+            return
+        scratch = lse.new_empty(total)
+        at_sums = scratch.data_ptr()
+        at_rows, at_turns, at_lse = at_sums + to_rows, at_sums + to_turns, lse.data_ptr()
+        at_dlse = at_lse if dlse is None else dlse.data_ptr()
+        launch_preprocess(
+            out.data_ptr(), at_dout, at_lse, at_dlse, at_rows, at_sums, at_turns
+        )  # fmt: skip
+        launch_main(
+            q_boxes[at_q], dout_boxes[at_dout], k_boxes[at_k], v_boxes[at_v], rows_boxes[at_rows],
+            sums_boxes[at_sums], at_sums, at_turns, dk.data_ptr(), dv.data_ptr(),
+        )  # fmt: skip
+        launch_postprocess(at_sums, dq.data_ptr())
+
+    return fill
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    dq: Tensor, dk: Tensor, dv: Tensor,
-    causal: bool, offset: int, scale: float, positive_scale: float,
+    dq: Tensor, dk: Tensor, dv: Tensor, settings: Settings,
 ) -> None:  # fmt: skip
     """Fill dq, dk and dv, of which dk and dv have the same strides; one of no elements is not wanted.
 
-    scale >= 0 multiplies the gradients, positive_scale > 0 the scores.  dq is summed in a fixed order
-    under torch.use_deterministic_algorithms(True).
+    dq is summed in a fixed order under torch.use_deterministic_algorithms(True).  What TMA cannot read
+    is copied.
     """
     device = q.device
     dq = dq if dq.numel() else torch.empty(q.shape, dtype=q.dtype, device=device)
     if not dk.numel():
         dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=device) for _ in range(2))
-    # The copies, if TMA needs any, are held until the launches.
-    out, dout = for_rows(out), for_rows(dout)
-    plan = plan_backward(
-        q.shape, k.shape, causal, offset, torch.are_deterministic_algorithms_enabled(),
-        device, q.dtype, scale, positive_scale, dlse is not None,
-        out.stride(), dout.stride(), dq.stride(), dk.stride(),
+    q, k, v, out, dout = map(readable, (q, k, v, out, dout))
+    fill = plan_like(q, k, v, out, dout, dlse, dq, dk, settings)
+    fill(q, k, v, out, lse, dout, None if dlse is None else dlse.contiguous(), dq, dk, dv)
+
+
+def plan_like(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, settings: Settings,
+) -> Callable[..., None]:  # fmt: skip
+    """plan_backward of these tensors."""
+    return plan_backward(
+        q.shape, k.shape, settings, torch.are_deterministic_algorithms_enabled(), dlse is not None,
+        q.device, q.dtype,
+        q.stride(), k.stride(), v.stride(), out.stride(), dout.stride(), dq.stride(), dk.stride(),
     )  # fmt: skip
-    (q, q_box), (dout, dout_box) = describe(q, plan.queries), describe(dout, plan.queries)
-    (k, k_box), (v, v_box) = describe(k, plan.keys), describe(v, plan.keys)
-    sums = torch.empty(plan.sums, dtype=torch.float32, device=device)
-    lse_delta = torch.empty(plan.lse_delta, dtype=torch.float32, device=device)
-    turns = torch.empty(plan.turns, dtype=torch.int32, device=device)
-    plan.preprocess(out, dout, lse, lse if dlse is None else dlse.contiguous(), lse_delta, sums, turns)
-    index = q.get_device()
-    lse_box = descriptor(lse_delta.data_ptr(), index, torch.float32, (plan.lse_delta,), (1,), plan.rows)
-    sums_shape = plan.sums // 32, 32
-    sums_box = descriptor(sums.data_ptr(), index, torch.float32, sums_shape, (32, 1), SUMS_BOX)
-    plan.main(q_box, dout_box, k_box, v_box, lse_box, sums_box, sums, turns, dk, dv)
-    plan.postprocess(sums, dq)
+
+
+def plan_gradients(
+    new_dq: Callable[[Tensor], Tensor], new_dk: Callable[[Tensor], Tensor], settings: Settings
+) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """attention_backward as a function of (q, k, v, out, lse, dout, dlse) to (dq, dk, dv), for
+    tensors of one shape, dtype and device; their strides may differ, as hooks of saved tensors do not
+    keep them.  new_dq, new_dk make an uninitialised gradient for q, and for k or v."""
+    fills: dict[tuple[object, ...], Callable[..., None]] = {}
+
+    def gradients(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = new_dq(q), new_dk(k), new_dk(k)
+        strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+        key = strides, dlse is None, torch.are_deterministic_algorithms_enabled()
+        fill = fills.get(key)
+        if fill is None:
+            if all(tma_reads(x.element_size(), x.shape, x.stride()) for x in (q, k, v, out, dout)):
+                fill = plan_like(q, k, v, out, dout, dlse, dq, dk, settings)
+            else:
+                fill = functools.partial(attention_backward, settings=settings)
+            fills[key] = fill
+        dlse = None if dlse is None else dlse.contiguous()
+        fill(q, k, v, out, lse.contiguous(), dout, dlse, dq, dk, dv)
+        return dq, dk, dv
+
+    return gradients

@@ -70,13 +70,8 @@ def backward(ctx, launch, dout: Tensor | None, dlse: Tensor | None):
 class AttentionQkvFunction(KernelFunction):
     """It has no jvp, so forward-mode differentiation raises instead of returning zeros."""
 
-    @staticmethod
-    def forward(qkv, q_heads, k_heads, causal, scale, backend):
-        return attention_qkv_forward(qkv, q_heads, k_heads, causal, scale, backend)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
+    forward = staticmethod(attention_qkv_forward)
+    setup_context = staticmethod(setup_context)
 
     @staticmethod
     def backward(ctx, dout, dlse):
@@ -86,9 +81,7 @@ class AttentionQkvFunction(KernelFunction):
 class AttentionQkvBackwardFunction(FirstDerivative):
     """attention_qkv_backward."""
 
-    @staticmethod
-    def forward(*args):
-        return attention_qkv_backward(*args)
+    forward = staticmethod(attention_qkv_backward)
 
 
 # --- compile: torch.library ops ------------------------------------------------------------------

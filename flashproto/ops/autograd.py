@@ -92,6 +92,12 @@ def wants_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
+def differentiates() -> bool:
+    """Whether gradients may be differentiated themselves, or come from a transform of torch.func: then
+    a backward goes through a FirstDerivative, else it may launch."""
+    return is_grad_enabled() or transforms_active()
+
+
 class FirstDerivative(KernelFunction):
     """Base of the Functions that launch backward kernels: differentiating once more raises.
 
@@ -102,9 +108,7 @@ class FirstDerivative(KernelFunction):
     def launch(cls, *args):
         """apply, for tensors saved where no transform of torch.func was active: the launch alone, where
         the gradients are plain too and nobody differentiates them."""
-        if is_grad_enabled() or transforms_active():
-            return cls.apply(*args)
-        return cls.forward(*args)
+        return cls.apply(*args) if differentiates() else cls.forward(*args)
 
     @classmethod
     def apply(cls, *args):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, configs
-from .launch import cdiv
+from .launch import cdiv, multiprocessors
 
 # How often a program looks for the others of its row, about a microsecond each, before it does their
 # work.  The interpreter runs one program after another: there is nothing to wait for.
@@ -18,3 +18,12 @@ def exchange(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int,
     splits = cdiv(N, config.columns)
     words = x.new_zeros((M, splits), dtype=torch.int64)
     return splits, words, configs.power_of_two(splits)
+
+
+def clusters_at_once(device: torch.device, config: configs.RowConfig) -> int:
+    """How many clusters run at once, of which each takes many rows.
+
+    A cluster stays within one GPC, which leaves some multiprocessors over: of the 132 of an H200 2 in
+    clusters of 2, 12 in clusters of 4 or 8 and 20 in clusters of 16.
+    """
+    return max(multiprocessors(device) * 15 // 16 // config.cluster, 1) * config.programs

@@ -11,7 +11,8 @@ compiled kernel under them and hands the arguments to Triton's own entry point i
     again = launch_norm_forward.bind(programs, x, weight, y, M, N, eps, R=4, C=1024, num_warps=4)
     again(x, weight, y)
 
-takes a microsecond, where calls differ in nothing but the addresses of their tensors.
+takes a microsecond, where calls differ in nothing but the addresses of their tensors; less where it is
+given the addresses themselves, see Memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from . import triton_entry
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas")
 KEPT_NUMBERS = 4096  # sets of numbers whose specialization a launcher keeps
 
 
@@ -69,13 +70,32 @@ def cdiv(a: int, b: int) -> int:
 # --- launchers -----------------------------------------------------------------------------------
 
 
+class Memory:
+    """What kernels know of a tensor: where it starts, its dtype, and the index of its device."""
+
+    __slots__ = ("address", "device", "dtype")
+
+    def __init__(self, address: int, dtype: torch.dtype, device: int) -> None:
+        self.address, self.dtype, self.device = address, dtype, device
+
+    def at(self, address: int) -> Memory:
+        return Memory(address, self.dtype, self.device)
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_device(self) -> int:
+        return self.device
+
+
 class Launcher(Protocol):
     """What `launcher` returns.
 
     bind(programs, *arguments, **constants_and_options), descriptors and tensors by position, launches
-    nothing and returns a function of descriptors and tensors (and of None where None was bound) that
-    launches with all else as bound.  Those it is called with are of the types, dtypes and device of
-    those bound; which of them start at multiples of 16 bytes may differ.  It keeps none of them.
+    nothing and returns a function of descriptors and tensors that launches with all else as bound: of
+    an address where a Memory was bound, of None where None was.  Those it is called with are of the
+    types, dtypes and device of those bound; which of them start at multiples of 16 bytes may differ.
+    It keeps no tensor.
     """
 
     bind: Callable[..., Callable[..., None]]
@@ -83,7 +103,9 @@ class Launcher(Protocol):
     def __call__(self, *arguments: Any, **named: Any) -> None: ...
 
 
-def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -> Launcher:
+def launcher(
+    kernel: Any, *, tensors: int, descriptors: int = 0, tuples: Collection[str] = (), **given: Any
+) -> Launcher:
     """A function launch(programs, *arguments, **constants_and_options) that does what
     kernel[(programs,)](*arguments, **constants_and_options) does.
 
@@ -92,6 +114,8 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
     the device of the first tensor.  Arguments are passed by name or position, options (OPTIONS) by
     name; an option of None is one not given.
 
+    tuples: parameters among the others that take a tuple of tensors, numbers, None and tuples, or None;
+    not for `bind`, which keeps what it is given.
     given: constants and options that are the same at every launch, and not passed there.  A function
     with most of them given is a microsecond faster; keep one for each set of them.
 
@@ -113,7 +137,8 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
             if entry is not None:
                 entries[key] = entry
 
-    numbers = [p for p in kernel.params[descriptors + tensors :] if not p.is_constexpr]
+    others = [p for p in kernel.params[descriptors + tensors :] if not p.is_constexpr]
+    numbers = [p for p in others if p.name not in tuples]
     defaults = {p.name: p.default for p in kernel.params if p.has_default}
     names = {
         "_entries": entries,
@@ -125,23 +150,29 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
         "_specialization": functools.lru_cache(KEPT_NUMBERS, typed=True)(
             functools.partial(triton_entry.specialization, numbers)
         ),
+        "_specialization_of_tuples": functools.partial(
+            triton_entry.specialization, [p for p in others if p.name in tuples]
+        ),
         **dict.fromkeys(OPTIONS),
         **{f"default_{name}": value for name, value in defaults.items()},
         **given,
     }
     source = _source(
         [p.name for p in kernel.params], descriptors, tensors, [p.name for p in numbers],
-        defaults.keys(), given.keys(),
+        [p.name for p in others if p.name in tuples], defaults.keys(), given.keys(),
     )  # fmt: skip
     exec(source.launch, names)
-    binders: dict[tuple[bool, ...], Callable[..., Callable[..., None]]] = {}
+    binders: dict[tuple[type | None, ...], Callable[..., Callable[..., None]]] = {}
 
     def bind(programs: int, *arguments: Any, **named: Any) -> Callable[..., None]:
-        absent = tuple(x is None for x in arguments[: descriptors + tensors])
-        if absent not in binders:
-            exec(source.binder(absent), names)
-            binders[absent] = names["bind"]
-        return binders[absent](programs, *arguments, **named)
+        kinds = tuple(
+            None if x is None else Memory if isinstance(x, Memory) else Tensor
+            for x in arguments[: descriptors + tensors]
+        )
+        if kinds not in binders:
+            exec(source.binder(kinds), names)
+            binders[kinds] = names["bind"]
+        return binders[kinds](programs, *arguments, **named)
 
     names["launch"].bind = bind
     return cast(Launcher, names["launch"])
@@ -150,8 +181,14 @@ def launcher(kernel: Any, *, tensors: int, descriptors: int = 0, **given: Any) -
 def _bind_ordinarily(
     launch: Callable[..., None], count: int, programs: int, *arguments: Any, **named: Any
 ) -> Callable[..., None]:
+    memory = [x if isinstance(x, Memory) else None for x in arguments[:count]]
     others = arguments[count:]
-    return lambda *bound: launch(programs, *bound, *others, **named)
+
+    def bound(*given: Any) -> None:
+        tensors = (x if m is None else m.at(x) for m, x in zip(memory, given, strict=True))
+        launch(programs, *tensors, *others, **named)
+
+    return bound
 
 
 def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any) -> Any:
@@ -183,22 +220,23 @@ class Launch(NamedTuple):
 
 class _Source(NamedTuple):
     """launch: source of the function that `launcher` returns, and of find, which returns what is kept
-    for its arguments; binder(absent): source of the maker of bound launches of which those tensors are
-    None."""
+    for its arguments; binder(kinds): source of the maker of launches bound to descriptors and tensors
+    of these kinds: None, Memory or any other."""
 
     launch: str
-    binder: Callable[[tuple[bool, ...]], str]
+    binder: Callable[[tuple[type | None, ...]], str]
 
 
 def _source(
-    parameters: list[str], descriptors: int, tensors: int, numbers: list[str],
+    parameters: list[str], descriptors: int, tensors: int, numbers: list[str], tuples: list[str],
     defaults: Collection[str], given: Collection[str],
 ) -> _Source:  # fmt: skip
     """All that a launch knows of its arguments goes into the key of the compiled kernel: a descriptor's
-    type, a tensor's dtype and its address modulo 16, Triton's own specialization of the numbers, and
-    the constants and options themselves.
+    type, a tensor's dtype and its address modulo 16, Triton's own specialization of the numbers and of
+    what is in tuples, and the constants and options themselves.
     """
     described, pointed = parameters[:descriptors], parameters[descriptors:][:tensors]
+    rest = parameters[descriptors + tensors :]
     passed = [x for x in parameters if x not in given]
     options = [x for x in OPTIONS if x not in given]
     signature = [f"{x}=default_{x}" if x in defaults else x for x in passed]
@@ -215,7 +253,8 @@ def _source(
         *(f"{x}_dtype" for x in pointed),
         f"_late and ({''.join(f'{x}_address & 15, ' for x in pointed)})",
         f"_specialization({', '.join(numbers)})",
-        *(x for x in passed if x not in others and x != last and x not in numbers),
+        *(["_specialization_of_tuples(" + ", ".join(tuples) + ")"] if tuples else ()),
+        *(x for x in passed if x in rest and x not in numbers and x not in tuples),
         *options,
     ]
     find = []
@@ -232,32 +271,36 @@ def _source(
         "    _entry = _entries.get(_key)",
     ]
 
-    def run(absent: Collection[str]) -> list[str]:
+    def run(absent: Collection[str], rest: Collection[str]) -> list[str]:
         encode = [
             f"    if {x}.encoded is None: {x}.encode(_descriptors[{i}])"
             for i, x in enumerate(described)
         ]
-        handed = ["0" if x in absent else f"{x}_address" if x in pointed else x for x in parameters]
-        if triton_entry.DIRECT:
-            handed[:descriptors] = [f"*{x}.encoded" for x in described]
+        handed = [f"*{x}.encoded" if triton_entry.DIRECT else x for x in described]
+        handed += ["0" if x in absent else f"{x}_address" for x in pointed]
+        handed += rest
         arguments = f"({', '.join(handed)},)" if triton_entry.PACKED else ", ".join(handed)
         return [
             *(encode if triton_entry.DIRECT else ()),
             f"    _run(_programs, 1, 1, _current_stream(_device), *_middle, {arguments})",
         ]
 
-    def binder(absences: tuple[bool, ...]) -> str:
-        absent = [x for x, gone in zip(described + pointed, absences, strict=True) if gone]
+    def binder(kinds: tuple[type | None, ...]) -> str:
+        kind = dict(zip(described + pointed, kinds, strict=True))
+        absent = [x for x in pointed if kind[x] is None]
         present = [x for x in pointed if x not in absent]
+        memory = [x for x in present if kind[x] is Memory]
         names = ", ".join(described + pointed)
+        taken = ", ".join(described + [f"{x}_address" if x in memory else x for x in pointed])
         bound = [
-            *(f"    {x}_address = {x}.data_ptr()" for x in present),
+            *(f"    {x}_address = {x}.data_ptr()" for x in present if x not in memory),
             f"    _late = ({' | '.join(f'{x}_address' for x in present)}) & 15",
             "    if _run is None or _late or _device != _current_device() or _hooked():",
-            f"        return _bound_first(_late, {names})",
-            *run(absent),
+            f"        return _bound_first(_late, {taken})",
+            *run(absent, ["*_rest"]),
         ]
         first = [
+            *(f"    {x} = _bound_{x}.at({x})" for x in memory),
             f"    launch{again}",
             "    if not _late:",
             f"        _run, _middle, _descriptors = find{again} or (None, None, None)",
@@ -268,9 +311,11 @@ def _source(
             [
                 f"def bind{head}",
                 "    _run = _middle = _descriptors = _device = None",
+                f"    _rest = ({''.join(f'{x}, ' for x in rest)})",
+                *(f"    _bound_{x} = {x}" for x in memory),
                 f"    def _bound_first(_late, {names}):",
                 *(f"    {line}" for line in [nonlocals, *first]),
-                f"    def bound({names}):",
+                f"    def bound({taken}):",
                 *(f"    {line}" for line in bound),
                 "    return bound",
             ]
@@ -287,7 +332,7 @@ def _source(
         f"        _options = dict({', '.join(f'{x}={x}' for x in OPTIONS)})",
         f"        return _launch_first(_key, _programs, ({', '.join(parameters)}), _options)",
         "    _run, _middle, _descriptors = _entry",
-        *run(()),
+        *run((), rest),
         f"def find{head}",
         f"    _device = {device}",
         *find,
