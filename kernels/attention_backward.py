@@ -24,7 +24,7 @@ from .interpreter import rounded
 from .online_softmax import LOG2E
 from .schedule import key_tiles, query_tile_order, query_tiles
 from .scores import probabilities, score_gradient, visible
-from .tiles import dot, load_tile, load_tile_clamped, store_tile
+from .tiles import add_product, dot, load_tile, load_tile_clamped, store_tile
 
 
 @triton.jit
@@ -95,6 +95,8 @@ def attention_backward_keys_kernel(
 
     One loop runs over the query heads of the group and their query tiles.  Scores are held transposed,
     [BN, BM], so that P^T and dS^T are left operands as they stand.  Queries past Sq have lse2 = +inf.
+    Float32 compensates its sums here, and not in dQ, whose terms are weighted by the probabilities of
+    one row: those of dK and dV may add up to the number of queries.
     This kernel lives at the edge of its registers (dK and dV alone take 128 at head_dim 128): the order
     of its lines, the mask on every tile and the clamped loads are what Triton 3.6 and 3.9 compile
     without spilling, pipelined.
@@ -110,7 +112,9 @@ def attention_backward_keys_kernel(
     k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, True, WIDE)  # [BN, D]
     v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, True, WIDE)  # [BN, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_low = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dv_low = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     begin, end = query_tiles(j0, Sq, offset, BLOCK_M, CAUSAL)
     visits = end - begin
 
@@ -132,10 +136,10 @@ def attention_backward_keys_kernel(
         p = probabilities(s, lse2[None, :], scale)
         p = tl.where(visible(i[None, :], j[:, None], Sk, offset, CAUSAL), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
-        dv = dot(rounded(p, dout.dtype), dout, dv, TF32)
+        dv, dv_low = add_product(dv, dv_low, rounded(p, dout.dtype), dout, TF32)
         delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
         ds = score_gradient(p, dp, delta[None, :])
-        dk = dot(rounded(ds, q.dtype), q, dk, TF32)
+        dk, dk_low = add_product(dk, dk_low, rounded(ds, q.dtype), q, TF32)
 
     dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
     dv_base = dv_ptr + b * stride_dvb + h * stride_dvh

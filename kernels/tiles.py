@@ -92,3 +92,17 @@ def dot(a, b, acc, TF32: tl.constexpr):
         return acc - tl.dot(-a, b, input_precision="ieee")
     else:
         return tl.dot(operand(a), operand(b), acc)
+
+
+@triton.jit
+def add_product(high, low, a, b, TF32: tl.constexpr):
+    """high + low + a b, for the sum over all queries, which has no bound: float32 keeps in `low` what
+    rounding takes from `high` (Kahan, 1965).  Other types leave `low` alone."""
+    if TF32:
+        return dot(a, b, high, TF32), low
+    elif a.dtype == tl.float32:
+        part = tl.dot(a, b, low, input_precision="ieee")
+        total = high + part
+        return total, part - (total - high)
+    else:
+        return dot(a, b, high, TF32), low

@@ -105,6 +105,17 @@ def test_float32_scores_of_one_key_have_no_gradient(D: int, Dv: int, device: str
     assert not got["dq"].any() and not got["dk"].any()
 
 
+def test_float32_sums_over_queries_and_heads_keep_their_digits(device: str) -> None:
+    """dv of one key, which has all the probability, is the sum of dout, to the last place."""
+    problem = replace(PLAIN, Hq=4, Hkv=1, Sq=700, Sk=1, scale=0.0)
+    inputs, _ = make(problem, device)
+    out, _ = run(problem, inputs, "triton")
+    dout = torch.rand_like(out)
+    (dv,) = torch.autograd.grad(out, inputs[2], dout)
+    exact = dout.double().sum((1, 2), keepdim=True)
+    assert error(dv, exact) <= torch.finfo(torch.float32).eps * exact.max().item()
+
+
 @pytest.mark.parametrize("B, H, Sq, Sk", [(0, 2, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0), (1, 0, 5, 5)])
 def test_empty_tensors(B: int, H: int, Sq: int, Sk: int, device: str) -> None:
     q = torch.randn(B, H, Sq, 16, device=device, requires_grad=True)
