@@ -9,19 +9,25 @@ from typing import Any
 import torch
 import triton
 from compile_case import Case
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.ops.attention_hopper import PREPROCESS_ROWS
-from flashproto.ops.descriptors import layout
+from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
 INT32 = {"plan", "turns_ptr"}
+
+
+def layout(dtype: torch.dtype, box: tuple[int, ...]) -> NVMMASharedLayout:
+    """How a box lies in shared memory, as descriptors have it."""
+    return NVMMASharedLayout.get_default_for(list(box), LANGUAGE_TYPES[dtype])
 
 
 def heads(element: str, rows: int, D: int) -> str:
@@ -67,9 +73,9 @@ def forward_configs() -> list[configs.HopperForward]:
 
 def backward_configs() -> list[configs.HopperBackward]:
     chosen = (
-        configs.attention_backward_hopper(D, Sk, causal, ordered)
-        for D, causal, ordered, Sk in itertools.product(
-            HEAD_DIMS, (False, True), (False, True), LENGTHS
+        configs.attention_backward_hopper(D, Sk, causal, ordered, heads)
+        for D, causal, ordered, Sk, heads in itertools.product(
+            HEAD_DIMS, (False, True), (False, True), LENGTHS, (1, 512)
         )
     )
     return list(dict.fromkeys(chosen))
@@ -86,8 +92,9 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             keys = heads(element, config.BN, config.D)
             descriptors = {"q_desc": heads(element, 64, config.D), "k_desc": keys, "v_desc": keys}
             yield case(
-                f"{name}-{config.W}-{config.KS}-{config.VS}", attention_forward_kernel, element,
-                {"CFG": config}, descriptors, FORWARD_STACK,
+                f"{name}-{config.W}-{config.KS}-{config.VS}{'-overlap' * config.OVERLAP}"
+                f"{'-skip' * config.SKIP}",
+                attention_forward_kernel, element, {"CFG": config}, descriptors, FORWARD_STACK,
             )  # fmt: skip
         for config in backward_configs():
             D, causal = config.D, config.CAUSAL
@@ -100,7 +107,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 }  # fmt: skip
             yield case(
                     f"backward-{D}-{'causal' if causal else 'full'}"
-                    f"{'-ordered' * config.ORDERED}{'-zeros' * (not config.FIRST)}",
+                    f"{'-ordered' * config.ORDERED}{'-zeros' * (not config.FIRST)}"
+                    f"{'-pairs' * config.PAIRS}",
                     attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip
     for D in HEAD_DIMS:

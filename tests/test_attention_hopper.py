@@ -128,34 +128,49 @@ def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("D", "Sk", "causal", "W", "KS", "VS"),
+    ("D", "Sk", "causal", "W", "KS", "VS", "options"),
     [
-        (64, 1024, False, 3, 3, 2),
-        (64, 1024, True, 2, 4, 4),
-        (64, 2048, True, 3, 3, 2),
-        (64, 16384, True, 3, 3, 2),
-        (128, 1024, False, 2, 2, 2),
-        (128, 4096, False, 2, 3, 2),
-        (128, 4096, True, 2, 2, 2),
-        (128, 16384, True, 2, 2, 2),
-        (256, 4096, True, 2, 2, 2),
-        (256, 16384, False, 2, 2, 2),
+        (64, 1024, False, 3, 3, 2, ""),
+        (64, 1024, True, 2, 4, 4, "overlap skip"),
+        (64, 2048, True, 3, 3, 2, "skip"),
+        (64, 4096, False, 3, 3, 2, "skip"),
+        (64, 16384, True, 3, 3, 2, "skip"),
+        (128, 1024, False, 2, 2, 2, "overlap"),
+        (128, 1024, True, 2, 2, 2, "overlap skip"),
+        (128, 4096, False, 2, 3, 2, "overlap half"),
+        (128, 4096, True, 2, 2, 2, "overlap"),
+        (128, 16384, True, 2, 2, 2, "overlap"),
+        (256, 1024, False, 2, 2, 2, ""),
+        (256, 4096, True, 2, 2, 2, ""),
+        (256, 16384, False, 2, 2, 2, "overlap"),
     ],
 )
-def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS) -> None:
+def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, options) -> None:
     config = configs.attention_forward_hopper(D, Sk, causal)
     assert (config.W, config.KS, config.VS) == (W, KS, VS)
+    assert ("overlap" in options) == config.OVERLAP
+    assert ("half" in options) == config.HALF
+    assert ("skip" in options) == config.SKIP
 
 
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("Sk", [1024, 4096, 16384])
-def test_backward_configurations(D: int, DQ: int, causal: bool, ordered: bool, Sk: int) -> None:
-    config = configs.attention_backward_hopper(D, Sk, causal, ordered)
-    assert (DQ, ordered) == (config.DQ, config.ORDERED)
+@pytest.mark.parametrize("Sk", [512, 1024, 4096, 16384])
+@pytest.mark.parametrize("heads", [1, 512])
+def test_backward_configurations(
+    D: int, DQ: int, causal: bool, ordered: bool, Sk: int, heads: int
+) -> None:
+    config = configs.attention_backward_hopper(D, Sk, causal, ordered, heads)
+    assert ordered == config.ORDERED
     assert (config.DOWN and config.FIRST) or not ordered
-    queries, keys = 4 * config.BM * config.D, 2 * config.KV * config.BN * config.D
+    assert (1 if config.PAIRS else DQ) == config.DQ
+    paired = D == 64 and not ordered and heads == 512 and Sk >= (2048 if causal else 1024)
+    assert paired == config.PAIRS
+    assert not (config.PAIRS and (config.DOWN or config.FIRST))
+    assert config.DONE >= 4, "Triton uses the lowest named barriers itself"
+    queries = 4 * config.BM * config.D
+    keys = 2 * config.KV * config.BN * config.D
     halves = queries + keys + config.TILES * config.BN * config.BM
     parts = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32 * 4
     assert halves * 2 + parts + 4 * config.BM * 4 <= SHARED_LIMIT
@@ -181,10 +196,9 @@ def test_table_holds_every_item_once(
     heads: int, Sq: int, programs: int, capturing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(attention_hopper, "_tables", {})
     config = configs.attention_forward_hopper(128, Sq, True)
-    arguments = (config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
-    table = attention_hopper.order_on_device(*arguments)
+    order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
+    table = order.on_device()
     total = heads * -(-Sq // config.BM)
     assert table.dtype == torch.int32
     assert table.is_contiguous()
@@ -192,7 +206,57 @@ def test_table_holds_every_item_once(
     for column in table.T.tolist():
         first = column.index(total)
         assert set(column[first:]) == {total}, "a program stops at the first end that it meets"
-    assert (attention_hopper.order_on_device(*arguments) is table) == (not capturing)
+    assert (order.on_device() is table) == (not capturing)
+
+
+def apart(t: Tensor) -> Tensor:
+    """t with something between its rows."""
+    return torch.stack((t, t), 1)[:, 0]
+
+
+def late(t: Tensor) -> Tensor:
+    """t at an address that is no multiple of 16."""
+    return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
+
+
+def test_planned_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each launch is planned for the strides that it is given, all of them such as TMA reads."""
+    q, k, v = (torch.randn(2, 30, heads, 64).bfloat16().transpose(1, 2) for heads in (4, 2, 2))
+    out, lse = torch.randn_like(q), torch.randn(2, 4, 30)
+    planned, filled = [], []
+
+    def plan(q_shape, k_shape, settings, ordered, has_dlse, device, dtype, *strides):
+        planned.append((strides, ordered, has_dlse))
+
+        def fill(q, k, v, out, lse, dout, dlse, dq, dk, dv) -> None:
+            assert strides == tuple(t.stride() for t in (q, k, v, out, dout, dq, dk))
+            assert ordered == torch.are_deterministic_algorithms_enabled()
+            assert has_dlse == (dlse is not None)
+            assert dv.stride() == dk.stride() and (dq.shape, dk.shape) == (q_shape, k_shape)
+            assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
+            filled.append((q, k, v, out, lse, dout, dlse))
+
+        return fill
+
+    monkeypatch.setattr(attention_hopper, "plan_backward", plan)
+    settings = attention_hopper.Settings(True, 0, 0.125, 0.125)
+    gradients = attention_hopper.plan_gradients(settings)
+    dout, one = torch.randn_like(q), torch.ones((), dtype=q.dtype)
+    for given in (
+        (q, k, v, out, lse, dout, None),
+        (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2)),
+        (q, k, v, out, lse, one.expand(q.shape), None),
+        (apart(q), k.contiguous(), apart(v), out, apart(lse), apart(dout), None),
+    ):
+        for ordered in (False, True, True):
+            with determinism() if ordered else contextlib.nullcontext():
+                gradients(*given, *(torch.empty_like(t) for t in (q, k, v)))
+            for a, b in zip(given, filled.pop(), strict=True):
+                assert (a is None) == (b is None)
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
+    assert not filled
+    assert all(0 not in strides[4] for strides, _, _ in planned), "an expanded gradient is copied"
+    assert len(planned) == 2 + 2 + 3 + 2, "once for each kind, but each time where one is copied"
 
 
 def test_heads_together_split_evenly() -> None:
@@ -212,25 +276,50 @@ def test_heads_together_split_evenly() -> None:
                         assert heads % together == 0, "no short last group"
 
 
-def producer_walk(config: configs.HopperBackward, b: int, hk: int, m0: int, H: int, M: int, GROUP: int):
-    """(query head, query tile) as the producer's device code steps through them."""
-    h, m = hk * GROUP, work.first_tile.fn(m0, M, config)
+def producer_walk(
+    config: configs.HopperBackward, hk: int, m0: int, M: int, GROUP: int, n: int = 0, up: int = 0
+) -> Iterator[tuple[int, int]]:
+    """(query head, query tile) as the producer's device code steps through them for key tile n."""
+    start = work.first_tile.fn(n * config.BN, m0, M, up, config)
+    h, m = hk * GROUP, start
     for _ in range((M - m0) * GROUP):
         yield h, m
-        h, m = work.next_tile.fn(h, m, hk * GROUP, m0, GROUP, M, config)
+        h, m = work.next_tile.fn(h, m, hk * GROUP, m0, start, up, GROUP, M, config)
 
 
-def consumer_walk(config: configs.HopperBackward, b: int, hk: int, m0: int, H: int, M: int, GROUP: int):
-    """(number of the query tile, dist) as the consumers' device code steps through them."""
-    tile = (b * H + hk * GROUP) * M + work.first_tile.fn(m0, M, config)
-    low, high = m0 * config.BM, M * config.BM
-    dist = high - config.BM
-    outer, begin, end = work.loops.fn(low, high, m0, M, GROUP, config)
-    for _ in range(outer):
+def consumer_walk(
+    config: configs.HopperBackward,
+    h0: int,
+    m0: int,
+    M: int,
+    GROUP: int,
+    n: int,
+    up: int,
+    NB: int,
+    offset: int = 0,
+) -> Iterator[tuple[int, int, bool]]:
+    """(number of the query tile, dist, whether key tile n adds first) as the consumers' device code
+    steps through them, dist relative to key 0."""
+    tile = h0 * M + work.first_tile.fn(n * config.BN, m0, M, up, config)
+    low, high = m0 * config.BM + offset, M * config.BM + offset
+    outer, begin, end, dist = work.loops.fn(low, high, m0, M, up, GROUP, config)
+    for i in range(outer):
+        first = work.comes_first.fn(i, n * config.BN, m0, up, NB, M, offset, config)
         for index in range(begin, end, config.STEP):
-            yield tile, work.distance.fn(index, dist, config)
+            yield tile, work.distance.fn(index, dist, config), first
             tile = work.inner_step.fn(tile, M, config)
-        tile, dist = work.outer_step.fn(tile, dist, m0, M, GROUP, config)
+        tile, dist = work.outer_step.fn(tile, dist, m0, M, up, GROUP, config)
+
+
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device code of the schedule run as Python."""
+    functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
+    monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
+    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    monkeypatch.setattr(work, "place", work.place.fn)
+    monkeypatch.setattr(work, "query_tiles", lambda col, Sq, offset, BM, masked: (
+        min(max(col - offset, 0), Sq) // BM if masked else 0, Sq // BM
+    ))  # fmt: skip
 
 
 @pytest.mark.parametrize("GROUP", [1, 3])
@@ -238,15 +327,14 @@ def consumer_walk(config: configs.HopperBackward, b: int, hk: int, m0: int, H: i
 def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Producer and consumers take the same way; downwards, what a key tile visits is the beginning of
     what the one before it visits."""
-    monkeypatch.setattr(work, "gl", SimpleNamespace(where=lambda c, x, y: x if c else y))
-    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    on_the_host(monkeypatch)
     config = dataclasses.replace(configs.attention_backward_hopper(128, 4096, True), DOWN=down)
-    b, H, M = 1, 2 * GROUP, 7
+    M = 7
     longer = None
-    for m0 in (0, 0, 2, 4, 6):
-        walk = list(producer_walk(config, b, 1, m0, H, M, GROUP))
-        tiles = [((b * H + h) * M + m, m * config.BM) for h, m in walk]
-        assert tiles == list(consumer_walk(config, b, 1, m0, H, M, GROUP))
+    for n, m0 in enumerate((0, 0, 2, 4, 6)):
+        walk = list(producer_walk(config, 1, m0, M, GROUP, n))
+        tiles = [(h * M + m, m * config.BM, n == 0) for h, m in walk]
+        assert tiles == list(consumer_walk(config, GROUP, m0, M, GROUP, n, 0, 5))
         heads = range(GROUP, 2 * GROUP)
         assert Counter(walk) == Counter((h, m) for h in heads for m in range(m0, M))
         if down and longer is not None:
@@ -254,16 +342,33 @@ def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch)
         longer = walk
 
 
+@pytest.mark.parametrize("M", [1, 7, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_walks_of_paired_blocks(causal: bool, M: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query tile of every head once; under a mask from the diagonal on, as consumers count."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(64, 4096, causal)
+    GROUP, starts = 3, set()
+    for n in range(16):
+        m0 = min(n, M - 1) if causal else 0
+        walk = list(producer_walk(config, 1, m0, M, GROUP, n))
+        every = [(h, m) for h in range(GROUP, 2 * GROUP) for m in range(m0, M)]
+        assert Counter(walk) == Counter(every)
+        assert [h for h, _ in walk] == [h for h, _ in every]
+        if causal:
+            assert walk == every
+        starts.add(walk[0])
+    assert len(starts) == min(16, M) or not causal
+    assert len(starts) == 16 or M < 64, "programs that start together begin apart"
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key tile of each head once, none empty, and the lower ones of a head first."""
-    functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
-    monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
+    """Each key tile of each head once, none empty; a head's in increasing order, or upwards decreasing,
+    which half of a group are."""
+    on_the_host(monkeypatch)
     config = configs.attention_backward_hopper(128, 4096, causal, ordered)
-    monkeypatch.setattr(work, "query_tiles", lambda col, Sq, offset, BM, masked: (
-        min(max(col - offset, 0), Sq) // BM if masked else 0, Sq // BM
-    ))  # fmt: skip
     NB, M, Hk, B = 5, 4, 3, 2
     for together in (1, 2, 4, 6):
         for offset in (0, 384, -100):
@@ -273,12 +378,47 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
             ]
             wanted = [(b, h, n * config.BN) for b in range(B) for h in range(Hk) for n in range(NB)]
             assert Counter(item[:3] for item in items) == Counter(wanted)
-            assert all(0 <= m0 < M for *_, m0 in items)
+            assert all(0 <= m0 < M for *_, m0, _ in items)
+            ups = 0
             for b in range(B):
                 for h in range(Hk):
-                    assert [item[2] for item in items if item[:2] == (b, h)] == [
-                        n * config.BN for n in range(NB)
-                    ]
+                    own = [(item[2] // config.BN, item[4]) for item in items if item[:2] == (b, h)]
+                    up = own[0][1]
+                    assert own == [(NB - 1 - n if up else n, up) for n in range(NB)]
+                    ups += up
+            groups, left = divmod(B * Hk, together)
+            assert ups == (groups * (together // 2) + left // 2 if config.ALTERNATE else 0)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("GROUP", [1, 3])
+@pytest.mark.parametrize("together", [1, 2, 5])
+@pytest.mark.parametrize(
+    "shape", [(512, 512), (777, 1301), (1301, 777), (60, 300), (90, 700), (1, 2000)]
+)
+def test_places_in_order(
+    D: int, GROUP: int, together: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the order of items, key tiles add to each query tile at the places 0, 1, ..., so that none
+    waits for an item of a higher number; consumers agree with the producer on where they are."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(D, 4096, True, True)
+    assert config.ALTERNATE
+    Sq, Sk = shape
+    heads, M, NB = 5, -(-Sq // config.BM), -(-Sk // config.BN)
+    for offset in (Sk - Sq, 0, -200):
+        places: dict[tuple[int, int], list[int]] = {}
+        for t in range(NB * heads):
+            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, config)
+            n = col // config.BN
+            walk = []
+            for h, m in producer_walk(config, hk, m0, M, GROUP, n, up):
+                at = work.place(m, n, up, NB, M, offset, config)
+                places.setdefault((h, m), []).append(at)
+                walk.append((h * M + m, m * config.BM + offset, at == 0))
+            h0 = hk * GROUP
+            assert walk == list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
+        assert all(at == list(range(len(at))) for at in places.values())
 
 
 # --- on the device -------------------------------------------------------------------------------
@@ -340,6 +480,57 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
     for _ in range(99):
         different += sum((value != first[name]).sum() for name, value in run().items())
     assert different.item() == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [*ORDERED_SHAPES, (1, 1, 1, 1, 3000), (2, 6, 3, 300, 300), (9, 40, 40, 70, 257)]
+)
+@pytest.mark.parametrize("D", [24, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_paired_blocks_of_keys(
+    shape: tuple[int, ...], D: int, causal: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 256 keys, whatever the length, in items of one and of many steps."""
+    config = configs.attention_backward_hopper(D, 4096, causal)
+    assert config.PAIRS
+    monkeypatch.setattr(configs, "attention_backward_hopper", lambda *_: config)
+    attention_hopper.plan_backward.cache_clear()
+    problem = Problem(torch.bfloat16, *shape, D, D, causal)
+    inputs, gradients = make(problem, "cuda")
+    exact, eager = exact_and_eager(problem, inputs, gradients)
+    for _ in range(3):
+        outputs = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
+        assert_within_bound(results(outputs, inputs, gradients), exact, eager, problem.dtype)
+    attention_hopper.plan_backward.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_planned_calls_take_any_memory(D: int, hopper: None, deterministic: None) -> None:
+    leaves = [
+        torch.randn(2, 300, heads, D, device="cuda").bfloat16().transpose(1, 2).requires_grad_()
+        for heads in (4, 2, 2)
+    ]
+    expected: dict[str, list[Tensor]] = {}
+    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, apart, late, Tensor.contiguous):
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
+            outputs = flashproto.attention(*leaves, causal=True, return_lse=True, impl="hopper")
+        out, lse = outputs
+        dout = torch.linspace(-1, 2, out.numel(), device="cuda").view(out.shape).bfloat16()
+        dlse = torch.linspace(1, -2, lse.numel(), device="cuda").view(lse.shape)
+        ones = torch.ones((), dtype=out.dtype, device="cuda").expand(out.shape)
+        for kind, upstream in (
+            ("both", [dout, dlse]),
+            ("both", [apart(dout), apart(dlse)]),
+            ("both", [late(dout), late(dlse)]),
+            ("ones", [ones, None]),
+        ):
+            given = outputs if upstream[1] is not None else outputs[:1]
+            gradients = torch.autograd.grad(given, leaves, upstream[: len(given)], retain_graph=True)
+            got = [*outputs, *gradients]
+            for a, b in zip(got, expected.setdefault(kind, got), strict=True):
+                torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

@@ -45,15 +45,18 @@ def present(which: str, p: Problem) -> Any:
     """The configuration that configs has for the problem."""
     if which == "forward":
         return configs.attention_forward_hopper(p.D, p.S, p.causal)
-    return configs.attention_backward_hopper(p.D, p.S, p.causal)
+    return configs.attention_backward_hopper(p.D, p.S, p.causal, heads=p.B * p.Hkv)
 
 
 def fits(config: Any) -> bool:
-    """Whether the tiles fit in shared memory and, forward, the named barriers leave Triton its own."""
+    """Whether the tiles fit in shared memory; forward, the named barriers leave Triton its own;
+    backward, pairs of blocks have what they need."""
     D = config.D
     if isinstance(config, configs.HopperForward):
         tiles = config.BM + (config.KS + config.VS) * config.BN + 64
         return tiles * D * 2 <= SHARED and config.PB >= 2 + config.W
+    if config.PAIRS and (config.DQ != 1 or config.DOWN or config.FIRST):
+        return False
     halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
     return halves * 2 + 16 * config.BM <= SHARED
 
@@ -111,7 +114,7 @@ def forget_plans() -> None:
     """Launches keep what they worked out for a shape, the configuration among it."""
     launches = sys.modules.get("flashproto.ops.attention_hopper")
     for name, function in vars(launches).items() if launches else ():
-        if name.startswith("plan_"):
+        if name.startswith("plan_") and hasattr(function, "cache_clear"):
             function.cache_clear()
 
 

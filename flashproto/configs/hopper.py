@@ -14,12 +14,22 @@ from dataclasses import dataclass
 from .attention import padded_head_dim
 
 L2_SHARE = 32 << 20  # bytes of L2 that the tiles of concurrent programs may take
-# Items for each program among heads that are mixed in the backward, so that a group's longest ones do
-# not end alone; in order, so that the items of one head start far enough apart not to wait (by a
-# simulation of the schedule: at 2, 3, 4, 6 calls without a mask take up to 6%, 4%, 4%, 3% longer,
-# causal ones up to 48%, 28%, 22%, 15%).
-ROUNDS, ORDERED_ROUNDS, ORDERED_CAUSAL_ROUNDS, ORDERED_CAUSAL_SHORT_ROUNDS = 2, 3, 6, 4
-SHORT = 2048  # keys; of such rows so many heads would be mixed that none shares a query tile in L2
+# Items for each program among heads that are mixed in the causal backward, so that a group's longest
+# ones do not end alone.
+ROUNDS = 2
+# In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
+# With fewer, the items of a head start too close together not to wait; more share too little in L2.
+# What rows of 4096 took more than in no order, with so many heads:
+#     causal   head_dim 256: 4, 17%; 8, 10%; 16, 42%.  128: 8, 0%; 32, 17%.  64: 16, 8%; 32, 3%.
+#     full     head_dim 256: 2, 17%; 4, 10%; 8, 22%.  128: 4, 3%; 16, 1%.
+ORDERED_HEADS = {
+    64: ((65536, 64), (131072, 64)),
+    128: ((65536, 16), (32768, 32)),
+    256: ((16384, 8), (32768, 32)),
+}
+# Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
+# would cost more than the larger tiles gain.
+PAIRED_KEYS = 3 * 132 * 256
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,8 @@ class HopperForward:
 
     D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
-    registers for P twice.
+    registers for P twice; HALF: a consumer keeps half of its queries in registers; SKIP: halves of key
+    tiles that none of a consumer's rows may see, and rows past the end, take no softmax.
     """
 
     CAUSAL: bool
@@ -38,6 +49,8 @@ class HopperForward:
     KS: int
     VS: int
     OVERLAP: bool
+    HALF: bool = False
+    SKIP: bool = False
 
     @property
     def BM(self) -> int:
@@ -84,6 +97,22 @@ class HopperBackward:
     FIRST: bool
 
     @property
+    def PAIRS(self) -> bool:
+        """Whether each warpgroup owns a pair of blocks of 64 keys, and the two make dQ in turns; needs
+        DQ 1, and neither DOWN nor FIRST."""
+        return self.BN == 256
+
+    @property
+    def ALTERNATE(self) -> bool:
+        """Whether half of the heads are walked the other way, from the diagonal up."""
+        return self.ORDERED and self.CAUSAL
+
+    @property
+    def ROUND(self) -> bool:
+        """Whether walks begin one behind the other and go round."""
+        return self.PAIRS and not self.CAUSAL
+
+    @property
     def NQ(self) -> int:
         """Columns of the part of dQ that one warpgroup makes."""
         return 128 if self.D == 256 else 64
@@ -103,14 +132,16 @@ class HopperBackward:
         """Whether lse and delta are read when needed, for want of registers to read them ahead."""
         return self.BM == 128
 
-    # Named barriers, from the top; P at head_dim 256, where FULL is not in use.  Triton uses 0 to 3.
+    # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
+    # where FULL is not in use, ODD (dS of odd steps, in turns) where DONE is not.  Triton uses 0 to 3.
     DS = 15
     OB = 13
     QB = 11
     FULL = 9
-    PS = 9
+    PS = FULL
     EMPTY = 7
     DONE = 6
+    ODD = DONE
     TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
 
 
@@ -120,25 +151,31 @@ def hopper_head_dim(head_dim: int) -> int:
 
 
 def attention_forward_hopper(head_dim: int, Sk: int, causal: bool) -> HopperForward:
-    """Forward.  Three consumers at head_dim 64, unless rows are short and their tiles' ends many; a
-    third buffer of keys pays in long full rows of head_dim 128."""
+    """Forward.  Three consumers at head_dim 64, unless rows are short and their tiles' ends many.  In
+    long full rows a third buffer of keys and queries in registers pay at head_dim 128, and overlap at
+    head_dim 256; SKIP pays at head_dim 64 but in short full rows, and in short causal ones at 128."""
     D = hopper_head_dim(head_dim)
     if D == 64 and causal and Sk < 1536:
-        return HopperForward(causal, D, BN=128, W=2, KS=4, VS=4, OVERLAP=True)
+        return HopperForward(causal, D, BN=128, W=2, KS=4, VS=4, OVERLAP=True, SKIP=True)
     if D == 64:
-        return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False)
+        skip = causal or Sk >= 2048
+        return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
+    long = not causal and Sk > 2048
     if D == 128:
-        KS = 2 if causal or Sk <= 2048 else 3
-        return HopperForward(causal, D, BN=128, W=2, KS=KS, VS=2, OVERLAP=True)
-    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=False)
+        KS, skip = 3 if long else 2, causal and Sk < 2048
+        return HopperForward(causal, D, 128, W=2, KS=KS, VS=2, OVERLAP=True, HALF=long, SKIP=skip)
+    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=long)
 
 
 def attention_backward_hopper(
-    head_dim: int, Sk: int, causal: bool, ordered: bool = False
+    head_dim: int, Sk: int, causal: bool, ordered: bool = False, heads: int = 1024
 ) -> HopperBackward:
-    """Backward: bulk adds are fastest where shared memory has room for them.  In long rows of head_dim
-    64 zeros cost less than the waits for the first key tile."""
+    """Backward, of so many key heads in all sequences: bulk adds are fastest where shared memory has
+    room for them.  At head_dim 64 key tiles of 256 halve what is read and added, but are few in short
+    rows of few heads; zeros cost less than the waits for the first key tile there."""
     D = hopper_head_dim(head_dim)
+    if D == 64 and not ordered and Sk >= (2048 if causal else 1024) and heads * Sk >= PAIRED_KEYS:
+        return HopperBackward(causal, ordered, D, BM=64, BN=256, DQ=1, KV=1, DOWN=False, FIRST=False)
     BM, BN, DQ = {64: (128, 128, 2), 128: (64, 128, 1), 256: (64, 64, 0)}[D]
     KV = 2 if D == 64 else 1
     first = ordered or D != 64 or Sk < (8192 if causal else 1536)
@@ -160,26 +197,21 @@ def heads_together_backward(
     config: HopperBackward, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
 ) -> int:
     """Key heads whose tiles are mixed: those whose queries fit in L2 together, and enough key tiles for
-    some rounds of programs; if possible such that all groups are whole, as a last one with few heads
-    would leave programs without work (by the simulation 5% of 16 heads in groups of 3).
-
-    In order, short rows: no more heads than fit or, under a causal mask, than leave four programs to
-    each.  With twice to four times as many an H200 took 16-38% longer than in no order, though by the
-    simulation waits are 0-9%.
+    some rounds of programs; in order, as many as were measured fastest, two at least.  If possible such
+    that all groups are whole, as a last one with few heads would leave programs without work (by a
+    simulation of the schedule 5% of 16 heads in groups of 3).
     """
     heads = B * Hkv
-    fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
     if config.ORDERED:
-        rounds = ORDERED_ROUNDS
-        if config.CAUSAL:
-            rounds = ORDERED_CAUSAL_SHORT_ROUNDS if Sk <= SHORT else ORDERED_CAUSAL_ROUNDS
-    elif not config.CAUSAL:
-        fit, rounds = 1, 1  # all items are alike and, but for the first, wait for none
-    items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
-    enough = -(-items // -(-Sk // config.BN))
-    if config.ORDERED and Sk <= SHORT:
-        enough = min(enough, max(fit, multiprocessors * 9 // 40 if config.CAUSAL else 1))
-    least = min(heads, max(1, fit, enough))
+        keys, most = ORDERED_HEADS[config.D][config.CAUSAL]
+        wanted = min(most, max(2, keys // Sk))
+    else:
+        fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
+        if not config.CAUSAL:
+            fit, rounds = 1, 1  # all items are alike and, but for the first, wait for none
+        items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
+        wanted = max(1, fit, -(-items // -(-Sk // config.BN)))
+    least = min(heads, wanted)
     whole = (n for n in range(least, min(2 * least, heads) + 1) if heads % n == 0)
     return next(whole, _even_groups(heads, least))
 

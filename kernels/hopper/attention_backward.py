@@ -13,13 +13,14 @@ and dV are summed in registers), postprocess (sums of dQ to the output).
 
 In the main kernel, one program a multiprocessor, which takes items one after another:
 
-    producer   keeps Q, lse and delta, and dO in two buffers each, and K and V in one or two; also
+    producer   keeps Q, lse and delta, and dO in two buffers each, K and V in one or two; also
                issues the bulk adds of dQ from shared memory, where there are any
     consumers  two warpgroups; each owns 64 keys and all columns of its dK and dV
 
 Scores are computed transposed, keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T feed
 dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both wrote to
-make its half of dQ.  At head_dim 256 registers allow 64 keys only: see wide_consumer.
+make its half of dQ.  At head_dim 256 registers allow 64 keys only: see wide_consumer; at 64 they allow
+256 in all: see attention_backward_pairs.py.
 
 A buffer is full when its mbarrier has counted the bytes that TMA brought, and empty when both consumers
 have arrived at its named barrier (OB for dO, QB for Q and, in the last step of an item, K and V).  DS:
@@ -39,8 +40,8 @@ they add in no fixed order, so that the last bits of dQ differ from run to run (
 not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
 Read on in the files beside this one, attention_backward_work.py: which program does what when, and why
-waiting in order cannot deadlock; _consumers.py; _sums.py: how dQ leaves, and what makes its order hold;
-_rows.py: before and after.
+waiting in order cannot deadlock; _consumers.py and _pairs.py; _sums.py: how dQ leaves, and what makes
+its order hold; _rows.py: before and after.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), appendix
 B.
@@ -51,8 +52,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .attention_backward_consumers import consumer, wide_consumer
+from .attention_backward_pairs import pair_consumer
 from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
-from .attention_backward_work import first_item, first_tile, key_tile, next_tile, put_item, take_item
+from .attention_backward_work import (
+    first_item,
+    first_tile,
+    key_tile,
+    next_tile,
+    place,
+    put_item,
+    take_item,
+)
 from .gluon_names import tma_load
 from .warpgroups import bar_sync
 
@@ -80,15 +90,18 @@ def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(k_desc, v_desc, b, h, n, t, r, items, ks, vs, k_full, v_full, total, CFG: gl.constexpr):
-    """Fetch keys and values of the program's r-th item, and tell the consumers its number."""
+def load_keys(
+    k_desc, v_desc, t, r, items, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr
+):
+    """Fetch keys and values of item t, the program's r-th, and tell the consumers its number."""
     at = r % CFG.KV
     put_item(items, r, t)
-    if t < total:
+    if t < NB * BH:
+        b, h, col, _, _ = key_tile(t, NB, M, Hk, BH, HG, offset, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
-        tma_load(k_desc, [b, h, n * CFG.BN, 0], k_full.index(at), ks.index(at))
+        tma_load(k_desc, [b, h, col, 0], k_full.index(at), ks.index(at))
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
-        tma_load(v_desc, [b, h, n * CFG.BN, 0], v_full.index(at), vs.index(at))
+        tma_load(v_desc, [b, h, col, 0], v_full.index(at), vs.index(at))
     else:
         mbarrier.expect(k_full.index(at), 0)
 
@@ -104,83 +117,78 @@ def producer(args, CFG: gl.constexpr):
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
         items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     ) = args  # fmt: skip
+    # steps behind the last item in which a buffer for dQ is still wanted: in turns each of the last two
+    # steps has one
+    LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
     g = 0
     r = 0  # items whose keys have been asked for
-    # query tile and key tile of the last steps; of the last one also its item, and if it began one
-    tile1 = 0
-    tile2 = 0
-    n1 = 0
-    n2 = 0
-    b1 = 0
-    hk1 = 0
-    t1 = 0
-    began = 0
+    # the last two steps' query tiles and places among their key tiles; of the last step the item if it
+    # was the first one of that, else -1
+    tile1, tile2 = 0, 0
+    place1, place2 = 0, 0
+    began = -1
     t = first_item(turns_ptr, CFG)
     if t < total:
-        hand_back(CFG)
+        hand_back(0, CFG)
     more = 1
     while more == 1:
         more = gl.where(t < total, 1, 0)
-        b, hk, col, m0 = key_tile(gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, CFG)
         n = col // CFG.BN
         h0 = hk * GROUP
         h = h0
-        m = first_tile(m0, M, CFG)
+        start = first_tile(col, m0, M, up, CFG)
+        m = start
         cnt = gl.where(more == 1, (M - m0) * GROUP, 2)
         for j in range(cnt):
             slot = g & 1
+            begins = gl.where((j == 0) & (g > 0), t, -1)
+            item = begins if CFG.KV == 2 else began  # whose keys may come now
             if g >= 2:
                 # in the order in which the consumers finish step g - 2: dO, dQ, Q
                 bar_sync(CFG.OB + slot, 384)
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-                send_tile(tile2, n2, dq_desc, stages, CFG)
+                send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
-                    pass_turn(turns_ptr, tile2, n2, CFG)
+                    pass_turn(turns_ptr, tile2, place2, CFG)
                 load_q(
                     q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
                 )  # fmt: skip
             else:
                 if g == 0:
-                    load_keys(k_desc, v_desc, b, hk, n, t, r, items, ks, vs, k_full, v_full, total, CFG)
-                    r += 1
+                    item = t
                 load_q(
                     q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
                 )  # fmt: skip
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
             # The last step of an item gives back its keys, with its queries.
-            if CFG.KV == 1:
-                if began == 1:
-                    load_keys(
-                        k_desc, v_desc, b1, hk1, n1, t1, r, items, ks, vs, k_full, v_full, total, CFG
-                    )
-                    r += 1
-            else:
-                if (j == 0) & (g > 0):
-                    load_keys(k_desc, v_desc, b, hk, n, t, r, items, ks, vs, k_full, v_full, total, CFG)
-                    r += 1
-            if (more == 1) | (j == 0):
+            if item >= 0:
+                load_keys(
+                    k_desc, v_desc, item, r, items, ks, vs, k_full, v_full,
+                    NB, M, H // GROUP, BH, HG, offset, CFG,
+                )  # fmt: skip
+                r += 1
+            if CFG.PAIRS:
+                if (g == 1) & (more == 1):
+                    hand_back(1, CFG)
+            if (more == 1) | (j < LEFT):
                 if g >= 2:
-                    hand_back(CFG)
+                    hand_back(g, CFG)
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
-                    take_turn(turns_ptr, tile1, n1, CFG)
+                    take_turn(turns_ptr, tile1, place1, CFG)
             if CFG.DQ:
                 if g >= 2:
-                    pass_turn(turns_ptr, tile2, n2, CFG)
-            tile2 = tile1
-            tile1 = (b * H + h) * M + m
-            n2 = n1
-            n1 = n
-            b1 = b
-            hk1 = hk
-            t1 = t
-            began = gl.where((j == 0) & (g > 0), 1, 0)
+                    pass_turn(turns_ptr, tile2, place2, CFG)
+            tile1, tile2 = (b * H + h) * M + m, tile1
+            place1, place2 = place(m, n, up, NB, M, offset, CFG), place1
+            began = begins
             g += 1
-            h, m = next_tile(h, m, h0, m0, GROUP, M, CFG)
+            h, m = next_tile(h, m, h0, m0, start, up, GROUP, M, CFG)
         if more == 1:
             t = take_item(turns_ptr, CFG)
     if CFG.DQ:
@@ -258,6 +266,16 @@ def attention_backward_kernel(
                 (producer, (produce, CFG)),
                 (wide_consumer, (gl.constexpr(0), consume, CFG)),
                 (wide_consumer, (gl.constexpr(1), consume, CFG)),
+            ],
+            [4, 4],
+            [240, 240],
+        )
+    elif CFG.PAIRS:
+        gl.warp_specialize(
+            [
+                (producer, (produce, CFG)),
+                (pair_consumer, (gl.constexpr(0), consume, CFG)),
+                (pair_consumer, (gl.constexpr(1), consume, CFG)),
             ],
             [4, 4],
             [240, 240],

@@ -12,16 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from ..scores import probabilities, score_gradient
 from .attention_backward_sums import put_dq
 from .attention_backward_work import (
+    comes_first,
     distance,
     first_tile,
     get_item,
-    hidden_zero,
     inner_step,
     key_tile,
     loops,
     outer_step,
 )
-from .warpgroups import bar_arrive, matrix, static_sync, wide_rows
+from .warpgroups import bar_arrive, hidden_zero, matrix, static_sync, wide_rows
 
 # --- masks and stores ------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         lse = lds.index(0).slice(0, BM).load(CL)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if D == 64:
@@ -131,13 +131,13 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
         limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
-        tile = (b * H + hk * GROUP) * M + first_tile(m0, M, CFG)
+        tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - row
         high = M * BM + offset - row
-        dist = high - BM
-        outer, begin, end = loops(low, high, m0, M, GROUP, CFG)
+        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        for _ in range(outer):
+        for i in range(outer):
+            first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 q = matrix(qs.index(slot), BM, D)
@@ -185,15 +185,15 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     lse = lds.index(it & 1).slice(0, BM).load(CL)
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, col == 0, dq_ptr, stages, dq, CFG)
+                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
-            tile, dist = outer_step(tile, dist, m0, M, GROUP, CFG)
+            tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
         # read and worked out again, so as to take no registers in the loop
         t = get_item(items, r)
-        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
@@ -233,18 +233,18 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(k_full.index(0), 0)
     t = get_item(items, 0)
     while t < NB * BH:
-        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
         limit = Sk - 1 - col
-        tile = (b * H + hk * GROUP) * M + first_tile(m0, M, CFG)
+        tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - col
         high = M * BM + offset - col
-        dist = high - BM
-        outer, begin, end = loops(low, high, m0, M, GROUP, CFG)
+        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
-        for _ in range(outer):
+        for i in range(outer):
+            first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 ps = dss.index(slot)
@@ -282,16 +282,16 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma(dsw, q.slice(N * c, N, 1), dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, col == 0, dq_ptr, stages, dq, CFG)
+                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 it += 1
                 # this wait holds ptxas from waiting for dK before the adds
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
-            tile, dist = outer_step(tile, dist, m0, M, GROUP, CFG)
+            tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
         t = get_item(items, r)
-        b, hk, col, m0 = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)

@@ -38,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .attention_backward_work import FIRST_TURN
 from .gluon_names import tma_add, tma_store
-from .warpgroups import static_arrive, static_sync
+from .warpgroups import bar_arrive, static_arrive, static_sync
 
 
 @gluon.constexpr_function
@@ -69,7 +69,7 @@ def register_offsets(N: gl.constexpr):
 @gluon.jit
 def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
     """Send warpgroup c's [64, N] accumulator to its chunk of query tile `tile`, four floats of a thread
-    at a time; first: whether this is the first key tile."""
+    at a time; first: whether no key tile has added to it before."""
     N: gl.constexpr = dq.shape[1]
     x = gl.reshape(dq, [4, 2, 8, N // 8, 4, 2])  # warp, half, row, tile, lane, pair
     x = gl.permute(x, [3, 0, 2, 4, 1, 5])  # tile, warp, row, lane, half, pair
@@ -95,13 +95,13 @@ def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
 
 
 @gluon.jit
-def send_chunk(c: gl.constexpr, tile, n, dq_desc, stages, CFG: gl.constexpr):
+def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr):
     """Send warpgroup c's part of dQ from shared memory, once it lies there."""
     if by_tma(CFG.DQ, c):
         static_sync(CFG.FULL + c, 256)
-        at = (tile * 2 + c) * 128
+        at = tile * 128 if CFG.PAIRS else (tile * 2 + c) * 128
         if CFG.FIRST:
-            if n == 0:
+            if place == 0:
                 tma_store(dq_desc, [at, 0], stages.index(c))
             else:
                 tma_add(dq_desc, [at, 0], stages.index(c))
@@ -110,21 +110,32 @@ def send_chunk(c: gl.constexpr, tile, n, dq_desc, stages, CFG: gl.constexpr):
 
 
 @gluon.jit
-def send_tile(tile, n, dq_desc, stages, CFG: gl.constexpr):
-    """Send both parts of one query tile's dQ, made by key tile n."""
-    send_chunk(0, tile, n, dq_desc, stages, CFG)
-    send_chunk(1, tile, n, dq_desc, stages, CFG)
+def send_tile(g, tile, place, dq_desc, stages, CFG: gl.constexpr):
+    """Send what step g made of one query tile's dQ, with `place` key tiles before it: both parts or, in
+    turns, the whole of one warpgroup."""
+    if CFG.PAIRS:
+        if g & 1 == 0:
+            send_chunk(0, tile, place, dq_desc, stages, CFG)
+        else:
+            send_chunk(1, tile, place, dq_desc, stages, CFG)
+    else:
+        send_chunk(0, tile, place, dq_desc, stages, CFG)
+        send_chunk(1, tile, place, dq_desc, stages, CFG)
 
 
 @gluon.jit
-def hand_back(CFG: gl.constexpr):
-    """Wait until the adds have read shared memory, and tell the consumers."""
+def hand_back(g, CFG: gl.constexpr):
+    """Wait until the adds have read shared memory, and tell the consumers or, in turns, the one that
+    makes dQ in step g."""
     if CFG.DQ:
         tma.store_wait(0)
-    if by_tma(CFG.DQ, 0):
-        static_arrive(CFG.EMPTY, 256)
-    if by_tma(CFG.DQ, 1):
-        static_arrive(CFG.EMPTY + 1, 256)
+    if CFG.PAIRS:
+        bar_arrive(CFG.EMPTY + (g & 1), 256)
+    else:
+        if by_tma(CFG.DQ, 0):
+            static_arrive(CFG.EMPTY, 256)
+        if by_tma(CFG.DQ, 1):
+            static_arrive(CFG.EMPTY + 1, 256)
 
 
 @gluon.constexpr_function
@@ -180,19 +191,19 @@ def passing(CFG):
 
 
 @gluon.jit
-def take_turn(turns_ptr, tile, n, CFG: gl.constexpr):
-    """Wait until the first key tile or, in order, n of them have added to query tile `tile`; in one
-    warp only."""
+def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
+    """Wait until the first key tile or, in order, `place` of them have added to query tile `tile`; in
+    one warp only."""
     if CFG.FIRST:
         PTX: gl.constexpr = taking(CFG)
         if not CFG.ORDERED:
-            n = gl.minimum(n, 1)
+            place = gl.minimum(place, 1)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
-        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, n], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, place], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(turns_ptr, tile, n, CFG: gl.constexpr):
+def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
     """Count the adds of the first key tile or, in order, of any to query tile `tile`, once they are
     complete; after QB."""
     if CFG.FIRST:
@@ -201,5 +212,5 @@ def pass_turn(turns_ptr, tile, n, CFG: gl.constexpr):
         if CFG.ORDERED:
             gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
         else:
-            if n == 0:
+            if place == 0:
                 gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)

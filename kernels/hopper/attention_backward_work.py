@@ -10,34 +10,39 @@ what an item costs.  The producer takes an item two steps before the consumers n
 number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
 
 By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
-first query tile to the last.  Otherwise (CFG.DOWN) it goes from the last query tile down, through the
-heads of the group at each: programs that start together are at the same query tile whatever their keys,
-and share it in L2.
+first query tile to the last; with key tiles of 256 and no mask (CFG.ROUND) each begins a 32nd of the
+way behind the one before and goes round, so that programs that start together do not add to the same
+sums.  Otherwise (CFG.DOWN) it goes from the last query tile down, through the heads of the group at
+each: programs that start together are at the same query tile whatever their keys, and share it in L2.
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
-and key tile n adds when it says n.
+and the n-th to add does so when it says n.  Under a causal mask (CFG.ALTERNATE) half of the heads that
+are mixed go the other way: from the diagonal up, and key tiles from the last one to the first.
 
 Where the first key tile only stores and the others wait for it (CFG.FIRST), the same counters are 0
 until it has done so.  For both:
 
-- No program waits for ever.  Key tile n waits for lower ones of its own head alone, items of lower
+- No program waits for ever.  A key tile waits for those before it of its own head alone, items of lower
   numbers.  A program takes items in increasing order, and only programs that are running take any.  Of
   the items taken and not finished, the lowest has all lower ones behind it: they were taken before, and
   are finished.  So whoever has it is at work on it, and waits for none; and what a program has added is
   counted without a wait for what it adds next (pass_turn, take_turn: two warps).  This holds however
   few of the programs are on the device at once, and when other kernels share it.
-- Hardly any waits for long.  What key tile n visits is the beginning of what n - 1 visits, in the same
-  order, so that it follows one turn behind from its first tile on.  (From the diagonal up, each would
-  have to wait until the one before it arrives there from its own first tile; head by head, long tiles
-  would hold up short ones at each head.)  Programs that fell behind one another once stay so, and need
-  not wait again at later items, since who ends first takes the lower key tile.
+- Hardly any waits for long.  Downwards, what a key tile visits is the beginning of what the one before
+  it visits, in the same order, so that it follows one turn behind from its first tile on.  (From the
+  diagonal up, each would have to wait until the one before it arrives there from its own first tile;
+  head by head, long tiles would hold up short ones at each head.)  Upwards, last keys first, a key tile
+  begins where none adds before it, and comes late to what others have visited; but the longest tiles
+  come last.  So a group of heads begins upwards, which sets programs apart, and ends downwards.
+  Programs that are apart stay so, and need not wait again at later items.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import query_tiles
+from .warpgroups import hidden_zero
 
 FIRST_TURN = gl.constexpr(32)  # where the counters of query tiles begin, behind that of items
 
@@ -76,74 +81,106 @@ def get_item(items, r):
 
 @gluon.jit
 def key_tile(t, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr):
-    """Work item t as (batch, key head, first key, first query tile that sees it).
+    """Work item t as (batch, key head, first key, first query tile that sees it, 1 if its walk goes up
+    and else 0).
 
     Keys that no query sees get the last query tile, all of it masked, so that no item is empty.
     """
+    up = 0
     if CFG.CAUSAL or CFG.FIRST:
         # mixed among HG heads that share L2
         per = HG * NB
         grp = t // per
         r = t - grp * per
-        hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
+        bh = grp * HG
+        hg = gl.maximum(gl.minimum(HG, BH - bh), 1)
+        if CFG.ALTERNATE:
+            # the first half of the heads upwards, from the last keys to the first
+            ups = hg // 2
+            up = gl.where(r < ups * NB, 1, 0)
+            r -= (1 - up) * (ups * NB)
+            bh += (1 - up) * ups
+            hg = gl.where(up == 1, ups, hg - ups)
         nb = r // hg
-        bh = grp * HG + (r - nb * hg)
+        bh += r - nb * hg
+        if CFG.ALTERNATE:
+            nb = gl.where(up == 1, NB - 1 - nb, nb)
         col = nb * CFG.BN
     else:
         bh = t // NB
         col = (t - bh * NB) * CFG.BN
     m0, _ = query_tiles(col, M * CFG.BM, offset, CFG.BM, CFG.CAUSAL)
     b = bh // Hk
-    return b, bh - b * Hk, col, gl.minimum(m0, M - 1)
+    return b, bh - b * Hk, col, gl.minimum(m0, M - 1), up
+
+
+@gluon.jit
+def place(m, n, up, NB, M, offset, CFG: gl.constexpr):
+    """How many key tiles add to query tile m before key tile n does, in order."""
+    if CFG.ALTERNATE:
+        last = gl.minimum((m * CFG.BM + CFG.BM - 1 + offset) // CFG.BN, NB - 1)
+        last = gl.where(m == M - 1, NB - 1, last)  # which also takes the keys that no query sees
+        n = gl.where(up == 1, last - n, n)
+    return n
+
+
+@gluon.jit
+def comes_first(i, col, m0, up, NB, M, offset, CFG: gl.constexpr):
+    """Whether the key tile from key `col` on is the first to add to the i-th query tile of its walk."""
+    if CFG.ALTERNATE:
+        m = gl.where(up == 1, m0 + i, M - 1 - i)
+        return place(m, col // CFG.BN, up, NB, M, offset, CFG) == 0
+    else:
+        return col == 0
 
 
 # --- the walk, for the producer --------------------------------------------------------------------
 
 
 @gluon.jit
-def first_tile(m0, M, CFG: gl.constexpr):
-    """The query tile with which the walk begins."""
-    if CFG.DOWN:
+def first_tile(col, m0, M, up, CFG: gl.constexpr):
+    """The query tile with which the walk of the key tile from key `col` on begins."""
+    if CFG.ALTERNATE:
+        return gl.where(up == 1, m0, M - 1)
+    elif CFG.DOWN:
         return M - 1
+    elif CFG.ROUND:
+        return col // CFG.BN % 32 * M // 32
     else:
         return m0
 
 
 @gluon.jit
-def next_tile(h, m, h0, m0, GROUP, M, CFG: gl.constexpr):
-    """What comes after query tile m of head h; h0 is the first head of the group."""
+def next_tile(h, m, h0, m0, start, up, GROUP, M, CFG: gl.constexpr):
+    """What comes after query tile m of head h; h0 is the first head of the group, `start` the first
+    tile of each."""
     if CFG.DOWN:
         h += 1
         wrap = h == h0 + GROUP
         h = gl.where(wrap, h0, h)
-        m = gl.where(wrap, m - 1, m)
+        m = gl.where(wrap, m + 2 * up - 1, m)
     else:
         m += 1
-        wrap = m == M
-        h = gl.where(wrap, h + 1, h)
-        m = gl.where(wrap, m0, m)
+        m = gl.where(m == M, m0, m)
+        h = gl.where(m == start, h + 1, h)
     return h, m
 
 
-@gluon.jit
-def hidden_zero():
-    """A zero that the compiler cannot see through."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-
-
 # --- the same walk as two nested loops, for the consumers -------------------------------------------
-# By default the outer one runs over heads and the inner one over query tiles, downwards the other way
-# round.  `dist` is the last key that a tile's first query sees, relative to something, and runs from
-# low to high; `tile` numbers the query tiles of all heads.
+# By default the outer one runs over heads and the inner one over query tiles; where CFG.DOWN, the other
+# way round.  `dist` is the last key that a tile's first query sees, relative to something, between low
+# and high; `tile` numbers the query tiles of all heads.
 
 
 @gluon.jit
-def loops(low, high, m0, M, GROUP, CFG: gl.constexpr):
-    """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP)."""
-    if CFG.DOWN:
-        return M - m0, 0, GROUP
+def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
+    """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
+    if CFG.ALTERNATE:
+        return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
+    elif CFG.DOWN:
+        return M - m0, 0, GROUP, high - CFG.BM
     else:
-        return GROUP, low, high
+        return GROUP, low, high, low
 
 
 @gluon.jit
@@ -165,8 +202,9 @@ def inner_step(tile, M, CFG: gl.constexpr):
 
 
 @gluon.jit
-def outer_step(tile, dist, m0, M, GROUP, CFG: gl.constexpr):
+def outer_step(tile, dist, m0, M, up, GROUP, CFG: gl.constexpr):
     if CFG.DOWN:
-        return tile - GROUP * M - 1, dist - CFG.BM
+        by = 2 * up - 1
+        return tile - GROUP * M + by, dist + by * CFG.BM
     else:
         return tile + m0, dist

@@ -1,4 +1,5 @@
-"""What warpgroups of both Hopper kernels share: named barriers, views of tiles, 16-byte output rows.
+"""What warpgroups of both Hopper kernels share: named barriers, views of tiles, 16-byte output rows, a
+zero that the compiler does not know.
 
 Why named barriers: gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
 one thread.  `bar.arrive` lets every thread pass on, and whoever needs the buffer waits with `bar.sync`.
@@ -39,6 +40,12 @@ def static_arrive(ID: gl.constexpr, N: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.arrive {ID}, {N}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def hidden_zero():
+    """A zero that the compiler cannot see through."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

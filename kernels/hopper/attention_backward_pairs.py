@@ -1,0 +1,129 @@
+"""Attention backward on Hopper: consumers of 128 keys each, for long rows of head_dim 64.
+
+With 256 keys a tile, twice those of attention_backward_consumers.py, Q and dO are read and dQ is added
+to half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64 keys, 128
+apart, and has room for the scores of one: while it works out dS of the first, the second's scores are
+made.
+
+All four blocks meet in one product for dQ [BM queries, head_dim], which the warpgroups make in turns:
+the first in even steps, the second in odd ones.  One waits for the other's dS (at DS or ODD), which
+only arrives and goes on to its next step; so the two are half a step apart.  dQ leaves by bulk adds.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from ..scores import probabilities, score_gradient
+from .attention_backward_consumers import masked, store_rows
+from .attention_backward_sums import put_dq
+from .attention_backward_work import get_item, key_tile
+from .warpgroups import bar_arrive, matrix, static_arrive, static_sync
+
+
+@gluon.jit
+def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
+    """Warpgroup c: keys 64 c ... 64 c + 63 of the tile, and those 128 behind them."""
+    (
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        k_full, v_full, q_full, do_full,
+        NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+    ) = args  # fmt: skip
+    BM: gl.constexpr = CFG.BM
+    BN: gl.constexpr = CFG.BN
+    D: gl.constexpr = CFG.D
+    MY_TURN: gl.constexpr = CFG.DS if c == 0 else CFG.ODD
+    OTHERS_TURN: gl.constexpr = CFG.ODD if c == 0 else CFG.DS
+    AC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    CL: gl.constexpr = gl.SliceLayout(0, AC)
+    dt: gl.constexpr = qs.dtype
+    r = 0
+    it = 0
+    mbarrier.wait(k_full.index(0), 0)
+    t = get_item(items, 0)
+    mbarrier.wait(q_full.index(0), 0)
+    mbarrier.wait(do_full.index(0), 0)
+    while t < NB * BH:
+        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        row = col + 64 * c
+        dk0 = gl.zeros([64, D], gl.float32, AC)
+        dv0 = gl.zeros([64, D], gl.float32, AC)
+        dk1 = gl.zeros([64, D], gl.float32, AC)
+        dv1 = gl.zeros([64, D], gl.float32, AC)
+        limit = Sk - 1 - row  # the last key there is, counted from the first block's first, as is dist
+        mbarrier.wait(v_full.index(0), r & 1)
+        for _ in range(GROUP):
+            for dist in range(m0 * BM + offset - row, M * BM + offset - row, BM):
+                slot = it & 1
+                q = matrix(qs.index(slot), BM, D)
+                do = matrix(dos.index(slot), BM, D)
+                k = matrix(ks.index(it >> 30), BN, D)
+                v = matrix(vs.index(it >> 30), BN, D)
+                dsw = dss.index(slot)
+                z = gl.zeros([64, BM], gl.float32, AC)
+                k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
+                x = warpgroup_mma(k0, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                dp = warpgroup_mma(v0, do.permute((1, 0)), z, use_acc=False, is_async=True)
+                x = warpgroup_mma_wait(1, deps=(x,))
+                x = masked(x, limit, dist, CFG.CAUSAL)
+                lse = lds.index(slot).slice(0, BM).load(CL)
+                p = probabilities(x, lse[None, :], scale_log2)
+                dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                delta = lds.index(slot).slice(BM, BM).load(CL)
+                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                dsw.slice(64 * c, 64, 0).store(ds)
+                dv0 = warpgroup_mma_wait(0, deps=(dv0,))
+                k1, v1 = k.slice(128 + 64 * c, 64, 0), v.slice(128 + 64 * c, 64, 0)
+                x = warpgroup_mma(k1, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
+                x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
+                dp = warpgroup_mma(v1, do.permute((1, 0)), z, use_acc=False, is_async=True)
+                x = masked(x, limit - 128, dist - 128, CFG.CAUSAL)
+                lse = lds.index(slot).slice(0, BM).load(CL)
+                p = probabilities(x, lse[None, :], scale_log2)
+                dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                delta = lds.index(slot).slice(BM, BM).load(CL)
+                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                dsw.slice(128 + 64 * c, 64, 0).store(ds)
+                fence_async_shared()
+                mine = slot == c
+                if not mine:
+                    static_arrive(OTHERS_TURN, 256)
+                dk1 = warpgroup_mma(gl.convert_layout(ds, A), q, dk1, is_async=True)
+                # these waits also hold ptxas from waiting earlier for what is in flight
+                it += 1
+                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                dv1 = warpgroup_mma_wait(1, deps=(dv1,))
+                bar_arrive(CFG.OB + slot, 384)
+                if mine:
+                    static_sync(MY_TURN, 256)
+                    zq = gl.zeros([64, D], gl.float32, AC)
+                    dq = warpgroup_mma(dsw.permute((1, 0)), k, zq, use_acc=False, is_async=True)
+                    dq = warpgroup_mma_wait(0, deps=(dq,))
+                    put_dq(c, 0, False, dq_ptr, stages, dq, CFG)  # the producer knows whose it is
+                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                dk1 = warpgroup_mma_wait(0, deps=(dk1,))
+                bar_arrive(CFG.QB + slot, 384)
+        # read and worked out again, so as to take no registers in the loop
+        t = get_item(items, r)
+        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        row = col + 64 * c
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
+        far = base + s_s.to(gl.int64) * (8 * 128)
+        store_rows(dv_ptr + base, dv0.to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dk_ptr + base, (dk0 * scale).to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dv_ptr + far, dv1.to(dt), Sk - row - 128, s_s, D_out, D)
+        store_rows(dk_ptr + far, (dk1 * scale).to(dt), Sk - row - 128, s_s, D_out, D)
+        r += 1
+        mbarrier.wait(k_full.index(0), r & 1)
+        t = get_item(items, r)
