@@ -35,30 +35,34 @@ def unpack(word):
 
 @triton.jit
 def publish(words_ptr, split, word):
-    """Make `word` [1] that of `split`."""
-    word = tl.where(word == 0, -(2**63), word)
-    tl.atomic_xchg(words_ptr + split + tl.arange(0, 1), word, sem="relaxed")
+    """Make `word`, a scalar or [1], that of `split`."""
+    if word.type.is_block():
+        split += tl.arange(0, 1)
+    tl.atomic_xchg(words_ptr + split, tl.where(word == 0, -(2**63), word), sem="relaxed")
 
 
 @triton.jit
-def collect(words_ptr, splits, LANES: tl.constexpr, POLLS: tl.constexpr):
+def collect(words_ptr, splits, LANES: tl.constexpr, POLLS: tl.constexpr, lanes=None):
     """Wait for all words of a row.  Returns them [LANES], and how many are missing after POLLS looks,
     one at least.
 
     Looks are atomic operations, which one thread makes for all of its program: a plain load may show
     different words to different warps, and send them different ways.
+
+    lanes: 0 to LANES - 1, which Gluon wants with a layout.
     """
-    words, missing = look(words_ptr, splits, LANES)
+    if lanes is None:
+        lanes = tl.arange(0, LANES)
+    words, missing = look(words_ptr, splits, lanes)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        words, missing = look(words_ptr, splits, LANES)
+        words, missing = look(words_ptr, splits, lanes)
         polls += 1
     return words, missing
 
 
 @triton.jit
-def look(words_ptr, splits, LANES: tl.constexpr):
-    lanes = tl.arange(0, LANES)
-    nothing = tl.zeros([LANES], tl.int64)
+def look(words_ptr, splits, lanes):
+    nothing = lanes.to(tl.int64) & 0
     words = tl.atomic_or(words_ptr + lanes, nothing, mask=lanes < splits, sem="relaxed")
     return words, tl.sum(((words == 0) & (lanes < splits)).to(tl.int32), 0)

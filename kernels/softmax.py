@@ -71,10 +71,12 @@ def state_of(x, PRECISE: tl.constexpr = False):
 
 
 @triton.jit
-def join(words, splits):
-    """The state [1] of a row from those of its splits, packed in words [LANES]."""
+def join(words, splits, lanes=None):
+    """The state [1] of a row from those of its splits, packed in words [LANES]; lanes: see collect."""
     m, l = unpack(words)
-    here = tl.arange(0, words.shape[0]) < splits
+    if lanes is None:
+        lanes = tl.arange(0, words.shape[0])
+    here = lanes < splits
     m, l = tl.where(here, m, -float("inf")), tl.where(here, l, 0.0)
     return online_softmax_join(m[None, :], l[None, :], LOG2E)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
+import triton
 from compile_case import Case
 
 from flashproto import configs
 from flashproto.configs import RowConfig
 from flashproto.kernels import hooks, logsumexp, masks, softmax, softmax_topk
+from flashproto.kernels.hopper import softmax_forward
 
 NARROWEST, NARROW, WIDEST_FORWARD, WIDEST_BACKWARD = 1, 64, 16384, 8192
 SPLIT, WIDEST_SPLIT, LOOPED = 131072, 2**20, 2**21
@@ -16,6 +20,9 @@ SPLIT_FORWARD, SPLIT_BACKWARD = (
     softmax.softmax_forward_split_kernel,
     softmax.softmax_backward_split_kernel,
 )
+# Where a cap on registers pays, although it makes the compiler spill a few words, once a row.
+V36 = triton.__version__.startswith("3.6.")
+CAPPED_STACK = {("wide", 4): 0 if V36 else 16, ("widest", 4): 24 if V36 else 48}
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
 
@@ -47,22 +54,28 @@ def split_case(
     return case(name, kernel, pointers | {"words_ptr": "*i64"}, constexprs | exchange, config)
 
 
-def softmax_cases() -> list[Case]:
-    cases = []
+def softmax_cases(arch: int) -> list[Case]:
+    cases = shared_cases() if arch == 90 else []
     for x in ("*bf16", "*fp32"):
         forward, backward = {"x_ptr": x, "y_ptr": x}, {"dy_ptr": x, "y_ptr": x, "dx_ptr": x}
         size, no_log = ITEMSIZE[x], {"LOG": False}
         for name, N, log in (
             ("narrowest", NARROWEST, False),
             ("narrow", NARROW, True),
+            ("wide", 8192, False),
+            ("wide-log", 8192, True),
             ("widest", WIDEST_FORWARD, False),
+            ("widest-log", WIDEST_FORWARD, True),
         ):
             config = configs.softmax_forward(N, size)
+            stack = CAPPED_STACK.get((name, size), 0)
             name = f"softmax-{name}-{x[1:]}"
-            cases.append(case(name, softmax.softmax_forward_kernel, forward, {"LOG": log}, config))
-        config = configs.softmax_backward(WIDEST_BACKWARD, size)
-        name = f"softmax-widest-backward-{x[1:]}"
-        cases.append(case(name, softmax.softmax_backward_kernel, backward, {"LOG": True}, config))
+            plain = case(name, softmax.softmax_forward_kernel, forward, {"LOG": log}, config)
+            cases.append(replace(plain, max_stack=stack))
+        for N in (WIDEST_BACKWARD, *([2 * WIDEST_BACKWARD] if size == 2 else [])):
+            config = configs.softmax_backward(N, size)
+            name = f"softmax-backward-{N}-{x[1:]}"
+            cases.append(case(name, softmax.softmax_backward_kernel, backward, {"LOG": True}, config))
         # Programs that look once or never wait are those of a test.
         for N, polls in ((12288, 1024), (SPLIT, 1024), (WIDEST_SPLIT, 1024), (SPLIT, 0), (SPLIT, 1)):
             name = f"softmax-split-{N}-{polls}-{x[1:]}"
@@ -78,6 +91,31 @@ def softmax_cases() -> list[Case]:
         name, kernel = f"{name}-backward", softmax.softmax_backward_looped_kernel
         cases.append(case(name, kernel, backward, no_log, config))
     return cases + hook_cases() + logsumexp_cases() + softmax_topk_cases()
+
+
+def shared_cases() -> list[Case]:
+    """Rows in shared memory, on Hopper: numbers are in units of 16 bytes, and any."""
+    cases = []
+    for x, log, N in itertools.product(
+        ("*bf16", "*fp16"), (False, True), (16392, 24576, 32768, 32776, 65536, 2**19, 2**19 - 8)
+    ):
+        config = configs.softmax_forward_shared(N, ITEMSIZE[x])
+        assert config is not None
+        kernel = softmax_forward.softmax_forward_shared_kernel
+        pointers = {"x_ptr": x, "y_ptr": x}
+        constexprs = {"LOG": log, "WHOLE": N % config.columns == 0, "C": config.columns}
+        if config.split:
+            kernel = softmax_forward.softmax_forward_shared_split_kernel
+            pointers["words_ptr"] = "*i64"
+            constexprs |= {"LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024}
+        signature = pointers | {"x_stride": "i32", "M": "i32", "N": "i32"}
+        cases.append(
+            Case(
+                f"softmax-shared-{N}{'-log' * log}-{x[1:]}", kernel, signature, constexprs,
+                tuple(pointers), config.num_warps, max_registers=config.max_registers,
+            )
+        )  # fmt: skip
+    return cases
 
 
 def hooked(
@@ -184,11 +222,11 @@ def softmax_topk_cases() -> list[Case]:
         size = ITEMSIZE[x]
         results = {"values_ptr": "*fp32", "indices_ptr": "*i64", "lse_ptr": "*fp32"}
         for N, KP in ((64, 8), (256, 64), (4096, 64)):
-            config, constants = configs.softmax_topk(N, size), {"RENORMALIZE": True, "KP": KP}
+            config, constants = configs.softmax_topk(N, size, KP), {"RENORMALIZE": True, "KP": KP}
             name, kernel = f"topk-{N}-{KP}-{x[1:]}", softmax_topk.softmax_topk_kernel
             cases.append(case(name, kernel, {"x_ptr": x} | results, constants, config))
         for KP in (8, 64):
-            config = configs.softmax_topk(SPLIT, size)
+            config = configs.softmax_topk(SPLIT, size, KP)
             constants = {"SPAN": configs.softmax_topk_span(SPLIT, KP), "KP": KP}
             partial = {"keys_ptr": "*i64", "words_ptr": "*i64"}
             name, kernel = f"topk-split-{KP}-{x[1:]}", softmax_topk.softmax_topk_split_kernel

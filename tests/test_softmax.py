@@ -91,9 +91,10 @@ def test_rows_wider_than_any_split(device, monkeypatch, operator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_programs_that_do_not_wait_find_the_same(device, monkeypatch, operator) -> None:
+@pytest.mark.parametrize("N", [50_257, 40_008, 131_072])
+def test_programs_that_do_not_wait_find_the_same(device, monkeypatch, N, operator) -> None:
     """A program that gives up on the others of its row does their work, to the same bits."""
-    x, dy = (torch.randn(200, 50_257, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x, dy = (torch.randn(200, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     dy = dy if operator != "logsumexp" else dy[:, 0]
     waited = outcomes(getattr(ops, operator), x, dy)
     for polls in (0, 1):
@@ -104,9 +105,10 @@ def test_programs_that_do_not_wait_find_the_same(device, monkeypatch, operator) 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_rows_split_on_several_streams_at_once(device, operator) -> None:
+@pytest.mark.parametrize("N", [2**19, 2**20])
+def test_rows_split_on_several_streams_at_once(device, N, operator) -> None:
     """More programs wait for one another than the GPU holds."""
-    x, dy = (torch.randn(300, 2**20, device=device, dtype=torch.bfloat16) for _ in range(2))
+    x, dy = (torch.randn(300, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     dy = dy if operator != "logsumexp" else dy[:, 0]
     wanted = outcomes(getattr(ops, operator), x, dy)
     streams = [torch.cuda.Stream() for _ in range(8)]
@@ -282,9 +284,10 @@ def test_many_rows_and_more_than_2_to_31_elements(device, operator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_second_stream_and_cuda_graph(device, operator) -> None:
+@pytest.mark.parametrize("N", [3000, 20_480, 131_072])
+def test_second_stream_and_cuda_graph(device, N, operator) -> None:
     f = getattr(ops, operator)
-    x = torch.randn(512, 3000, device=device, dtype=torch.bfloat16)
+    x = torch.randn(512, N, device=device, dtype=torch.bfloat16)
     dy = torch.randn_like(x) if operator != "logsumexp" else torch.randn_like(x[:, 0])
     wanted, late = outcomes(f, x, dy), torch.empty_like(x)
     stream = torch.cuda.Stream()

@@ -147,11 +147,11 @@ def test_opcheck_with_hooks(device) -> None:
     x, bias = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
     z = torch.randn(20, device=device, requires_grad=True)
     made = ("scale_bias", [bias], [0.5], "multiply", [z], [])
-    torch.library.opcheck(op.hooked_softmax.default, (x, True, torch.float32, *made))
+    torch.library.opcheck(op.hooked_softmax.default, (x, True, torch.float32, False, *made))
     with torch.no_grad():
-        y, lse = op.hooked_softmax(x, True, torch.float32, *made)
+        y, lse = op.hooked_softmax(x, True, torch.float32, False, *made)
     made = ("scale_bias", [bias.detach()], [0.5], "multiply", [z.detach()], [])
-    arguments = (y, x.detach(), lse, True, *made, [True, False])
+    arguments = (y, x.detach(), lse, True, False, *made, [True, False])
     torch.library.opcheck(op.hooked_softmax_backward.default, arguments)
 
 

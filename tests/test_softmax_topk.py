@@ -227,5 +227,5 @@ def test_columns_fit_into_keys() -> None:
     """A 16-bit score leaves 16 bits of a key for the column."""
     for N in (1, 4096, 4097, 2**20):
         assert all(configs.softmax_topk_span(N, k) <= 2**16 for k in (1, 64))
-        config = configs.softmax_topk(N, 2)
+        config = configs.softmax_topk(N, 2, 8)
         assert config.split or config.columns <= 2**16

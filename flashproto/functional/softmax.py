@@ -14,6 +14,7 @@ from .reasons import float64_reasons
 if backends.HAS_TRITON:
     from ..ops import hooked_softmax as hooked_softmax_op
     from ..ops import softmax as softmax_op
+    from ..ops import softmax_plan
     from ..ops import softmax_topk as softmax_topk_op
 
 
@@ -25,6 +26,7 @@ def softmax(
     causal: bool = False,
     prologue: hooks.Call | None = None,
     epilogue: hooks.Call | None = None,
+    split_rows: bool = False,
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -38,6 +40,10 @@ def softmax(
         causal: of x [..., S, N], row i takes part up to column i + N - S (bottom-right alignment).
         prologue: an element-wise function of x instead of these three, fused into the kernel.
         epilogue: one of the result.  Both are made by flashproto.hooks.call.
+        split_rows: split every row over several programs even where it fits one, so that a few rows (of
+            one step of decoding, say) keep more of the GPU busy.  Off unless asked for, since it costs
+            time where rows are many, and since the last bits are those of another order of summation;
+            they depend on the row and its width alone either way.
         dtype: the result's dtype, to which x is converted first, as in torch.softmax; next to any of
             the above, x is not: the result is computed in float32 and rounded once.
         impl: the backend by name; None chooses.
@@ -46,9 +52,10 @@ def softmax(
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
-    if scale is None and mask is None and not causal and prologue is None and epilogue is None:
+    hooked = scale is not None or mask is not None or causal or prologue is not None
+    if not (hooked or epilogue is not None or split_rows):
         return _softmax("softmax", x, dtype, impl)
-    return _hooked("softmax", x, scale, mask, causal, prologue, epilogue, dtype, impl)
+    return _hooked("softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
 
 
 def log_softmax(
@@ -59,13 +66,15 @@ def log_softmax(
     causal: bool = False,
     prologue: hooks.Call | None = None,
     epilogue: hooks.Call | None = None,
+    split_rows: bool = False,
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
     """s - logsumexp(s) over the last dimension; arguments, result and errors as softmax."""
-    if scale is None and mask is None and not causal and prologue is None and epilogue is None:
+    hooked = scale is not None or mask is not None or causal or prologue is not None
+    if not (hooked or epilogue is not None or split_rows):
         return _softmax("log_softmax", x, dtype, impl)
-    return _hooked("log_softmax", x, scale, mask, causal, prologue, epilogue, dtype, impl)
+    return _hooked("log_softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
 
 
 def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
@@ -136,7 +145,7 @@ def _softmax(operator, x, dtype, impl):
         x, key = x.to(dtype), None  # only float32 holds whatever 16 bits hold
     backend = backends.choose(operator, impl, x.device, lambda b: float64_reasons(b, [x]))
     if backend == "triton":
-        plans.keep(key, lambda: softmax_op.plan(x, operator == "log_softmax", dtype))
+        plans.keep(key, lambda: softmax_plan.plan(x, operator == "log_softmax", dtype))
         return getattr(softmax_op, operator)(x, dtype)
     if backend == "reference":
         return getattr(reference, operator)(x.to(dtype))
@@ -154,7 +163,7 @@ def _autocast_dtype(operator: str, x: Tensor) -> torch.dtype:
     return x.dtype if cast is None else cast.dtype
 
 
-def _hooked(operator, x, scale, mask, causal, prologue, epilogue, dtype, impl):
+def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl):
     check_rows(operator, x)
     if prologue is None:
         prologue = masks.scores(operator, x, scale, mask, causal)
@@ -171,14 +180,16 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, dtype, impl):
     hooks.check_dtype(operator, dtype, tensors)
     backend = backends.choose(operator, impl, x.device, lambda b: _hook_reasons(b, tensors, dtype))
     if backend == "triton":
-        return hooked_softmax_op.hooked_softmax(x, operator == "log_softmax", dtype, prologue, epilogue)
+        return hooked_softmax_op.hooked_softmax(
+            x, operator == "log_softmax", dtype, split_rows, prologue, epilogue
+        )
     x = hooks.define(prologue, x.to(reference.compute_dtype(x.dtype)))
     return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)
 
 
 def _hook_reasons(backend, tensors, dtype):
     if backend == "torch":
-        return ("PyTorch fuses neither scale and mask nor hooks into softmax",)
+        return ("PyTorch fuses neither scale and mask nor hooks into softmax, and splits no rows",)
     if backend == "triton" and dtype == torch.float64:
         return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
     return float64_reasons(backend, tensors)

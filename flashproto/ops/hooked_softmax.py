@@ -1,4 +1,4 @@
-"""softmax and log_softmax with hooks: launches, autograd.Function and torch.library ops.
+"""softmax and log_softmax with hooks or split rows: launches, autograd.Function and torch.library ops.
 
 Legend: as in softmax.py.  A hook travels as its name, its operands and its scalars, since the schema of
 an operator takes no functions; "" is none.  Operands broadcast to x.
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import hooks
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .hooked_norm import HOOKS, hook_arguments
+from .hook_arguments import HOOKS, hook_arguments, named
 from .softmax import run_backward, run_forward
 
 
@@ -21,20 +21,18 @@ def hooked_softmax(
     x: Tensor,
     log: bool,
     dtype: torch.dtype,
+    split_rows: bool,
     prologue: hooks.Call | None,
     epilogue: hooks.Call | None,
 ) -> Tensor:
     """epilogue(softmax(prologue(x))) in `dtype`; every operand is differentiable that the hook has a
-    gradient for."""
-    before, after = (
-        ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
-        for made in (prologue, epilogue)
-    )
+    gradient for.  split_rows: see functional/softmax.py."""
+    before, after = named(prologue), named(epilogue)
     if use_op():
-        return torch.ops.flashproto.hooked_softmax(x, log, dtype, *before, *after)[0]
+        return torch.ops.flashproto.hooked_softmax(x, log, dtype, split_rows, *before, *after)[0]
     operands = (*before[1], *after[1])
-    names_and_scalars = (before[0], before[2], after[0], after[2])
-    return HookedSoftmaxFunction.apply(x, log, dtype, *names_and_scalars, len(before[1]), *operands)[0]
+    rest = (before[0], before[2], after[0], after[2], len(before[1]))
+    return HookedSoftmaxFunction.apply(x, log, dtype, split_rows, *rest, *operands)[0]
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -44,6 +42,7 @@ def hooked_softmax_forward(
     x: Tensor,
     log: bool,
     dtype: torch.dtype,
+    split_rows: bool,
     prologue: str,
     prologue_operands: Sequence[Tensor],
     prologue_scalars: Sequence[float],
@@ -55,7 +54,7 @@ def hooked_softmax_forward(
     y, lse = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
     before = hook_arguments(prologue, prologue_operands, prologue_scalars, x.shape, 1)
     after = hook_arguments(epilogue, epilogue_operands, epilogue_scalars, x.shape, 1)
-    run_forward(x, y, lse, log, before, after)
+    run_forward(x, y, lse, log, before, after, split_rows)
     return y, lse
 
 
@@ -76,6 +75,7 @@ def hooked_softmax_backward(
     x: Tensor,
     lse: Tensor,
     log: bool,
+    split_rows: bool,
     prologue: str,
     prologue_operands: Sequence[Tensor],
     prologue_scalars: Sequence[float],
@@ -92,7 +92,7 @@ def hooked_softmax_backward(
     n = len(prologue_operands)
     before = hook_arguments(prologue, prologue_operands, prologue_scalars, x.shape, 1, wanted[:n])
     after = hook_arguments(epilogue, epilogue_operands, epilogue_scalars, x.shape, 1, wanted[n:])
-    run_backward(dy, None, x, lse, dx, log, before, after)
+    run_backward(dy, None, x, lse, dx, log, before, after, split_rows)
     return gradients
 
 
@@ -106,7 +106,7 @@ def backward(ctx, launch, dy: Tensor, needed: list[bool]) -> tuple[Tensor, list[
     prologue, before_scalars, epilogue, after_scalars = ctx.hooks
     before, after = operands[: ctx.n_before], operands[ctx.n_before :]
     dx, *by_operand = launch(
-        dy, x, lse, ctx.log, prologue, before, before_scalars, epilogue, after, after_scalars, needed
+        dy, x, lse, *ctx.how, prologue, before, before_scalars, epilogue, after, after_scalars, needed
     )
     return dx, [
         gradient.sum_to_size(t.shape).to(t.dtype) if need else None
@@ -118,40 +118,46 @@ class HookedSoftmaxFunction(KernelFunction):
     """For eager calls; returns y and lse.  It has no jvp: forward-mode differentiation raises."""
 
     @staticmethod
-    def forward(x, log, dtype, prologue, before_scalars, epilogue, after_scalars, n, *operands):
+    def forward(
+        x, log, dtype, split_rows, prologue, before_scalars, epilogue, after_scalars, n, *operands
+    ):
         before, after = operands[:n], operands[n:]
         return hooked_softmax_forward(
-            x, log, dtype, prologue, before, before_scalars, epilogue, after, after_scalars
-        )
+            x, log, dtype, split_rows,
+            prologue, before, before_scalars, epilogue, after, after_scalars,
+        )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, ctx.log, _, *ctx.hooks, ctx.n_before = inputs[:8]
-        ctx.save_for_backward(x, output[1], *inputs[8:])
+        x, log, _, split_rows, *ctx.hooks, ctx.n_before = inputs[:9]
+        ctx.how = log, split_rows
+        ctx.save_for_backward(x, output[1], *inputs[9:])
         ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx, dy, dlse):
         launch = HookedSoftmaxBackwardFunction.launch
-        dx, by_operand = backward(ctx, launch, dy, list(ctx.needs_input_grad[8:]))
-        return (dx, *(None,) * 7, *by_operand)
+        dx, by_operand = backward(ctx, launch, dy, list(ctx.needs_input_grad[9:]))
+        return (dx, *(None,) * 8, *by_operand)
 
 
 class HookedSoftmaxBackwardFunction(FirstDerivative):
     """hooked_softmax_backward, its lists of operands flattened."""
 
     @classmethod
-    def launch(cls, dy, x, lse, log, prologue, before, before_scalars, epilogue, after, *rest):
+    def launch(
+        cls, dy, x, lse, log, split_rows, prologue, before, before_scalars, epilogue, after, *rest
+    ):
         names = (prologue, before_scalars, epilogue, *rest)
-        return cls.apply(dy, x, lse, log, *names, len(before), *before, *after)
+        return cls.apply(dy, x, lse, log, split_rows, *names, len(before), *before, *after)
 
     @staticmethod
     def forward(*args):
-        prologue, before_scalars, epilogue, after_scalars, needed, n, *operands = args[4:]
+        prologue, before_scalars, epilogue, after_scalars, needed, n, *operands = args[5:]
         before, after = operands[:n], operands[n:]
         return tuple(
             hooked_softmax_backward(
-                *args[:4], prologue, before, before_scalars, epilogue, after, after_scalars, needed
+                *args[:5], prologue, before, before_scalars, epilogue, after, after_scalars, needed
             )
         )
 
@@ -162,13 +168,14 @@ hooked_softmax_op = torch.library.custom_op(
     "flashproto::hooked_softmax",
     hooked_softmax_forward,
     mutates_args=(),
-    schema=f"(Tensor x, bool log, ScalarType dtype, {HOOKS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor x, bool log, ScalarType dtype, bool split_rows, {HOOKS}) -> (Tensor, Tensor)",
 )
 hooked_softmax_backward_op = torch.library.custom_op(
     "flashproto::hooked_softmax_backward",
     hooked_softmax_backward,
     mutates_args=(),
-    schema=f"(Tensor dy, Tensor x, Tensor lse, bool log, {HOOKS}, bool[] needed) -> Tensor[]",
+    schema=f"(Tensor dy, Tensor x, Tensor lse, bool log, bool split_rows, {HOOKS}, bool[] needed) "
+    "-> Tensor[]",
 )
 
 
@@ -178,25 +185,26 @@ def _(x, log, dtype, *_):
 
 
 @hooked_softmax_backward_op.register_fake
-def _(dy, x, lse, log, prologue, before, before_scalars, epilogue, after, after_scalars, needed):
+def _(dy, x, lse, log, split_rows, prologue, before, _1, epilogue, after, _2, needed):
     return empty_gradients(x, [*before, *after], needed)
 
 
 def _setup_context(ctx, inputs, output):
-    x, ctx.log, _, prologue, before, before_scalars, epilogue, after, after_scalars = inputs
+    x, log, _, split_rows, prologue, before, before_scalars, epilogue, after, after_scalars = inputs
+    ctx.how = log, split_rows
     ctx.hooks = prologue, before_scalars, epilogue, after_scalars
     ctx.n_before = len(before)
     ctx.save_for_backward(x, output[1], *before, *after)
 
 
 def _backward(ctx, dy, dlse):
-    before, after = list(ctx.needs_input_grad[4]), list(ctx.needs_input_grad[7])
+    before, after = list(ctx.needs_input_grad[5]), list(ctx.needs_input_grad[8])
     launch = torch.ops.flashproto.hooked_softmax_backward
     dx, by_operand = backward(ctx, launch, dy, before + after)
     n = len(before)
     # torch wants an empty list back for one that it was given, of whatever type.
     scalars = [None if given else [] for given in (ctx.hooks[1], ctx.hooks[3])]
-    return dx, None, None, None, by_operand[:n], scalars[0], None, by_operand[n:], scalars[1]
+    return dx, None, None, None, None, by_operand[:n], scalars[0], None, by_operand[n:], scalars[1]
 
 
 hooked_softmax_op.register_autograd(_backward, setup_context=_setup_context)

@@ -7,12 +7,11 @@ Legend: x, y, dy, dx [..., N], seen as [M, N]; lse, dlse [...] float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .. import configs, plans
+from .. import configs
 from ..kernels.logsumexp import (
     logsumexp_backward_kernel,
     logsumexp_forward_kernel,
@@ -26,25 +25,19 @@ from ..kernels.softmax import (
     softmax_forward_looped_kernel,
     softmax_forward_split_kernel,
 )
-from .autograd import (
-    FirstDerivative,
-    KernelFunction,
-    recorder,
-    refuse_tangents,
-    use_op,
-    wants_grad,
-)
+from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
 from .exchange import POLLS, exchange
-from .launch import Launch, cdiv, launcher
-from .norm import NO_HOOK, HookArguments, launch_either
+from .hook_arguments import NO_HOOK, HookArguments, launchers
+from .launch import Launch, Launcher, cdiv, has_hopper_kernels, launcher
 from .rows import as_rows
 
-launch_forward = launcher(softmax_forward_kernel, tensors=3)
-launch_forward_looped = launcher(softmax_forward_looped_kernel, tensors=3)
-launch_forward_split = launcher(softmax_forward_split_kernel, tensors=4)
-launch_backward = launcher(softmax_backward_kernel, tensors=5)
-launch_backward_looped = launcher(softmax_backward_looped_kernel, tensors=5)
-launch_backward_split = launcher(softmax_backward_split_kernel, tensors=6)
+# Each without and with hooks.
+launch_forward = launchers(softmax_forward_kernel, tensors=3)
+launch_forward_looped = launchers(softmax_forward_looped_kernel, tensors=3)
+launch_forward_split = launchers(softmax_forward_split_kernel, tensors=4)
+launch_backward = launchers(softmax_backward_kernel, tensors=5)
+launch_backward_looped = launchers(softmax_backward_looped_kernel, tensors=5)
+launch_backward_split = launchers(softmax_backward_split_kernel, tensors=6)
 launch_logsumexp_forward = launcher(logsumexp_forward_kernel, tensors=2)
 launch_logsumexp_forward_split = launcher(logsumexp_forward_split_kernel, tensors=3)
 launch_logsumexp_backward = launcher(logsumexp_backward_kernel, tensors=4)
@@ -77,7 +70,7 @@ def logsumexp(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def launch_of_splits(
-    launch: Callable[..., None], config: configs.RowConfig, tensors: tuple, numbers: tuple
+    launch: Launcher, config: configs.RowConfig, tensors: tuple, numbers: tuple
 ) -> Launch:
     """The launch of a kernel that takes `tensors`, the first of them [M, N], words, and `numbers`."""
     M, N = tensors[0].shape
@@ -103,10 +96,11 @@ def run_forward(
     log: bool,
     prologue: HookArguments = NO_HOOK,
     epilogue: HookArguments = NO_HOOK,
+    split_rows: bool = False,
 ) -> None:
     """Fill y and, where it is wanted, lse."""
     if y.numel() > 0:
-        forward_launch(x, y, lse, log, prologue, epilogue)()
+        forward_launch(x, y, lse, log, prologue, epilogue, split_rows)()
 
 
 def forward_launch(
@@ -116,28 +110,36 @@ def forward_launch(
     log: bool,
     prologue: HookArguments = NO_HOOK,
     epilogue: HookArguments = NO_HOOK,
+    split_rows: bool = False,
 ) -> Launch:
-    """The launch that fills y, of some elements, and lse."""
+    """The launch that fills y, of some elements, and lse; hooks and split_rows want an lse."""
     x = as_rows(x)
     M, N = x.shape
+    if lse is None and y.element_size() == 2:
+        config = configs.softmax_forward_shared(N, x.element_size())
+        if config is not None and has_hopper_kernels(x.device):
+            from .softmax_hopper import forward_launch_hopper
+
+            return forward_launch_hopper(x, y, log, config)
     tensors = (x, y, lse)
     numbers = (
         x.stride(0), M, N, prologue.arguments, epilogue.arguments,
         log, prologue.forward, epilogue.forward,
     )  # fmt: skip
     hooked = lse is not None
-    config = configs.softmax_forward(N, x.element_size(), hooked)
+    if split_rows:
+        config = configs.softmax_split(N, x.element_size())
+    else:
+        config = configs.softmax_forward(N, x.element_size(), hooked)
     options = {
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip
     if config.split:
-        launch = launch_either(launch_forward_split, softmax_forward_split_kernel, hooked)
-        return launch_of_splits(launch, config, tensors, numbers)
+        return launch_of_splits(launch_forward_split[hooked], config, tensors, numbers)
     if config.looped:
-        launch = launch_either(launch_forward_looped, softmax_forward_looped_kernel, hooked)
-        return Launch(launch, M, (*tensors, *numbers), options)
-    launch = launch_either(launch_forward, softmax_forward_kernel, hooked)
-    return Launch(launch, cdiv(M, config.rows), (*tensors, *numbers), {"R": config.rows, **options})
+        return Launch(launch_forward_looped[hooked], M, (*tensors, *numbers), options)
+    programs, options = cdiv(M, config.rows), {"R": config.rows, **options}
+    return Launch(launch_forward[hooked], programs, (*tensors, *numbers), options)
 
 
 def softmax_backward(dy: Tensor, y: Tensor, log: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -157,13 +159,29 @@ def run_backward(
     log: bool,
     prologue: HookArguments = NO_HOOK,
     epilogue: HookArguments = NO_HOOK,
+    split_rows: bool = False,
 ) -> None:
-    """Fill dx and the gradients of the hooks, from y, or from x and lse where there are hooks."""
+    """Fill dx and the gradients of the hooks, from y or, as hooks and split_rows want, x and lse."""
     if dx.numel() == 0:
         for gradient in (*(prologue.gradients or ()), *(epilogue.gradients or ())):
             if gradient is not None:
                 gradient.zero_()
         return
+    backward_launch(dy, y, x, lse, dx, log, prologue, epilogue, split_rows)()
+
+
+def backward_launch(
+    dy: Tensor,
+    y: Tensor | None,
+    x: Tensor | None,
+    lse: Tensor | None,
+    dx: Tensor,
+    log: bool,
+    prologue: HookArguments = NO_HOOK,
+    epilogue: HookArguments = NO_HOOK,
+    split_rows: bool = False,
+) -> Launch:
+    """The launch of run_backward, of some elements."""
     dy = as_rows(dy)
     M, N = dy.shape
     y, x = (None if t is None else as_rows(t) for t in (y, x))
@@ -174,18 +192,19 @@ def run_backward(
         log, prologue.forward, prologue.backward, epilogue.backward,
     )  # fmt: skip
     hooked = x is not None
-    config = configs.softmax_backward(N, dx.element_size(), hooked)
-    options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
-    if config.split:
-        launch = launch_either(launch_backward_split, softmax_backward_split_kernel, hooked)
-        launch_of_splits(launch, config, tensors, numbers)()
-    elif config.looped:
-        launch = launch_either(launch_backward_looped, softmax_backward_looped_kernel, hooked)
-        launch(M, *tensors, *numbers, C=config.columns, **options)
+    if split_rows:
+        config = configs.softmax_split(N, dx.element_size())
     else:
-        launch = launch_either(launch_backward, softmax_backward_kernel, hooked)
-        programs = cdiv(M, config.rows)
-        launch(programs, *tensors, *numbers, R=config.rows, C=config.columns, **options)
+        config = configs.softmax_backward(N, dx.element_size(), hooked)
+    options = {
+        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
+    }  # fmt: skip
+    if config.split:
+        return launch_of_splits(launch_backward_split[hooked], config, tensors, numbers)
+    if config.looped:
+        return Launch(launch_backward_looped[hooked], M, (*tensors, *numbers), options)
+    programs, options = cdiv(M, config.rows), {"R": config.rows, **options}
+    return Launch(launch_backward[hooked], programs, (*tensors, *numbers), options)
 
 
 def logsumexp_forward(x: Tensor) -> Tensor:
@@ -242,43 +261,6 @@ class SoftmaxFunction(KernelFunction):
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
         return SoftmaxBackwardFunction.apply(dy, y, ctx.log, ctx.dtype), None, None
-
-
-class PlannedSoftmaxFunction(torch.autograd.Function):
-    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
-
-    @staticmethod
-    def forward(ctx, x, compute, log, dtype):
-        y = compute(x)
-        ctx.save_for_backward(y)
-        ctx.settings = log, dtype
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return SoftmaxBackwardFunction.launch(dy, *ctx.saved_tensors, *ctx.settings), None, None, None
-
-
-record = recorder(PlannedSoftmaxFunction)
-
-
-def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
-    """softmax or log_softmax as a function of x, for such as are like this one."""
-    N = x.shape[-1]
-    if x.numel() == 0 or configs.softmax_forward(N, x.element_size()).split:
-        return lambda x: _softmax(x, log, dtype)
-    shape, like = x.shape, dtype is x.dtype and x.is_contiguous()
-    y = x.new_empty(shape, dtype=dtype)
-    fill = forward_launch(x, y, None, log).bind(x, y, None)
-    if fill is None:
-        return lambda x: _softmax(x, log, dtype)
-
-    def compute(x):
-        y = torch.empty_like(x) if like else x.new_empty(shape, dtype=dtype)
-        fill(x, y, None)
-        return y
-
-    return lambda x: record(x, compute, log, x.dtype) if wants_grad(x) else compute(x)
 
 
 class SoftmaxBackwardFunction(FirstDerivative):

@@ -48,7 +48,7 @@ def softmax_topk_forward(
     x = as_rows(x)
     M, N = x.shape
     KP = configs.power_of_two(k)
-    config = configs.softmax_topk(N, x.element_size())
+    config = configs.softmax_topk(N, x.element_size(), k)
     if not config.split:
         launch_rows(
             cdiv(M, config.rows), x, values, indices, lse, x.stride(0), M, N, k, renormalize,

@@ -1,8 +1,15 @@
 """Names of Gluon's Hopper operations that differ between Triton 3.6 and 3.9: the one place for them."""
 
 from triton._C.libtriton import ir
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+# barrier(): all threads of a program wait for one another, and see what they wrote to shared memory.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+# copy_to_shared(buffer, pointers, mask=None): an asynchronous copy (cp.async) of elements.
+copy_to_shared = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 # tma_load(descriptor, coordinates, mbarrier, buffer): an asynchronous copy of one box to shared memory.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

@@ -1,0 +1,117 @@
+"""softmax and log_softmax forward on Hopper, in Gluon: wide rows of 16-bit elements in shared memory.
+
+The algorithm is that of kernels/softmax.py.  There a row waits in registers for its state; here it lies
+in shared memory (rows_in_shared.py), is read three times over, for the maximum, the sum and the result,
+and a program has registers for a slice of it alone.  So a multiprocessor has enough bytes on their way
+for all of the memory's bandwidth, and a program holds a whole row of up to 32768 columns.
+
+Legend: M rows, N columns; x [M, N] of unit column stride, y [M, N] contiguous, 16-bit floats; C the
+columns of a program, K slices [S] of rows_in_shared.py; WHOLE says that the last program's are all
+there; words [M, splits] int64 and LANES, POLLS: see kernels/exchange.py.  x_stride and N count units
+of 16 bytes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from ..exchange import collect, pack, publish
+from ..online_softmax import LOG2E, exponentials, shift_of
+from ..softmax import join
+from .gluon_names import barrier
+from .rows_in_shared import (
+    buffers,
+    columns_of,
+    receive,
+    request,
+    slice_count,
+    slice_of,
+    units,
+    widened,
+)
+
+
+@gluon.jit
+def larger(a, b):
+    """The larger of 16-bit floats, two at a time; of a number and NaN the number."""
+    MAX: gl.constexpr = "max.bf16x2 $0, $1, $2;" if a.dtype == gl.bfloat16 else "max.f16x2 $0, $1, $2;"
+    return gl.inline_asm_elementwise(MAX, "=r,r,r", [a, b], dtype=a.dtype, is_pure=True, pack=2)
+
+
+@gluon.jit
+def state_of(smem):
+    """The state (m, l) of a chunk, scalars."""
+    top = slice_of(smem, 0)
+    for k in gl.static_range(1, slice_count(smem)):
+        top = larger(top, slice_of(smem, k))
+    m = gl.max(top.to(gl.float32), 0)
+    barrier()  # so that the slices are read again, and not kept in registers
+    shift = shift_of(m)
+    sums = exponentials(widened(slice_of(smem, 0)), shift, LOG2E, True)
+    for k in gl.static_range(1, slice_count(smem)):
+        sums += exponentials(widened(slice_of(smem, k)), shift, LOG2E, True)
+    return m, gl.sum(sums, 0)
+
+
+@gluon.jit
+def store_result(y_ptr, smem, m, l, first, N, LOG: gl.constexpr, WHOLE: gl.constexpr):
+    """y of a chunk that begins at column `first` of a row with the state m, l.
+
+    The empty state gives NaN: (-inf) - (-inf).
+    """
+    barrier()  # as in state_of
+    shift = shift_of(m)
+    part = gl.log(l) if LOG else gl.log2(l)
+    for k in gl.static_range(slice_count(smem)):
+        cols = first + columns_of(smem, k)
+        x = widened(slice_of(smem, k))
+        y = (x - m) - part if LOG else gl.exp2((x - shift) * LOG2E - part)
+        if WHOLE:
+            gl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty))
+        else:
+            gl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=cols < N)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def softmax_forward_shared_kernel(
+    x_ptr, y_ptr, x_stride, M, N, LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Program i takes row i, of at most C columns."""
+    UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
+    row, N = gl.program_id(0).to(gl.int64), N * UNITS
+    x_ptr, y_ptr = x_ptr + row * x_stride * UNITS, y_ptr + row * N
+    smem = buffers(x_ptr.dtype.element_ty, C)
+    request(smem, x_ptr, 0, N, WHOLE)
+    receive(smem, 0, N, -float("inf"), WHOLE)
+    m, l = state_of(smem)
+    store_result(y_ptr, smem, m, l, 0, N, LOG, WHOLE)
+
+
+@gluon.jit(do_not_specialize=["M"])
+def softmax_forward_shared_split_kernel(
+    x_ptr, y_ptr, words_ptr, x_stride, M, N, LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr,
+    LANES: gl.constexpr, POLLS: gl.constexpr,
+):  # fmt: skip
+    """Program i takes split i % splits of row i // splits."""
+    UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
+    LANES_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    # A warp's worth at least, so that no two threads have the same.
+    lanes = gl.arange(0, LANES if LANES > 32 else 32, gl.SliceLayout(0, LANES_LAYOUT))
+    N *= UNITS
+    splits = gl.cdiv(N, C)
+    row, own = (gl.program_id(0) // splits).to(gl.int64), gl.program_id(0) % splits
+    x_ptr, y_ptr, words_ptr = x_ptr + row * x_stride * UNITS, y_ptr + row * N, words_ptr + row * splits
+    smem = buffers(x_ptr.dtype.element_ty, C)
+    missing, split = splits, own
+    while missing > 0:  # once, unless others are late: then their splits too, and its own again
+        first = split * C
+        request(smem, x_ptr, first, N, WHOLE)
+        receive(smem, first, N, -float("inf"), WHOLE)
+        m, l = state_of(smem)
+        publish(words_ptr, split, pack(m, l))
+        if split == own:
+            words, missing = collect(words_ptr, splits, LANES, POLLS, lanes)
+            if missing == 0:
+                row_m, row_l = join(words, splits, lanes)  # [1]
+                row_m, row_l = gl.sum(row_m, 0), gl.sum(row_l, 0)
+                store_result(y_ptr, smem, row_m, row_l, first, N, LOG, WHOLE)
+        split = gl.where(split + 1 < splits, split + 1, 0)

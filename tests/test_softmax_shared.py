@@ -1,0 +1,141 @@
+"""softmax and log_softmax of wide rows, which lie in shared memory on Hopper; the same is asked of
+the kernels that other GPUs take."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from rows import LAYOUTS, assert_no_worse, in_memory, poison
+from torch import Tensor
+
+import flashproto
+from flashproto import configs
+
+pytest.importorskip("triton")
+
+from flashproto.ops import softmax as ops
+
+OPERATORS = ("softmax", "log_softmax")
+DTYPES = (torch.float16, torch.bfloat16)
+# A row a program, two programs and more; whole chunks and parts of them; multiples of 8, not of 16.
+WIDTHS = [16_392, 24_576, 32_768, 32_776, 40_008, 65_536, 128_256, 131_072, 262_144, 2**19 - 8]
+INF, NAN = math.inf, math.nan
+
+
+def function(operator: str):
+    """The operator as users call it: with plans, from the second call of a kind on."""
+    return lambda x: getattr(flashproto, operator)(x, impl="triton")
+
+
+def scores(device, M: int, N: int, dtype: torch.dtype) -> Tensor:
+    return (3 * torch.randn(M, N, device=device)).to(dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_against_float64(device, monkeypatch, N, dtype, operator) -> None:
+    poison(monkeypatch)
+    f, eager = function(operator), getattr(torch, operator)
+    x = scores(device, max(2**23 // N, 37), N, dtype)
+    for moved in (x, x + 300, 100 * x):
+        y, exact = f(moved), eager(moved.double(), -1)
+        assert_no_worse("y", y, eager(moved, -1), exact)
+        if operator == "softmax":  # each as exact as its dtype has it, small ones too
+            seen = exact > 1e-3
+            relative = ((y.double() - exact).abs() / exact)[seen]
+            assert not relative.numel() or relative.max().item() <= 0.51 * torch.finfo(dtype).eps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_infinities_and_nan_as_in_torch(device, N, dtype, operator) -> None:
+    x = scores(device, 37, N, dtype)
+    x[0] = -INF
+    x[1, : N - 1] = -INF
+    x[2, 0], x[3, N - 1], x[4, N // 2] = INF, NAN, -INF
+    x[5, 0], x[5, N - 1] = INF, NAN
+    x[6, 0], x[6, 1:] = INF, -INF
+    x[7], x[8] = -6e4, NAN
+    x[9, : N // 2] = -INF
+    x[10, N // 2 :] = -INF
+    got, wanted = function(operator)(x), getattr(torch, operator)(x, -1)
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_bits_depend_on_the_row_alone(device, N, operator) -> None:
+    """Not on its neighbours, nor on where it lies, nor on time."""
+    f, x = function(operator), scores(device, 300, N, torch.bfloat16)
+    y = f(x)
+    for _ in range(100):
+        assert torch.equal(f(x), y)
+    for layout in LAYOUTS:
+        assert torch.equal(f(in_memory(x, layout)), y), layout
+    for rows in (slice(0, 1), slice(7, 90), slice(299, 300)):
+        assert torch.equal(f(x[rows]), y[rows])
+    assert torch.equal(f(x[41]), y[41])
+    padded = torch.zeros(300, N + 3, device=device, dtype=x.dtype)[:, :N].copy_(x)
+    assert torch.equal(f(padded), y)
+    assert torch.equal(f(padded[41]), y[41])
+    assert torch.equal(f(x[41].expand(5, N)), y[41].expand(5, N))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize(("x_dtype", "y_dtype"), [DTYPES, DTYPES[::-1], (DTYPES[0], torch.float32)])
+def test_results_of_another_dtype(device, x_dtype, y_dtype, operator) -> None:
+    for N in (24_576, 65_536):
+        x = scores(device, 40, N, x_dtype)
+        y = getattr(flashproto, operator)(x, dtype=y_dtype, impl="triton")
+        exact = getattr(torch, operator)(x.to(y_dtype).double(), -1)  # x is converted first
+        assert_no_worse("y", y, getattr(torch, operator)(x, -1, dtype=y_dtype), exact)
+
+
+@pytest.mark.gpu
+def test_gradients(device) -> None:
+    for operator in OPERATORS:
+        x, dy = (scores(device, 40, 40_008, torch.bfloat16) for _ in range(2))
+        leaf = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(function(operator)(leaf), leaf, dy)
+        assert torch.equal(
+            dx, ops.softmax_backward(dy, function(operator)(x), operator == "log_softmax")
+        )
+
+
+def test_chunks_are_whole_slices() -> None:
+    """A thread holds 16 bytes of a slice; no chunk lies wholly behind the end of a row."""
+    for N in (*WIDTHS, *range(16_392, 2**19 + 1, 1_000)):
+        config = configs.softmax_forward_shared(N, 2)
+        assert config is not None
+        assert config.columns % (config.num_warps * 32 * 8) == 0
+        chunks = -(-N // config.columns)
+        assert chunks <= 32 if config.split else chunks == 1
+    for N, itemsize in ((16_384, 2), (20_001, 2), (2**19 + 8, 2), (65_536, 4)):
+        assert configs.softmax_forward_shared(N, itemsize) is None
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "padded"])
+def test_rows_are_handed_over_aligned(layout) -> None:
+    from flashproto.ops.softmax_hopper import forward_launch_hopper
+
+    for N in (16_392, 40_008):
+        x = torch.randn(3, N).bfloat16()
+        if layout == "padded":
+            laid = torch.zeros(3, N + 1, dtype=x.dtype)[:, :N].copy_(x)
+        else:
+            laid = in_memory(x, layout)
+        config = configs.softmax_forward_shared(N, 2)
+        assert config is not None
+        launch = forward_launch_hopper(ops.as_rows(laid), torch.empty_like(x), False, config)
+        handed = launch.arguments[0]
+        assert torch.equal(handed, x)
+        assert handed.data_ptr() % 16 == 0
+        assert handed.stride(0) % 8 == 0
