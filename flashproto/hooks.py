@@ -23,8 +23,8 @@ Operands are tensors that broadcast to x, each loaded as it is: one value a row,
 all, or one an element.  Scalars are numbers.
 
 Built in: "multiply" (by an operand: one value a row, a column or an element), "silu_gate" (by silu(z)),
-"dropout" (an int64 seed and the scalar p), "quantize_e4m3" (divides by a scale, given for all or for
-each row, and clamps to what float8_e4m3fn holds; forward only).
+"dropout" (an int64 seed and the scalar p), "quantize_e4m3" and "quantize_e5m2" (divide by a scale,
+given for all or for each row, and clamp to what float8_e4m3fn or float8_e5m2 holds; forward only).
 """
 
 from __future__ import annotations
@@ -246,5 +246,11 @@ register(
     "quantize_e4m3",
     forward=_device("quantize_e4m3"),
     reference=lambda x, index, scale: (x / scale).clamp(-448, 448),
+    operands=1,
+)
+register(
+    "quantize_e5m2",
+    forward=_device("quantize_e5m2"),
+    reference=lambda x, index, scale: (x / scale).clamp(-57344, 57344),
     operands=1,
 )

@@ -121,4 +121,9 @@ def dropout_backward(dy, x, index, seed, p):
 
 @triton.jit
 def quantize_e4m3(x, index, scale):
-    return tl.clamp(x / scale, -448.0, 448.0)
+    return tl.clamp(x / scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def quantize_e5m2(x, index, scale):
+    return tl.clamp(x / scale, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)

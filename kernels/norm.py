@@ -14,7 +14,8 @@ result, "llama" rounds xhat to the dtype of x, "gemma" multiplies by 1 + weight.
 Two regimes, by the width alone.  norm_forward_kernel holds R whole rows in registers, each of K chunks
 of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.  Wider rows are split
 over programs, which take C columns of a row each and exchange their moments (exchange.py) while their
-columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).
+columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).  On
+Hopper they wait in shared memory instead: hopper/norm_forward.py.
 
 Legend: M rows, N columns; x, residual [M, N] with unit column stride and a row stride of their own;
 y, total [M, N] contiguous; weight, bias [N]; mean, rstd [M] float32; words [M, splits] int64, zeros.
@@ -29,14 +30,19 @@ import triton.language as tl
 
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook
-from .moments import moments_finish
+from .moments import moments_finish, moments_join
 from .rows import load, rounded, store
 
 
 @triton.jit
-def columns_of(chunk, N, C: tl.constexpr, WHOLE: tl.constexpr):
-    """Columns [1, C] of a chunk of a row, and which of them there are."""
+def columns_of(
+    chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr = 1, CLUSTER: tl.constexpr = 1
+):  # fmt: skip
+    """Columns of a chunk of a row [1, C], or of that of every program of a cluster [CLUSTER, C], and
+    which of them there are."""
     cols = chunk * C + tl.arange(0, C)[None, :]
+    if CLUSTER > 1:
+        cols += tl.arange(0, CLUSTER)[:, None] * (K * C)
     if WHOLE:
         return cols, cols >= 0
     else:
@@ -96,8 +102,8 @@ def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTER
 
 
 @triton.jit
-def store_y(
-    y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
+def y_of(
+    xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
     rows, cols, inside, M, N, dtype: tl.constexpr,
 ):  # fmt: skip
     """y [R, C] from xhat: weight and bias where given, then the hook."""
@@ -106,7 +112,15 @@ def store_y(
         y = scaled(y, load(weight_ptr, cols, inside), CASTING, dtype)
     if bias_ptr is not None:
         y += load(bias_ptr, cols, inside)
-    y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
+    return apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
+
+
+@triton.jit
+def store_y(
+    y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
+    rows, cols, inside, M, N, dtype: tl.constexpr,
+):  # fmt: skip
+    y = y_of(xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N, dtype)
     store(y_ptr, rows * N + cols, y, (rows < M) & inside)
 
 
@@ -162,6 +176,12 @@ def load_again(
 
 
 @triton.jit
+def elements_of(split, N, C: tl.constexpr):
+    """How many of the N elements of a row are in each split of C columns, in float32."""
+    return tl.maximum(tl.minimum(N - split * C, C), 0).to(tl.float32)
+
+
+@triton.jit
 def publish_moments(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue,
     PROLOGUE: tl.constexpr, rows, split, M, N,
@@ -169,7 +189,7 @@ def publish_moments(
 ):  # fmt: skip
     """Make the moments of one split of a row known to the other programs of the row."""
     cols, inside = columns_of(split, N, C, WHOLE)
-    n = tl.zeros([1], tl.float32) + tl.minimum(N - split * C, C)
+    n = tl.zeros([1], tl.float32) + elements_of(split, N, C)
     mean = tl.zeros([1], tl.float32)
     x = load_total(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
@@ -184,21 +204,20 @@ def publish_moments(
 
 
 @triton.jit
-def join_moments(words, splits, N, C: tl.constexpr):
-    """(n, mean, M2) [1] of a row from those of its splits, packed in words [LANES].
+def join_moments(words, splits, N, C: tl.constexpr, lanes=None):
+    """(n, mean, M2) of a row, scalars, from those of its splits, packed in words [LANES]; lanes: see
+    collect.
 
-    Chan's merge of all of them at once: M2 = sum M2_i + sum n_i (mean_i - mean)^2.
+    Scalars, since tiles [1, C] of which [1] are a part are converted from their layout whole.
     """
-    lanes = tl.arange(0, words.shape[0])
+    if lanes is None:
+        lanes = tl.arange(0, words.shape[0])
     here = lanes < splits
-    n = tl.where(here, tl.minimum(N - lanes * C, C), 0).to(tl.float32)
+    n = elements_of(lanes, N, C)
     means, M2 = unpack(words)
     means, M2 = tl.where(here, means, 0.0), tl.where(here, M2, 0.0)
-    one = tl.zeros([1], tl.float32)
-    total = one + N
-    mean = tl.div_rn(one + tl.sum(n * means, 0), total)
-    deviation = means - tl.sum(mean, 0)
-    return total, mean, one + tl.sum(M2 + n * deviation * deviation, 0)
+    n, mean, M2 = moments_join(n[None, :], means[None, :], M2[None, :])
+    return tl.sum(n, 0), tl.sum(mean, 0), tl.sum(M2, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -237,7 +256,7 @@ def norm_forward_split_kernel(
         tl.store(rstd_ptr + row, rstd)
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
-    xhat = (x - mean[:, None] if CENTERED else x) * rstd[:, None]
+    xhat = (x - mean if CENTERED else x) * rstd
     store_y(
         y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
         rows, cols, inside, M, N, x_ptr.dtype.element_ty,

@@ -11,10 +11,10 @@ program adds up its rows in registers and writes one float32 row of partial sums
 column_sums_kernel adds those.
 
 The regimes are those of the forward.  norm_backward_kernel: a few programs a multiprocessor take many
-tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
-norm_backward_split_kernel: a program keeps to C columns and walks down the rows; the programs of a row
-exchange their parts of the two averages (exchange.py), those of the next row before they ask for this
-one's, and load the row after it meanwhile.
+tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile; where
+there are clusters, the programs of one share wide rows.  norm_backward_split_kernel: a program keeps
+to C columns and walks down the rows; the programs of a row exchange their parts of the two averages
+(exchange.py), those of the next row before they ask for this one's, and load one more row meanwhile.
 
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
@@ -29,11 +29,22 @@ input the x of the forward where the derivative of PROLOGUE reads it beside tota
 import triton
 import triton.language as tl
 
+from .cluster import cluster_begin, cluster_exchange
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .interpreter import INTERPRETED
 from .norm import columns_of, scaled
 from .rows import load, rounded, store
+
+
+@triton.jit
+def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
+    """The rows [R] of a tile: R of them, or one that the R = CLUSTER programs of a cluster share."""
+    if CLUSTER == 1:
+        return tl.cast(tile, tl.int64) * R + tl.arange(0, R)
+    else:
+        tl.static_assert(R == CLUSTER)
+        return tl.cast(tile, tl.int64) + tl.zeros([R], tl.int64)
 
 
 @triton.jit
@@ -131,6 +142,19 @@ def store_dx(
     store(dx_ptr, rows * N + cols, dx, mask)
 
 
+@triton.jit
+def store_partial(
+    ptr, sums, chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, CLUSTER: tl.constexpr
+):  # fmt: skip
+    """Write the partial sums of a chunk of columns, [R, C] in registers."""
+    if CLUSTER == 1:
+        col = chunk * C + tl.arange(0, C)
+        tl.store(ptr + col, tl.sum(sums, 0), mask=col < N)
+    else:
+        cols, inside = columns_of(chunk, N, C, WHOLE, K, CLUSTER)
+        tl.store(ptr + cols, sums, mask=inside)
+
+
 @triton.jit(do_not_specialize=["M"])
 def norm_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, input_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,  # in
@@ -141,6 +165,7 @@ def norm_backward_kernel(
     CENTERED: tl.constexpr, CASTING: tl.constexpr,
     PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr, EPILOGUE_BACKWARD: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
+    CLUSTER: tl.constexpr = 1,
 ):  # fmt: skip
     """Program p takes every P-th tile of R rows, starting with tile p."""
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
@@ -149,7 +174,7 @@ def norm_backward_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weights, dweights, dbiases = (), (), ()
     for k in tl.static_range(K):
-        cols, inside = columns_of(k, N, C, WHOLE)
+        cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
         if HELD and weight_ptr is not None:
             weights = weights + (tl.load(weight_ptr + cols, mask=inside, other=0.0),)
         else:
@@ -159,14 +184,18 @@ def norm_backward_kernel(
         if dbias_ptr is not None:
             dbiases = dbiases + (tl.zeros([R, C], tl.float32),)
 
-    for tile in tl.range(program, tl.cdiv(M, R), tl.num_programs(0), num_stages=STAGES):
-        row = tl.cast(tile, tl.int64) * R + tl.arange(0, R)  # [R]
+    tiles = M if CLUSTER > 1 else tl.cdiv(M, R)
+    exchanges = 0
+    if CLUSTER > 1:
+        mailbox = cluster_begin()
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
+        row = rows_of(tile, R, CLUSTER)  # [R]
         rows = row[:, None]
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         xs, dys = (), ()
         g_xhat, g_alone = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K):
-            cols, inside = columns_of(k, N, C, WHOLE)
+            cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             x, dy = load_tile(
                 dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, bias_ptr, mean, rstd,
                 prologue, epilogue, epilogue_gradients, CENTERED, CASTING, PROLOGUE, EPILOGUE_BACKWARD,
@@ -182,11 +211,17 @@ def norm_backward_kernel(
             g_xhat += g * xhat
             g_alone += g
         average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
+        if CLUSTER > 1:
+            parts_g_xhat, parts_g = cluster_exchange(
+                mailbox, average_g_xhat, average_g, exchanges, CLUSTER
+            )
+            average_g_xhat, average_g = sums_of_rows(parts_g_xhat, parts_g, CENTERED)
+            exchanges += 1
         average_g_xhat, average_g = (average_g_xhat / N)[:, None], (average_g / N)[:, None]
 
         dweights_now, dbiases_now = (), ()
         for k in tl.static_range(K):
-            cols, inside = columns_of(k, N, C, WHOLE)
+            cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             xhat = normalize(xs[k], mean, rstd, CENTERED)
             weight = weights[k]
             if not HELD and weight_ptr is not None:
@@ -208,11 +243,10 @@ def norm_backward_kernel(
 
     partial = program.to(tl.int64) * N
     for k in tl.static_range(K):
-        col = k * C + tl.arange(0, C)
         if dweight_ptr is not None:
-            tl.store(dweight_ptr + partial + col, tl.sum(dweights[k], 0), mask=col < N)
+            store_partial(dweight_ptr + partial, dweights[k], k, N, C, WHOLE, K, CLUSTER)
         if dbias_ptr is not None:
-            tl.store(dbias_ptr + partial + col, tl.sum(dbiases[k], 0), mask=col < N)
+            store_partial(dbias_ptr + partial, dbiases[k], k, N, C, WHOLE, K, CLUSTER)
 
 
 @triton.jit

@@ -26,11 +26,12 @@ import triton.language as tl
 
 from .rope import (
     angles,
-    copy_columns,
+    copy_heads,
     head_offsets,
     load_pairs,
     rotated,
     store_pairs,
+    tile_of_program,
     token_and_head,
 )
 from .rows import load, rounded, store
@@ -136,12 +137,7 @@ def qk_norm_forward_kernel(
     WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Program i takes a tile of T tokens by H heads of q, k or v (which is copied), as in rope.py."""
-    q_tiles = tl.cdiv(q_heads, H)
-    k_tiles = tl.cdiv(k_heads, H)
-    tiles = q_tiles + k_tiles
-    if v_ptr is not None:
-        tiles += k_tiles
-    b, s, h, tile = token_and_head(tl.program_id(0), tiles, S, T, H)
+    q_tiles, k_tiles, b, s, h, tile = tile_of_program(q_heads, k_heads, S, v_ptr is not None, T, H)
     if tile < q_tiles + k_tiles:
         ROTATE: tl.constexpr = cos_ptr is not None
         cos, sin = 1.0, 0.0
@@ -171,10 +167,9 @@ def qk_norm_forward_kernel(
             )  # fmt: skip
     elif v_ptr is not None:
         h += (tile - q_tiles - k_tiles) * H
-        copy_columns(
-            v_ptr, v_out_ptr, head_offsets(b, s, h, v_stride_b, v_stride_h, v_stride_s),
-            head_offsets(b, s, h, v_out_stride_b, v_out_stride_h, v_out_stride_s),
-            ((s < S) & (h < k_heads))[:, None], 0, D, WHOLE,
+        copy_heads(
+            v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
+            v_out_stride_b, v_out_stride_h, v_out_stride_s, b, s, h, S, k_heads, D, WHOLE,
         )  # fmt: skip
 
 
@@ -277,9 +272,7 @@ def qk_norm_backward_kernel(
         for i in range(tl.program_id(0), B * tl.cdiv(S, T) * head_tiles, tl.num_programs(0)):
             b, s, h, tile = token_and_head(i, head_tiles, S, T, H)
             h += tile * H
-            copy_columns(
-                dv_out_ptr, dv_ptr,
-                head_offsets(b, s, h, dv_out_stride_b, dv_out_stride_h, dv_out_stride_s),
-                head_offsets(b, s, h, dv_stride_b, dv_stride_h, dv_stride_s),
-                ((s < S) & (h < k_heads))[:, None], 0, D, WHOLE,
+            copy_heads(
+                dv_out_ptr, dv_ptr, dv_out_stride_b, dv_out_stride_h, dv_out_stride_s,
+                dv_stride_b, dv_stride_h, dv_stride_s, b, s, h, S, k_heads, D, WHOLE,
             )  # fmt: skip

@@ -36,6 +36,21 @@ def token_and_head(tile, tiles, S, T: tl.constexpr, H: tl.constexpr):
 
 
 @triton.jit
+def tile_of_program(
+    q_heads, k_heads, S, WITH_V: tl.constexpr, T: tl.constexpr, H: tl.constexpr
+):  # fmt: skip
+    """(tiles of q's heads, of k's, and token_and_head of this program), where every T tokens have the
+    tiles of q, then those of k, then those of v: neighbours find their angles in cache."""
+    q_tiles = tl.cdiv(q_heads, H)
+    k_tiles = tl.cdiv(k_heads, H)
+    tiles = q_tiles + k_tiles
+    if WITH_V:
+        tiles += k_tiles
+    b, s, h, tile = token_and_head(tl.program_id(0), tiles, S, T, H)
+    return q_tiles, k_tiles, b, s, h, tile
+
+
+@triton.jit
 def angles(
     cos_ptr, sin_ptr, positions_ptr, cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     b, s, S, offset, length,
@@ -105,6 +120,19 @@ def copy_columns(
 
 
 @triton.jit
+def copy_heads(
+    x_ptr, y_ptr, x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
+    b, s, h, S, heads, D: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """A tile of v, all D <= C columns of it."""
+    copy_columns(
+        x_ptr, y_ptr, head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s),
+        head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s),
+        ((s < S) & (h < heads))[:, None], 0, D, C,
+    )  # fmt: skip
+
+
+@triton.jit
 def head_offsets(b, s, h, stride_b, stride_h, stride_s):
     """Where the rows of a tile begin, [R, 1]."""
     return (b * stride_b + h * stride_h + s * stride_s)[:, None]
@@ -136,14 +164,8 @@ def rope_kernel(
     COUNT: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program i rotates a tile of T tokens by H heads of q or k, or copies one of v; the tiles of a
-    token are neighbours, so that they find its angles in cache."""
-    q_tiles = tl.cdiv(q_heads, H)
-    k_tiles = tl.cdiv(k_heads, H)
-    tiles = q_tiles + k_tiles
-    if v_ptr is not None:
-        tiles += k_tiles
-    b, s, h, tile = token_and_head(tl.program_id(0), tiles, S, T, H)
+    """Program i rotates a tile of T tokens by H heads of q or k, or copies one of v."""
+    q_tiles, k_tiles, b, s, h, tile = tile_of_program(q_heads, k_heads, S, v_ptr is not None, T, H)
     if tile < q_tiles + k_tiles:
         cos, sin = angles(
             cos_ptr, sin_ptr, positions_ptr,
@@ -166,8 +188,7 @@ def rope_kernel(
             )  # fmt: skip
     elif v_ptr is not None:
         h += (tile - q_tiles - k_tiles) * H
-        copy_columns(
-            v_ptr, v_out_ptr, head_offsets(b, s, h, v_stride_b, v_stride_h, v_stride_s),
-            head_offsets(b, s, h, v_out_stride_b, v_out_stride_h, v_out_stride_s),
-            ((s < S) & (h < k_heads))[:, None], 0, D, WHOLE,
+        copy_heads(
+            v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
+            v_out_stride_b, v_out_stride_h, v_out_stride_s, b, s, h, S, k_heads, D, WHOLE,
         )  # fmt: skip

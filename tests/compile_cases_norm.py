@@ -28,9 +28,11 @@ def case(
     names = kernel.arg_names
     missing = {n: None for n in names if n.endswith("_ptr") and n not in pointers}
     missing |= {n: None for n in HOOK_ARGUMENTS + FUNCTIONS if n in names}
+    held = config.columns * config.chunks * config.cluster
     tile = {
-        "R": config.rows, "C": config.columns, "K": config.chunks, "STAGES": config.stages,
-        "WHOLE": N % config.columns == 0 and (config.split or N // config.columns == config.chunks),
+        "R": max(config.rows, config.cluster), "C": config.columns, "K": config.chunks,
+        "STAGES": config.stages, "CLUSTER": config.cluster,
+        "WHOLE": N % config.columns == 0 if config.split else held == N,
         "LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024, "CASTING": "torch",
     }  # fmt: skip
     scalars = {n: "i32" for n in names if n in ("M", "N", "P", "G") or n.endswith("_stride")}
@@ -39,7 +41,7 @@ def case(
     aligned = tuple(n for n in signature if n not in ("M", "P", "G", "eps"))
     return Case(
         name, kernel, signature, constexprs, aligned, config.num_warps,
-        max_registers=config.max_registers,
+        max_registers=config.max_registers, num_ctas=config.cluster,
     )  # fmt: skip
 
 
@@ -63,10 +65,11 @@ def forward(
 
 
 def backward(
-    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
+    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
     hooked: bool = False, **constexprs: Any,
 ) -> Case:  # fmt: skip
-    config = configs.norm_backward(N, 4 if hooked else ITEMSIZE[x], bool(weight))
+    itemsize = 4 if hooked else ITEMSIZE[x]
+    config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10))
     whole, split = norm_backward.norm_backward_kernel, norm_backward.norm_backward_split_kernel
     pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -80,6 +83,49 @@ def backward(
         pointers["words_ptr"] = "*i64"
     kernel = split if config.split else whole
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
+
+
+def forward_shared(
+    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False, casting="torch"
+) -> Case:
+    """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
+    from flashproto.kernels.hopper import norm_forward
+
+    config = configs.norm_forward_shared(N, ITEMSIZE[x], residual, centered)
+    assert config is not None
+    kernel = norm_forward.norm_forward_shared_kernel
+    pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
+    if weight:
+        pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    if residual:
+        pointers |= {"residual_ptr": x, "total_ptr": x}
+    if config.split:
+        kernel = norm_forward.norm_forward_shared_split_kernel
+        pointers["words_ptr"] = "*i64"
+    constexprs = {"CENTERED": centered, "CASTING": casting, "WHOLE": N % config.columns == 0}
+    return case(name, kernel, N, pointers, constexprs, config)
+
+
+def backward_shared(
+    name: str, N: int, x: str, centered: bool, weight: str = "", casting="torch"
+) -> Case:
+    """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
+    from flashproto.kernels.hopper import norm_backward as shared
+
+    config = configs.norm_backward_shared(N, ITEMSIZE[x], centered)
+    assert config is not None
+    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32", "words_ptr": "*i64"}
+    if weight:
+        pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
+        pointers |= {"dbias_ptr": "*fp32"} if centered else {}
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    constexprs = {
+        "CENTERED": centered, "CASTING": casting, "TURNS": config.stages, "LAG": 2,
+    }  # fmt: skip
+    return case(name, shared.norm_backward_shared_kernel, N, pointers, constexprs, config)
 
 
 def with_hook(plain: Case, slot: str, operand: str, scalars: tuple[str, ...], **functions: Any) -> Case:
@@ -103,6 +149,7 @@ def with_hook(plain: Case, slot: str, operand: str, scalars: tuple[str, ...], **
     return Case(
         f"{plain.name}-{slot}", plain.kernel, signature, constexprs | functions,
         plain.divisible_by_16, plain.num_warps, max_registers=plain.max_registers,
+        num_ctas=plain.num_ctas,
     )  # fmt: skip
 
 
@@ -114,7 +161,21 @@ def norm_cases(arch: int) -> list[Case]:
     gate_backward = {"EPILOGUE_BACKWARD": hooks.silu_gate_backward}
     dropout = {"PROLOGUE": hooks.dropout}
     dropout_backward = {"PROLOGUE_BACKWARD": hooks.dropout_backward}
-    return [
+    shared = [
+        forward_shared("rms-shared-32768", 32768, "*bf16", False, "*bf16"),
+        forward_shared("layer-shared-32768", 32768, "*fp16", True, "*fp16"),
+        forward_shared("layer-shared-ragged", 20488, "*bf16", True, "*fp32"),
+        forward_shared("llama-shared-split", 65536, "*bf16", False, "*bf16", casting="llama"),
+        forward_shared("layer-shared-split", 131072, "*bf16", True, "*bf16"),
+        forward_shared("layer-shared-split-ragged", 50264, "*bf16", True, "*fp32"),
+        forward_shared("layer-shared-split-add", 131072, "*bf16", True, "*bf16", True),
+        backward_shared("rms-shared-backward", 131072, "*bf16", False, "*bf16"),
+        backward_shared("llama-shared-backward", 2**19, "*bf16", False, "*bf16", casting="llama"),
+        backward_shared("layer-shared-backward", 262144, "*fp16", True, "*fp16"),
+        backward_shared("layer-shared-backward-ragged", 100008, "*bf16", True, "*fp32"),
+        backward_shared("layer-shared-backward-alone", 131072, "*bf16", True),
+    ]
+    return (shared if arch == 90 else []) + [
         forward(arch, "layer-64", 64, "*bf16", True, "*bf16"),
         forward(arch, "layer-256", 256, "*bf16", True, "*bf16"),
         forward(arch, "layer-768", 768, "*bf16", True, "*bf16"),
@@ -130,19 +191,28 @@ def norm_cases(arch: int) -> list[Case]:
         forward(arch, "layer-split-ragged", 50257, "*bf16", True, "*bf16"),
         forward(arch, "rms-split", 2**20, "*fp32", False),
         forward(arch, "llama-4096", 4096, "*bf16", False, "*bf16", CASTING="llama"),
-        backward("layer-64-backward", 64, "*bf16", True, "*fp32"),
-        backward("layer-256-backward", 256, "*bf16", True, "*bf16"),
-        backward("rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
-        backward("layer-4096-backward-add", 4096, "*bf16", True, "*bf16", True),
-        backward("layer-5120-backward", 5120, "*bf16", True, "*bf16"),
-        backward("layer-7168-backward", 7168, "*bf16", True, "*bf16"),
-        backward("layer-8192-backward", 8192, "*bf16", True, "*bf16"),
-        backward("layer-8192-backward-fp32", 8192, "*fp32", True, "*fp32", True),
-        backward("layer-12288-backward", 12288, "*bf16", True, "*bf16"),
-        backward("layer-16384-backward", 16384, "*bf16", True, "*bf16"),
-        backward("layer-split-backward-add", 131072, "*bf16", True, "*bf16", True),
-        backward("rms-split-backward-fp32", 131072, "*fp32", False, "*fp32"),
-        backward("gemma-4096-backward", 4096, "*bf16", False, "*bf16", CASTING="gemma"),
+        backward(arch, "layer-64-backward", 64, "*bf16", True, "*fp32"),
+        backward(arch, "layer-256-backward", 256, "*bf16", True, "*bf16"),
+        backward(arch, "rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
+        backward(arch, "layer-4096-backward-add", 4096, "*bf16", True, "*bf16", True),
+        backward(arch, "layer-5120-backward", 5120, "*bf16", True, "*bf16"),
+        backward(arch, "layer-7168-backward", 7168, "*bf16", True, "*bf16"),
+        backward(arch, "layer-8192-backward", 8192, "*bf16", True, "*bf16"),
+        backward(arch, "layer-8192-backward-fp32", 8192, "*fp32", True, "*fp32", True),
+        backward(arch, "layer-12288-backward", 12288, "*bf16", True, "*bf16"),
+        backward(arch, "layer-16384-backward", 16384, "*bf16", True, "*bf16"),
+        backward(arch, "rms-12288-backward", 12288, "*bf16", False, "*bf16"),
+        backward(arch, "layer-20480-backward-add", 20480, "*bf16", True, "*bf16", True),
+        backward(arch, "rms-20480-backward-add", 20480, "*bf16", False, "*bf16", True),
+        backward(arch, "rms-131072-backward-add", 131072, "*bf16", False, "*bf16", True),
+        backward(arch, "rms-65536-backward", 65536, "*bf16", False, "*bf16"),
+        backward(arch, "layer-65536-backward-alone", 65536, "*bf16", True),
+        backward(arch, "rms-split-backward-ragged", 50257, "*bf16", False, "*bf16"),
+        backward(arch, "rms-split-backward-262144-add", 262144, "*bf16", False, "*bf16", True),
+        backward(arch, "layer-split-backward-262144", 262144, "*bf16", True, "*bf16"),
+        backward(arch, "layer-split-backward-add", 131072, "*bf16", True, "*bf16", True),
+        backward(arch, "rms-split-backward-fp32", 131072, "*fp32", False, "*fp32"),
+        backward(arch, "gemma-4096-backward", 4096, "*bf16", False, "*bf16", CASTING="gemma"),
         with_hook(
             forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16", hooked=True),
             "epilogue", "full", (), **gate,
@@ -152,11 +222,11 @@ def norm_cases(arch: int) -> list[Case]:
             "prologue", "scalar", ("fp32",), **dropout,
         ),
         with_hook(
-            backward("rms-2048-backward", 2048, "*bf16", False, "*bf16", hooked=True),
+            backward(arch, "rms-2048-backward", 2048, "*bf16", False, "*bf16", hooked=True),
             "epilogue", "full", (), **gate_backward,
         ),
         with_hook(
-            backward("layer-4096-add-backward", 4096, "*bf16", True, "*bf16", True, hooked=True),
+            backward(arch, "layer-4096-add-backward", 4096, "*bf16", True, "*bf16", True, hooked=True),
             "prologue", "scalar", ("fp32",), **dropout_backward,
         ),
         case("column-sums", norm_backward.column_sums_kernel, 131072, sums, {},

@@ -31,6 +31,7 @@ FAMILIES = {
     "hopper": "compile_cases_hopper.hopper_cases",
     "attention": "compile_cases_attention.attention_cases",
     "norm": "compile_cases_norm.norm_cases",
+    "norm_features": "compile_cases_norm_features.norm_feature_cases",
     "softmax": "compile_cases_softmax.softmax_cases",
     "cross_entropy": "compile_cases_cross_entropy.cross_entropy_cases",
     "elementwise": "compile_cases_elementwise.elementwise_cases",
@@ -68,6 +69,7 @@ def compile_case(case: Case, arch: int) -> Any:
     options = {
         "num_warps": case.num_warps,
         "num_stages": case.num_stages,
+        "num_ctas": case.num_ctas,
         "maxnreg": case.max_registers,
     }
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

@@ -16,7 +16,10 @@ pytest.importorskip("triton")
 
 ARCHES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
-SHARDS = {"hopper": 2, "attention": 4, "norm": 1, "softmax": 1, "elementwise": 1, "cross_entropy": 1}
+SHARDS = {
+    "hopper": 2, "attention": 4, "norm": 1, "norm_features": 1, "softmax": 1, "elementwise": 1,
+    "cross_entropy": 1,
+}  # fmt: skip
 WORKER = Path(__file__).with_name("compile_worker.py")
 
 

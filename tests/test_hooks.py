@@ -118,13 +118,26 @@ def test_opcheck(device) -> None:
         t.requires_grad_(t.is_floating_point())
     after = ("silu_gate", [p["z"]], [])
     before = ("dropout", [p["seed"]], [0.25])
-    args = (p["x"], p["residual"], p["weight"], p["bias"], 1, EPS, True, "torch", f32, *before, *after)
+    args = (
+        p["x"],
+        p["residual"],
+        p["weight"],
+        p["bias"],
+        1,
+        EPS,
+        True,
+        "torch",
+        f32,
+        False,
+        *before,
+        *after,
+    )
     torch.library.opcheck(torch.ops.flashproto.hooked_norm.default, args)
     x, weight, bias, z = (p[n].detach() for n in ("x", "weight", "bias", "z"))
     rstd = torch.rand(3, device=device)
     args = (
-        x, None, x, None, weight, bias, rstd, rstd, 1, True, "torch", *before, "silu_gate", [z], [],
-        True, f32, f32, f32, True, True, [False, True],
+        x, None, x, None, weight, bias, rstd, rstd, 1, True, "torch", False, *before,
+        "silu_gate", [z], [], True, f32, f32, f32, True, True, [False, True],
     )  # fmt: skip
     torch.library.opcheck(torch.ops.flashproto.hooked_norm_backward.default, args)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,10 +12,12 @@ from torch import Tensor
 
 import flashproto
 from flashproto import configs, reference
+from flashproto.nn import RMSNorm
 
 pytest.importorskip("triton")
 
 from flashproto.ops import norm as ops
+from flashproto.ops import norm_launch
 
 EPS = 1e-5
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -204,6 +208,11 @@ def test_no_elements(device, shape) -> None:
 @pytest.mark.parametrize("N", [24, 1000, 17000])
 @pytest.mark.parametrize("centered", [True, False])
 def test_rows_do_not_depend_on_each_other_and_repeat_bitwise(device, N, centered) -> None:
+    check_rows(device, N, centered)
+
+
+def check_rows(device, N, centered) -> None:
+    """Bits depend on the row alone, and those of the sums over rows on the rows alone."""
     slow = device == "cpu" and N > 5000
     M = 3 if slow else 37
     x, dy = (torch.randn(M, N, device=device, dtype=bf16) for _ in range(2))
@@ -243,10 +252,22 @@ def test_public_functions(device) -> None:
         (flashproto.rms_norm, (x, (4, 10), weight)),
         (flashproto.add_layer_norm, (x, residual, (4, 10), weight, bias)),
         (flashproto.add_rms_norm, (x, residual, 10, None, 1e-6)),
+        (partial(flashproto.rms_norm, bias=bias), (x, (4, 10), weight)),
+        (partial(flashproto.add_rms_norm, bias=bias[0]), (x, residual, 10)),
     ):
         got = f(*args, impl="triton")
         torch.testing.assert_close(got, f(*args, impl="reference"))
         torch.testing.assert_close(got, f(*args, impl="torch"))
+
+
+def test_module_of_rms_norm_with_a_bias(device) -> None:
+    module = RMSNorm(24, bias=True, device=device)
+    assert list(module.state_dict()) == ["weight", "bias"]
+    assert not module.bias.any()
+    torch.nn.init.normal_(module.bias)
+    x = torch.randn(4, 24, device=device)
+    torch.testing.assert_close(module(x), F.rms_norm(x, (24,)) + module.bias)
+    assert list(RMSNorm(24).state_dict()) == ["weight"]
 
 
 OP_CASES = [
@@ -332,8 +353,12 @@ def test_configurations() -> None:
         for N in [*range(1, 70), 1000, 4096, 8193, 12288, 16384, 16385, 10**6]:
             for config in (
                 configs.norm_forward(N, itemsize, False, True, (9, 0)),
-                configs.norm_backward(N, itemsize, True),
-                configs.norm_backward(N, itemsize, False),
+                *(
+                    configs.norm_backward(N, itemsize, sums, centered, capability)
+                    for sums in (False, True)
+                    for centered in (False, True)
+                    for capability in ((8, 0), (9, 0))
+                ),
                 configs.softmax_forward(N, itemsize),
                 configs.softmax_backward(N, itemsize),
                 configs.logsumexp(N, itemsize),
@@ -344,14 +369,31 @@ def test_configurations() -> None:
                 if config.looped or config.split:
                     assert config.rows == 1
                 else:
-                    assert config.columns * config.chunks >= N
+                    assert config.columns * config.chunks * config.cluster >= N
                 elements = config.rows * config.columns * config.chunks
                 assert elements // (32 * config.num_warps) <= 64
                 assert config.num_warps <= 8 * itemsize
                 assert config.programs >= 1
 
 
+@pytest.mark.parametrize("combination", [0, 1, 3, 5, 6])
+def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
+    """As on Hopper, where a GPU is not; as it is, where it is."""
+    if device == "cpu":
+        monkeypatch.setattr(norm_launch, "capability", lambda device: (9, 0))
+    poison(monkeypatch)
+    assert configs.norm_backward(8464, 2, True, True, (9, 0)).cluster == 4
+    check(device, (5, 8464), COMBINATIONS[combination])
+
+
 # --- on a GPU only -------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [8208, 12288, 16384, 36864, 50257, 65536, 131072])
+@pytest.mark.parametrize("centered", [True, False])
+def test_wide_rows_do_not_depend_on_each_other_and_repeat_bitwise(device, N, centered) -> None:
+    check_rows(device, N, centered)
 
 
 @pytest.mark.gpu
@@ -360,6 +402,30 @@ def test_configurations() -> None:
 def test_a_million_columns(device, monkeypatch, N, combination) -> None:
     poison(monkeypatch)
     check(device, (9, N), COMBINATIONS[combination])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [16392, 20_480, 32768, 50_264, 65536, 140_000, 262_144])
+@pytest.mark.parametrize("combination", range(len(COMBINATIONS)))
+def test_rows_in_shared_memory(device, monkeypatch, N, combination) -> None:
+    """On Hopper; elsewhere they wait in the cache."""
+    poison(monkeypatch)
+    check(device, (5, N), COMBINATIONS[combination])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("casting", ["torch", "llama", "gemma"])
+@pytest.mark.parametrize("N", [32768, 65536])
+def test_unaligned_wide_rows_are_as_aligned_ones(device, N, casting) -> None:
+    x, residual = (torch.randn(7, N + 3, device=device, dtype=bf16)[:, 3:] for _ in range(2))
+    weight, bias = torch.randn(2, N, device=device).unbind()
+
+    def run(x, residual):
+        return ops.norm(x, residual, weight, bias, 1, EPS, True, casting)
+
+    for got, wanted in zip(run(x, residual), run(x.contiguous(), residual.contiguous()), strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(run(x, None), run(x.contiguous(), None))
 
 
 @pytest.mark.gpu

@@ -30,6 +30,7 @@ class RowConfig:
     stages: depth of the pipeline over the tiles of one program, where it takes several.
     programs: programs a multiprocessor, where each takes several tiles.
     max_registers: a cap for the compiler, where room for one more program a multiprocessor pays.
+    cluster: programs of a thread block cluster that share a row, of columns * chunks each.
     """
 
     rows: int
@@ -41,6 +42,12 @@ class RowConfig:
     stages: int = 1
     programs: int = 1
     max_registers: int | None = None
+    cluster: int = 1
+
+
+def has_clusters(capability: tuple[int, int]) -> bool:
+    """Whether clusters of 16 programs with all of a Hopper multiprocessor's shared memory fit."""
+    return capability[0] in (9, 10)
 
 
 def _row_tile(
@@ -77,31 +84,57 @@ def norm_forward(
     widest = 8192 if residual and itemsize == 4 else 16384
     if power_of_two(N) > widest:
         if itemsize == 2:
-            return RowConfig(1, 4096, 4, split=True)
+            return RowConfig(1, 4096 if centered or N <= 65536 else 8192, 4, split=True)
         return RowConfig(1, 4096, 8, split=True, max_registers=80)
-    columns, chunks = (4096, 4) if N == 16384 else _chunks(N, 2048, (3, 5, 6, 7))
+    columns, chunks = (N // 4, 4) if N in (8192, 16384) else _chunks(N, 2048, (3, 5, 6, 7))
     if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
-        vector = 8 if columns <= 1024 and chunks < 7 else 16
-        warps = min(max(columns * itemsize // (32 * vector), 1), MAX_ROW_WARPS)
-        rows = max(4 // warps, 1) if columns == 256 else 1
-        return RowConfig(rows, columns, rows * warps, chunks=chunks)
+        few = columns <= 256 or (columns <= 1024 and chunks < 7 and not centered)
+        warps = min(max(columns * itemsize // (32 * (8 if few else 16)), 1), MAX_ROW_WARPS)
+        return RowConfig(1, columns, warps, chunks=chunks)
     if columns > 4096:
         return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
-    per_warp = 1024 // itemsize
-    warps = max(columns // per_warp, 2 if centered and columns <= 512 else 4)
-    if columns == 512 and not centered:
-        warps = 8
+    per_warp, fewest = 1024 // itemsize, 4
+    if centered and columns <= 1024:
+        per_warp, fewest = (2 * per_warp, 1) if columns <= 256 else (per_warp, 2)
+    warps = max(columns // per_warp, fewest)
     return RowConfig(min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS), columns, warps)
 
 
 @kept
-def norm_backward(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
+def norm_forward_shared(N: int, itemsize: int, residual: bool, centered: bool) -> RowConfig | None:
+    """Forward of the norms on Hopper, whose rows lie in shared memory; None for such as do not: narrow
+    ones, and those that cannot all start at multiples of 16 bytes.
+
+    Up to 32768 columns a program takes a whole row; of wider ones, or of x and a residual, as many as
+    leave room for several programs a multiprocessor.  At most 32 programs share a row, so that a warp
+    looks at their words.
+    """
+    narrowest = 12288 if centered and not residual else 16384
+    if itemsize != 2 or N % 8 != 0 or not narrowest < N <= 2**19:
+        return None
+    if N <= 32768 and not residual:
+        cap = 80 if centered and N > 16384 else 64
+        return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=cap)
+    columns = 8192 if N <= 2**18 else 16384
+    cap = 96 if N % columns else 80
+    return RowConfig(1, columns, columns // 4096, split=True, max_registers=cap)
+
+
+@kept
+def norm_backward(
+    N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int]
+) -> RowConfig:
     """Backward of the norms: x and dy; with weight_gradients two tiles of partial sums beside them,
     and a few programs a multiprocessor, each of which takes many tiles.
 
     All programs of a split row have to run at once: the caps on registers make sure that as many fit
     as `programs` says, and the widest rows are split less.
     """
+    clusters = itemsize == 2 and has_clusters(capability)
+    if clusters and not centered and N % 4096 == 0 and 65536 < N <= 131072:
+        return RowConfig(1, 4096, 8, split=True, programs=2, max_registers=128)
+    if clusters and 8192 < N <= 131072 and N % 16 == 0:
+        return _cluster(N, centered)
     columns, chunks = _chunks(N, 2048, (3, 5, 6))
     if N in (5 * 2048, 6 * 2048) and itemsize == 2:
         return RowConfig(1, columns, 16, chunks=chunks, stages=2 if weight_gradients else 1)
@@ -110,18 +143,57 @@ def norm_backward(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
         if 256 * columns >= N:
             return RowConfig(1, columns, 4, split=True, programs=3, max_registers=168)
         return RowConfig(1, 4 * columns, 16, split=True, programs=1, max_registers=128)
-    if chunks in (3, 5):
-        warps = min(max(columns * itemsize // 512, 1), MAX_ROW_WARPS)
+    if chunks == 5 or (chunks == 3 and columns >= 1024):
+        warps = min(max(columns * itemsize // (512 if chunks == 5 else 256), 1), MAX_ROW_WARPS)
         rows = max(2 // warps, 1)
         tile = RowConfig(rows, columns, rows * warps, chunks=chunks)
     else:
-        columns, per_warp = power_of_two(N), 1024 // itemsize
-        warps = min(max(columns // per_warp, 4), MAX_ROW_WARPS)
+        columns, per_warp, fewest = power_of_two(N), 1024 // itemsize, 4
+        if columns in (256, 512):
+            per_warp, fewest = (2 * per_warp, 2) if columns == 256 else (per_warp, 2)
+        warps = min(max(columns // per_warp, fewest), MAX_ROW_WARPS)
         tile = RowConfig(min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS), columns, warps)
     if not weight_gradients:
         return tile
-    stages = 2 if itemsize == 4 else 4 if columns == 8192 and N < 8192 else 3
-    return replace(tile, stages=stages, programs=max(MAX_ROW_WARPS // tile.num_warps, 1))
+    stages = 2 if itemsize == 4 else 4 if N < columns in (2048, 8192) else 3
+    programs = 4 if columns == 256 else max(MAX_ROW_WARPS // tile.num_warps, 1)
+    return replace(tile, stages=stages, programs=programs)
+
+
+@kept
+def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | None:
+    """Backward of the norms on Hopper, whose rows lie in shared memory, `stages` of them; None for such
+    as do not: those that cannot all start at multiples of 16 bytes, and narrower ones.
+
+    All programs of a row have to run at once.
+    """
+    if itemsize != 2 or N % 8 != 0 or not 65536 < N <= 2**19:
+        return None
+    warps, cap = (4, None) if centered else (8, 128)
+    return RowConfig(1, 4096, warps, split=True, stages=6, programs=2, max_registers=cap)
+
+
+def _cluster(N: int, centered: bool) -> RowConfig:
+    """Rows shared by a cluster of as few programs as hold them in four chunks each, or in five; eight
+    bytes a load, so that the partial sums are stored as they are added up."""
+    if N > 65536:
+        return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
+    most = 16384 if centered else 20480
+    cluster = 4 if most >= N else 8 if N <= 32768 else 16
+    chunks = -(-N // (1024 * cluster))
+    tile = RowConfig(1, 1024, 8, chunks=chunks, stages=3, programs=2, cluster=cluster)
+    if chunks <= 3:  # more rows at once, so that as many bytes are on their way
+        return replace(tile, stages=4) if centered else replace(tile, programs=3, max_registers=80)
+    return tile
+
+
+@kept
+def norm_split(N: int, itemsize: int) -> RowConfig:
+    """Norms, forward and backward, whose rows are split however narrow they are, for calls of few rows:
+    up to 16 programs a row, of 512 columns or more."""
+    columns = min(max(power_of_two(N) // 16, 512), 4096)
+    warps = max(columns * itemsize // 1024, 2)
+    return RowConfig(1, columns, min(warps, 16), split=True, programs=1)
 
 
 @kept
@@ -159,20 +231,45 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     if hooked and N > WIDEST_SPLIT:
         return RowConfig(1, 8192 // itemsize, 8, looped=True)
     if N > 16384 or 8192 < N <= 12288:
-        return _split(N, itemsize, 65536, None if hooked else 56 if N <= 65536 else 64)
+        cap = 56 if N <= 65536 else 64
+        return _split(N, itemsize, 65536, None if hooked or itemsize == 4 else cap)
     rows = min(max(2 * per_warp // columns, 1), MAX_TILE_ROWS)
     warps = max(rows * columns // per_warp, 2)
     if itemsize == 2 and N == 8192:
         warps = 16
     if itemsize == 2 and N > 8192:
         warps = 8
-    return RowConfig(rows, columns, warps, max_registers=64 if warps == 32 else None)
+    cap: int | None = None
+    if warps == 32:  # room for two programs a multiprocessor, of few spills
+        cap = 64 if hooked else 32
+    if itemsize == 4 and N == 8192 and not hooked:
+        cap = 40
+    return RowConfig(rows, columns, warps, max_registers=cap)
+
+
+@kept
+def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
+    """Forward of softmax and log_softmax on Hopper, whose rows lie in shared memory; None for rows that
+    do not: narrow ones, and such as cannot all start at multiples of 16 bytes.
+
+    Up to 32768 columns a program takes a whole row; of wider ones as many as leave room for several
+    programs a multiprocessor.  At most 32 programs share a row, so that a warp looks at their words.
+    """
+    if itemsize != 2 or N % 8 != 0 or not 16384 < N <= 2**19:
+        return None
+    if N <= 32768:
+        return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=64)
+    if N <= 65536:
+        return RowConfig(1, 8192, 2, split=True)
+    return RowConfig(1, 16384, 4, split=True)
 
 
 @kept
 def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Backward of softmax and log_softmax: y and dy."""
     columns = power_of_two(N)
+    if itemsize == 2 and 12288 < N <= 16384 and not hooked:
+        return RowConfig(1, columns, 16, max_registers=64)
     if columns > 8192:
         return _split(N, itemsize, 131072, None if hooked else 64)
     rows = min(max(512 // columns, 2 if columns <= 1024 else 1), MAX_TILE_ROWS)
@@ -183,13 +280,20 @@ def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
 
 
 @kept
+def softmax_split(N: int, itemsize: int) -> RowConfig:
+    """softmax and log_softmax, forward and backward, whose rows are split however narrow they are, for
+    calls of few rows; the widest are looped over, as always."""
+    return softmax_forward(N, itemsize, True) if N > WIDEST_SPLIT else norm_split(N, itemsize)
+
+
+@kept
 def logsumexp(N: int, itemsize: int) -> RowConfig:
     """Forward and backward of logsumexp; the tiles of the backward need nothing of one another."""
     return _row_tile(N, itemsize, 64, 8192, _split(N, itemsize, 65536, None))
 
 
 @kept
-def softmax_topk(N: int, itemsize: int) -> RowConfig:
+def softmax_topk(N: int, itemsize: int, k: int) -> RowConfig:
     """Forward of softmax_topk.  Where rows are split, a program loops over softmax_topk_span columns
     in tiles; small ones, since that decides how many scores are looked at twice."""
     columns = power_of_two(N)
@@ -198,6 +302,8 @@ def softmax_topk(N: int, itemsize: int) -> RowConfig:
             return RowConfig(1, 1024, 2, split=True)
         return RowConfig(1, 8192 // itemsize, 4, split=True)
     rows = min(max(2048 // itemsize // columns, 1), MAX_TILE_ROWS)
+    if columns == 256 and k > 8:
+        rows = 2
     return RowConfig(rows, columns, max(columns // 1024, 1))
 
 

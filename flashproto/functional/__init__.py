@@ -30,6 +30,10 @@ from .qk_norm import (
     qk_norm,
     qk_norm_qkv,
 )
+from .quantized_norm import (
+    layer_norm_fp8,
+    rms_norm_fp8,
+)
 from .rope import (
     rope,
     rope_qkv,
@@ -50,6 +54,7 @@ __all__ = [
     "geglu",
     "gelu",
     "layer_norm",
+    "layer_norm_fp8",
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
@@ -57,6 +62,7 @@ __all__ = [
     "qk_norm_qkv",
     "reglu",
     "rms_norm",
+    "rms_norm_fp8",
     "rope",
     "rope_qkv",
     "scaled_dot_product_attention",

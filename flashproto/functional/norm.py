@@ -4,20 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, hooks, plans, reference
-from ..checks import check_casting, check_norm
+from ..checks import check_casting, check_norm, refuse
 from .autocast import autocast_float32
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import hooked_norm as hooked_norm_op
+    from ..ops import memory_efficient_norm as memory_efficient_op
     from ..ops import norm as norm_op
+    from ..ops import norm_plan
+
+
+class NormOptions(TypedDict, total=False):
+    """What all norms take by name.
+
+    casting: how xhat = (x - mean) / sqrt(...) meets the weight: "torch", the default, rounds nothing
+        before the result, "llama" rounds xhat to x's dtype first, "gemma" multiplies by 1 + weight.
+    prologue, epilogue: element-wise functions of x (before all else) and of y (after all else), fused
+        into the kernel; made by flashproto.hooks.call.
+    dtype: y's, x's by default; one of 8 bits is forward only.
+    memory_efficient: keep y for the backward pass, not x or total, so that x may be freed, and y is
+        kept but once where its consumer keeps it too.  The gradients then carry the rounding of y; they
+        are right however small the weight is, since none counts as smaller than 2^-64.  Not with a
+        bias, which takes digits of y away, nor with float16, which does not go down so far, nor with
+        hooks, another dtype or split_rows.
+    split_rows: split every row over several programs even where it fits one, so that a few rows (of one
+        step of decoding, say) keep more of the GPU busy.  Off unless asked for, since it costs time
+        where rows are many, and since the last bits are those of another order of summation; they
+        depend on the row and its width alone either way.
+    impl: the backend by name; None chooses.
+    """
+
+    casting: str
+    prologue: hooks.Call | None
+    epilogue: hooks.Call | None
+    dtype: torch.dtype | None
+    memory_efficient: bool
+    split_rows: bool
+    impl: str | None
 
 
 def layer_norm(
@@ -26,12 +57,7 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    casting: str = "torch",
-    prologue: hooks.Call | None = None,
-    epilogue: hooks.Call | None = None,
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
+    **options: Unpack[NormOptions],
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the trailing `normalized_shape`.
 
@@ -40,19 +66,14 @@ def layer_norm(
         normalized_shape: trailing dimensions to normalize over, an int for the last one.
         weight, bias: of shape normalized_shape, of any floating dtype, or None.
         eps: added to the (biased) variance.
-        casting: how xhat = (x - mean) / sqrt(...) meets the weight: "torch" rounds nothing before the
-            result, "llama" rounds xhat to x's dtype first, "gemma" multiplies by 1 + weight.
-        prologue, epilogue: element-wise functions of x (before all else) and of y (after all else),
-            fused into the kernel; made by flashproto.hooks.call.
-        dtype: y's, x's by default; one of 8 bits is forward only.
-        impl: the backend by name; None chooses.
+        options: casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl: see
+            NormOptions.
 
     Returns: y of x's shape, computed in float32 (float64 for float64) and rounded once.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Ba, Kiros and Hinton, "Layer Normalization" (2016); Chan et al. (1979) for the moments.
     """
-    options = casting, prologue, epilogue, dtype
-    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, impl, *options)
+    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, **options)
 
 
 def rms_norm(
@@ -61,19 +82,15 @@ def rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    casting: str = "torch",
-    prologue: hooks.Call | None = None,
-    epilogue: hooks.Call | None = None,
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
+    bias: Tensor | None = None,
+    **options: Unpack[NormOptions],
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the trailing `normalized_shape`.
+    """x / sqrt(mean(x^2) + eps) * weight + bias over the trailing `normalized_shape`.
 
     Arguments, result and errors as layer_norm; eps=None is torch.finfo(x.dtype).eps, as in torch.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    options = casting, prologue, epilogue, dtype
-    return _norm("rms_norm", x, None, normalized_shape, weight, None, eps, False, impl, *options)
+    return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, **options)
 
 
 def add_layer_norm(
@@ -83,12 +100,7 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    *,
-    casting: str = "torch",
-    prologue: hooks.Call | None = None,
-    epilogue: hooks.Call | None = None,
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
+    **options: Unpack[NormOptions],
 ) -> tuple[Tensor, Tensor]:
     """layer_norm(x + residual) and the sum, in one pass.
 
@@ -97,10 +109,7 @@ def add_layer_norm(
     after the other; a prologue acts on x alone, before the sum, which is rounded once.  Arguments and
     errors otherwise as layer_norm.
     """
-    options = casting, prologue, epilogue, dtype
-    return _norm(
-        "add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, impl, *options
-    )
+    return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, **options)
 
 
 def add_rms_norm(
@@ -110,25 +119,20 @@ def add_rms_norm(
     weight: Tensor | None = None,
     eps: float | None = None,
     *,
-    casting: str = "torch",
-    prologue: hooks.Call | None = None,
-    epilogue: hooks.Call | None = None,
-    dtype: torch.dtype | None = None,
-    impl: str | None = None,
+    bias: Tensor | None = None,
+    **options: Unpack[NormOptions],
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x + residual) and the sum, in one pass; otherwise as add_layer_norm."""
-    options = casting, prologue, epilogue, dtype
-    return _norm(
-        "add_rms_norm", x, residual, normalized_shape, weight, None, eps, False, impl, *options
-    )
+    return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, **options)
 
 
 def _norm(
-    operator, x, residual, normalized_shape, weight, bias, eps, centered, impl,
-    casting, prologue, epilogue, dtype,
+    operator, x, residual, normalized_shape, weight, bias, eps, centered, *, casting="torch",
+    prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False, impl=None,
 ):  # fmt: skip
     key = None
-    if prologue is None and epilogue is None and dtype is None:
+    hooked = prologue is not None or epilogue is not None or split_rows
+    if not hooked and dtype is None and not memory_efficient:
         trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
         key = plans.key((operator, trailing, eps, casting, impl), x, residual, weight, bias)
         if (plan := plans.find(key)) is not None:
@@ -139,35 +143,69 @@ def _norm(
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    if prologue is not None or epilogue is not None or dtype not in (None, x.dtype):
+    if memory_efficient:
+        check_memory_efficient(operator, x, bias, hooked or dtype not in (None, x.dtype))
+    elif hooked or dtype not in (None, x.dtype):
         return _hooked_norm(
-            operator, x, residual, shape, weight, bias, eps, centered, impl, casting,
+            operator, x, residual, shape, weight, bias, eps, centered, impl, casting, split_rows,
             prologue, epilogue, x.dtype if dtype is None else dtype, tensors,
         )  # fmt: skip
     if casting != "torch":
         check_casting(operator, casting)
-    backend = backends.choose(operator, impl, x.device, lambda b: _reasons(b, tensors, casting))
+    backend = backends.choose(
+        operator, impl, x.device, lambda b: _reasons(b, tensors, casting, memory_efficient)
+    )
     if backend == "triton":
+        if memory_efficient:
+            return memory_efficient_op.memory_efficient_norm(
+                x, residual, weight, len(shape), eps, centered, casting
+            )
         arguments = (x, residual, weight, bias, len(shape), eps, centered, casting)
-        plans.keep(key, lambda: norm_op.plan(*arguments))
+        plans.keep(key, lambda: norm_plan.plan(*arguments))
         return norm_op.norm(*arguments)
     if backend == "torch":
         total = x if residual is None else x + residual
         y = _torch_norm(total, shape, weight, bias, eps, centered).to(x.dtype)
         return y if residual is None else (y, total)
+    if memory_efficient and weight is not None:
+        weight, casting = reference.recoverable(weight, casting)
     if residual is None:
         return reference.norm(x, shape, weight, bias, eps, centered=centered, casting=casting)
     return reference.add_norm(x, residual, shape, weight, bias, eps, centered=centered, casting=casting)
 
 
-def _reasons(backend: str, tensors: Sequence[Tensor], casting: str) -> Sequence[str]:
+def _reasons(
+    backend: str, tensors: Sequence[Tensor], casting: str, memory_efficient: bool
+) -> Sequence[str]:
     if backend == "torch" and casting != "torch":
         return (f"PyTorch's norms have no casting {casting!r}",)
+    if backend == "torch" and memory_efficient:
+        return ("PyTorch's norms keep their input",)
     return float64_reasons(backend, tensors)
 
 
+def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: bool) -> None:
+    """What a norm that keeps its output for the backward pass cannot get its input back from."""
+    if bias is not None:
+        refuse(
+            operator, "bias", "given", "None where memory_efficient=True: it takes digits of y away",
+            "Add the bias to the result, or to that of the linear layer behind it.",
+        )  # fmt: skip
+    if x.dtype == torch.float16:
+        refuse(
+            operator, "x", "of dtype torch.float16",
+            "bfloat16 or float32 where memory_efficient=True, which need not drop small weights",
+            "Convert it.", TypeError,
+        )  # fmt: skip
+    if more:
+        refuse(
+            operator, "memory_efficient", True,
+            "False with a prologue, an epilogue, another dtype or split_rows", "Leave one of them out.",
+        )  # fmt: skip
+
+
 def _hooked_norm(
-    operator, x, residual, shape, weight, bias, eps, centered, impl, casting,
+    operator, x, residual, shape, weight, bias, eps, centered, impl, casting, split_rows,
     prologue, epilogue, dtype, tensors,
 ):  # fmt: skip
     check_casting(operator, casting)
@@ -175,11 +213,12 @@ def _hooked_norm(
         hooks.check(operator, argument, made, x)
         tensors = [*tensors, *(() if made is None else made.operands)]
     hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, x.device, lambda b: _hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return hooked_norm_op.hooked_norm(
-            x, residual, weight, bias, len(shape), eps, centered, casting, dtype, prologue, epilogue
-        )
+            x, residual, weight, bias, len(shape), eps, centered, casting, dtype, split_rows,
+            prologue, epilogue,
+        )  # fmt: skip
     options: dict[str, Any] = {
         "centered": centered, "casting": casting, "dtype": dtype,
         "before": partial(hooks.define, prologue), "after": partial(hooks.define, epilogue),
@@ -189,7 +228,8 @@ def _hooked_norm(
     return reference.add_norm(x, residual, shape, weight, bias, eps, **options)
 
 
-def _hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[str]:
+def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[str]:
+    """Reasons against a backend for a norm with hooks whose result is of `dtype`."""
     if backend == "torch":
         return ("PyTorch's norms take no hooks and no dtype",)
     device = tensors[0].device
@@ -206,4 +246,5 @@ def _torch_norm(x, shape, weight, bias, eps, centered):
         x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
     if centered:
         return F.layer_norm(x, shape, weight, bias, eps)
-    return F.rms_norm(x, shape, weight, eps)
+    y = F.rms_norm(x, shape, weight, eps)
+    return y if bias is None else y + bias

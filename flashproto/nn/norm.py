@@ -22,9 +22,10 @@ class LayerNorm(torch.nn.LayerNorm):
     norm(x) is the norm of x.  norm(x, residual) returns (norm of x + residual, x + residual) in one
     pass over memory: what a pre-norm Transformer does between two layers.
 
-    Args beyond torch's: casting, how the weight is applied (see flashproto.layer_norm; with "gemma",
-    which multiplies by 1 + weight, it starts at zero); impl, the backend by name, None chooses (see
-    flashproto.backends).  forward also takes prologue and epilogue, see flashproto.hooks.
+    Args beyond torch's: casting, how the weight is applied (with "gemma", which multiplies by
+    1 + weight, it starts at zero); memory_efficient, which takes bias=False; split_rows; impl, the
+    backend by name, None chooses; all as in flashproto.functional.norm.NormOptions.  forward also takes
+    prologue and epilogue, see flashproto.hooks.
     Shapes, dtypes, errors and source: flashproto.layer_norm and flashproto.add_layer_norm.
     """
 
@@ -38,9 +39,12 @@ class LayerNorm(torch.nn.LayerNorm):
         dtype: torch.dtype | None = None,
         *,
         casting: str = "torch",
+        memory_efficient: bool = False,
+        split_rows: bool = False,
         impl: str | None = None,
     ) -> None:
         self.casting = casting
+        self.memory_efficient, self.split_rows = memory_efficient, split_rows
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         self.impl = impl
 
@@ -64,16 +68,29 @@ class LayerNorm(torch.nn.LayerNorm):
         norm = F.layer_norm if residual is None else F.add_layer_norm
         return norm(
             *inputs, self.normalized_shape, self.weight, self.bias, self.eps, casting=self.casting,
-            prologue=prologue, epilogue=epilogue, impl=self.impl,
+            prologue=prologue, epilogue=epilogue, memory_efficient=self.memory_efficient,
+            split_rows=self.split_rows, impl=self.impl,
+        )  # fmt: skip
+
+    def fp8(
+        self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> tuple[Tensor, ...]:
+        """(out, scale), or (out, scale, x + residual): see flashproto.layer_norm_fp8."""
+        return F.layer_norm_fp8(
+            x, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual, dtype=dtype,
+            casting=self.casting, impl=self.impl,
         )  # fmt: skip
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """Drop-in for torch.nn.RMSNorm: same constructor, parameters and state_dict.
 
-    norm(x) and norm(x, residual) as in LayerNorm; eps=None is torch.finfo(x.dtype).eps.
+    norm(x) and norm(x, residual) as in LayerNorm, with its arguments beyond torch's, and with bias, a
+    learned bias that starts at zero; eps=None is torch.finfo(x.dtype).eps.
     Shapes, dtypes, errors and source: flashproto.rms_norm and flashproto.add_rms_norm.
     """
+
+    bias: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -83,15 +100,24 @@ class RMSNorm(torch.nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
+        bias: bool = False,
         casting: str = "torch",
+        memory_efficient: bool = False,
+        split_rows: bool = False,
         impl: str | None = None,
     ) -> None:
         self.casting = casting
+        self.memory_efficient, self.split_rows = memory_efficient, split_rows
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.impl = impl
+        shift = torch.zeros(self.normalized_shape, device=device, dtype=dtype) if bias else None
+        self.register_parameter("bias", None if shift is None else torch.nn.Parameter(shift))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
+        bias = getattr(self, "bias", None)  # there is none yet at the first call
+        if bias is not None:
+            torch.nn.init.zeros_(bias)
         if self.casting == "gemma" and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
 
@@ -109,8 +135,18 @@ class RMSNorm(torch.nn.RMSNorm):
         inputs = (x,) if residual is None else (x, residual)
         norm = F.rms_norm if residual is None else F.add_rms_norm
         return norm(
-            *inputs, self.normalized_shape, self.weight, self.eps, casting=self.casting,
-            prologue=prologue, epilogue=epilogue, impl=self.impl,
+            *inputs, self.normalized_shape, self.weight, self.eps, bias=self.bias, casting=self.casting,
+            prologue=prologue, epilogue=epilogue, memory_efficient=self.memory_efficient,
+            split_rows=self.split_rows, impl=self.impl,
+        )  # fmt: skip
+
+    def fp8(
+        self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
+    ) -> tuple[Tensor, ...]:
+        """(out, scale), or (out, scale, x + residual): see flashproto.rms_norm_fp8."""
+        return F.rms_norm_fp8(
+            x, self.normalized_shape, self.weight, self.eps, bias=self.bias, residual=residual,
+            dtype=dtype, casting=self.casting, impl=self.impl,
         )  # fmt: skip
 
 

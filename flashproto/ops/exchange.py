@@ -20,10 +20,13 @@ def exchange(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int,
     return splits, words, configs.power_of_two(splits)
 
 
-def clusters_at_once(device: torch.device, config: configs.RowConfig) -> int:
-    """How many clusters run at once, of which each takes many rows.
+def programs_at_once(device: torch.device, config: configs.RowConfig) -> int:
+    """How many programs run at once, or clusters of programs, where each takes many rows.
 
-    A cluster stays within one GPC, which leaves some multiprocessors over: of the 132 of an H200 2 in
-    clusters of 2, 12 in clusters of 4 or 8 and 20 in clusters of 16.
+    A cluster stays within one GPC, which leaves some multiprocessors over: of the 132 of an H200 12 in
+    clusters of 4 or 8 and 20 in clusters of 16.
     """
-    return max(multiprocessors(device) * 15 // 16 // config.cluster, 1) * config.programs
+    count = multiprocessors(device)
+    if config.cluster > 1:
+        count = max(count * 15 // 16 // config.cluster, 1)
+    return count * config.programs

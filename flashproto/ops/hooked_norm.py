@@ -1,28 +1,19 @@
-"""LayerNorm and RMSNorm with hooks: launches, autograd.Function and torch.library ops.
+"""LayerNorm and RMSNorm with hooks or split rows: launches, autograd.Function and torch.library ops.
 
-Legend: as in norm.py.  A hook travels as its name, its operands and its scalars, since the schema of an
-operator takes no functions; "" is none.  Operands broadcast to x.
+Legend: norm_launch.py, hook_arguments.py.  Operands broadcast to x.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import hooks
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .norm import (
-    NO_HOOK,
-    HookArguments,
-    empty_gradients,
-    empty_outputs,
-    run_backward,
-    run_forward,
-)
+from .hook_arguments import HOOKS, hook_arguments, named
+from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
 
 
 def hooked_norm(
@@ -35,16 +26,14 @@ def hooked_norm(
     centered: bool,
     casting: str,
     dtype: torch.dtype,
+    split_rows: bool,
     prologue: hooks.Call | None,
     epilogue: hooks.Call | None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """norm.norm with prologue(x) for x, epilogue(y) for y, and y of `dtype`; every operand is
-    differentiable that the hook has a gradient for."""
-    before, after = (
-        ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
-        for made in (prologue, epilogue)
-    )
-    options = (normalized_ndim, eps, centered, casting, dtype)
+    differentiable that the hook has a gradient for.  split_rows: see functional/norm.py."""
+    before, after = named(prologue), named(epilogue)
+    options = (normalized_ndim, eps, centered, casting, dtype, split_rows)
     if use_op():
         y, total, _, _ = torch.ops.flashproto.hooked_norm(
             x, residual, weight, bias, *options, *before, *after
@@ -57,49 +46,11 @@ def hooked_norm(
     return y if residual is None else (y, total)
 
 
-# --- operands as the kernels see them ---------------------------------------------------------------
-
-
-def operand_rows(t: Tensor, shape: torch.Size, normalized_ndim: int) -> tuple[Any, ...]:
-    """(tensor, row stride, column stride) of an operand that broadcasts to `shape`, see
-    kernels/hooks.py."""
-    lead = len(shape) - normalized_ndim
-    padded = (1,) * (len(shape) - t.ndim) + tuple(t.shape)
-    t = t.reshape(padded)
-    by_row, by_column = math.prod(padded[:lead]) != 1, math.prod(padded[lead:]) != 1
-    M, N = math.prod(shape[:lead]), math.prod(shape[lead:])
-    if by_row and by_column:
-        t = t.expand(shape).reshape(M, N)
-        return t, t.stride(0), t.stride(1)
-    if by_row:
-        t = t.expand(*shape[:lead], *padded[lead:]).reshape(M)
-        return t, t.stride(0), None
-    if by_column:
-        t = t.expand(*padded[:lead], *shape[lead:]).reshape(N)
-        return t, None, t.stride(0)
-    return t, None, None
-
-
-def hook_arguments(
-    name: str,
-    operands: Sequence[Tensor],
-    scalars: Sequence[float],
-    shape: torch.Size,
-    normalized_ndim: int,
-    gradients: Sequence[Tensor | None] = (),
-) -> HookArguments:
-    if not name:
-        return NO_HOOK
-    hook = hooks.get(name)
-    rows = tuple(operand_rows(t, shape, normalized_ndim) for t in operands)
-    return HookArguments(hook.forward, hook.backward, (rows, tuple(scalars)), tuple(gradients))
-
-
 # --- launches ---------------------------------------------------------------------------------------
 
 
 def hooked_norm_forward(
-    x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
+    x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, split_rows,
     prologue, prologue_operands, prologue_scalars, epilogue, epilogue_operands, epilogue_scalars,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel; returns (y, total, mean, rstd)."""
@@ -112,11 +63,10 @@ def hooked_norm_forward(
             (epilogue, epilogue_operands, epilogue_scalars),
         )
     )
-    run_forward(
-        x, residual, weight, bias, y, total, mean, rstd, normalized_ndim, eps, centered, casting,
-        before, after,
-    )  # fmt: skip
-    return y, total, mean, rstd
+    outputs = y, total, mean, rstd
+    how = How(normalized_ndim, eps, centered, casting, before, after, split_rows)
+    run_forward((x, residual, weight, bias), outputs, how)
+    return outputs
 
 
 def empty_hooked_gradients(
@@ -142,7 +92,7 @@ def empty_hooked_gradients(
 
 
 def hooked_norm_backward(
-    dy, dtotal, x, input, weight, bias, mean, rstd, normalized_ndim, centered, casting,
+    dy, dtotal, x, input, weight, bias, mean, rstd, normalized_ndim, centered, casting, split_rows,
     prologue, prologue_operands, prologue_scalars, epilogue, epilogue_operands, epilogue_scalars,
     has_residual, x_dtype, residual_dtype, bias_dtype, need_dweight, need_dbias, needed,
 ) -> list[Tensor]:  # fmt: skip
@@ -169,8 +119,8 @@ def hooked_norm_backward(
         epilogue, epilogue_operands, epilogue_scalars, x.shape, normalized_ndim, by_operand[n:]
     )
     run_backward(
-        dy, dtotal, x, input, weight, bias, mean, rstd, dx, dresidual, dweight, dbias,
-        normalized_ndim, centered, casting, before, after,
+        dy, dtotal, (x, input, weight, bias, mean, rstd), (dx, dresidual, dweight, dbias),
+        How(normalized_ndim, 0.0, centered, casting, before, after, split_rows),
     )  # fmt: skip
     if x.numel() == 0:
         for gradient in gradients[4:]:
@@ -187,7 +137,8 @@ def save(
 ) -> None:  # fmt: skip
     """Keep what the backward needs; before, after: operands of the two hooks."""
     _, total, mean, rstd = output
-    ctx.normalized_ndim, _, ctx.centered, ctx.casting, _ = options
+    normalized_ndim, _, centered, casting, _, split_rows = options
+    ctx.how = normalized_ndim, centered, casting, split_rows
     ctx.hooks = prologue, before_scalars, epilogue, after_scalars
     ctx.n_before, ctx.has_residual = len(before), residual is not None
     ctx.dtypes = [
@@ -217,7 +168,7 @@ def backward(
         dy = torch.zeros((), dtype=ctx.dtypes[0], device=x.device).expand(x.shape)
     dx, dresidual, dweight, dbias, *by_operand = launch(
         dy, dtotal if ctx.has_residual else None, x, input, weight, bias, mean, rstd,
-        ctx.normalized_ndim, ctx.centered, ctx.casting, prologue, before, before_scalars,
+        *ctx.how, prologue, before, before_scalars,
         epilogue, after, after_scalars, ctx.has_residual, *ctx.dtypes, needs[2], needs[3], needed,
     )  # fmt: skip
     if not dresidual.numel():
@@ -236,20 +187,20 @@ class HookedNormFunction(KernelFunction):
 
     @staticmethod
     def forward(
-        x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
+        x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, split_rows,
         prologue, before_scalars, epilogue, after_scalars, n_before, *operands,
     ):  # fmt: skip
         return hooked_norm_forward(
-            x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
+            x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, split_rows,
             prologue, operands[:n_before], before_scalars,
             epilogue, operands[n_before:], after_scalars,
         )  # fmt: skip
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        prologue, before_scalars, epilogue, after_scalars, n, *operands = inputs[9:]
+        prologue, before_scalars, epilogue, after_scalars, n, *operands = inputs[10:]
         save(
-            ctx, *inputs[:4], inputs[4:9], prologue, operands[:n], before_scalars,
+            ctx, *inputs[:4], inputs[4:10], prologue, operands[:n], before_scalars,
             epilogue, operands[n:], after_scalars, output,
         )  # fmt: skip
         ctx.mark_non_differentiable(*output[2:])
@@ -258,9 +209,9 @@ class HookedNormFunction(KernelFunction):
     def backward(ctx, dy, dtotal, dmean, drstd):
         needs = ctx.needs_input_grad
         gradients, by_operand = backward(
-            ctx, HookedNormBackwardFunction.launch, dy, dtotal, needs[:4], list(needs[14:])
+            ctx, HookedNormBackwardFunction.launch, dy, dtotal, needs[:4], list(needs[15:])
         )
-        return (*gradients, *(None,) * 10, *by_operand)
+        return (*gradients, *(None,) * 11, *by_operand)
 
 
 class HookedNormBackwardFunction(FirstDerivative):
@@ -269,20 +220,20 @@ class HookedNormBackwardFunction(FirstDerivative):
     @classmethod
     def launch(cls, *args):
         (prologue, before, before_scalars, epilogue, after, after_scalars), rest = (
-            args[11:17],
-            args[17:],
+            args[12:18],
+            args[18:],
         )
         return cls.apply(
-            *args[:11], prologue, before_scalars, epilogue, after_scalars, rest, len(before),
+            *args[:12], prologue, before_scalars, epilogue, after_scalars, rest, len(before),
             *before, *after,
         )  # fmt: skip
 
     @staticmethod
     def forward(*args):
-        prologue, before_scalars, epilogue, after_scalars, rest, n, *operands = args[11:]
+        prologue, before_scalars, epilogue, after_scalars, rest, n, *operands = args[12:]
         return tuple(
             hooked_norm_backward(
-                *args[:11], prologue, operands[:n], before_scalars, epilogue, operands[n:],
+                *args[:12], prologue, operands[:n], before_scalars, epilogue, operands[n:],
                 after_scalars, *rest,
             )
         )  # fmt: skip
@@ -290,23 +241,21 @@ class HookedNormBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ---------------------------------------------------------------------
 
-HOOKS = (
-    "str prologue, Tensor[] prologue_operands, float[] prologue_scalars, "
-    "str epilogue, Tensor[] epilogue_operands, float[] epilogue_scalars"
-)
 hooked_norm_op = torch.library.custom_op(
     "flashproto::hooked_norm",
     hooked_norm_forward,
     mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, "
-    f"bool centered, str casting, ScalarType dtype, {HOOKS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"bool centered, str casting, ScalarType dtype, bool split_rows, {HOOKS}) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
 hooked_norm_backward_op = torch.library.custom_op(
     "flashproto::hooked_norm_backward",
     hooked_norm_backward,
     mutates_args=(),
     schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? input, Tensor? weight, Tensor? bias, "
-    f"Tensor mean, Tensor rstd, int normalized_ndim, bool centered, str casting, {HOOKS}, "
+    f"Tensor mean, Tensor rstd, int normalized_ndim, bool centered, str casting, bool split_rows, "
+    f"{HOOKS}, "
     "bool has_residual, ScalarType x_dtype, ScalarType residual_dtype, ScalarType bias_dtype, "
     "bool need_dweight, bool need_dbias, bool[] needed) -> Tensor[]",
 )
@@ -320,7 +269,7 @@ def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
 
 @hooked_norm_backward_op.register_fake
 def _(
-    dy, dtotal, x, input, weight, bias, mean, rstd, normalized_ndim, centered, casting,
+    dy, dtotal, x, input, weight, bias, mean, rstd, normalized_ndim, centered, casting, split_rows,
     prologue, before, before_scalars, epilogue, after, after_scalars,
     has_residual, x_dtype, residual_dtype, bias_dtype, need_dweight, need_dbias, needed,
 ):  # fmt: skip
@@ -331,12 +280,12 @@ def _(
 
 
 def _setup_context(ctx, inputs, output):
-    save(ctx, *inputs[:4], inputs[4:9], *inputs[9:], output)
+    save(ctx, *inputs[:4], inputs[4:10], *inputs[10:], output)
 
 
 def _backward(ctx, dy, dtotal, dmean, drstd):
     needs = ctx.needs_input_grad
-    before, after = list(needs[10]), list(needs[13])
+    before, after = list(needs[11]), list(needs[14])
     gradients, by_operand = backward(
         ctx, torch.ops.flashproto.hooked_norm_backward, dy, dtotal, needs[:4], before + after
     )
@@ -344,7 +293,7 @@ def _backward(ctx, dy, dtotal, dmean, drstd):
     # torch.library takes a list of no scalars for one of no tensors, which wants no gradients back.
     before_scalars, after_scalars = (None if scalars else [] for scalars in ctx.hooks[1::2])
     return (
-        *gradients, *(None,) * 6, by_operand[:n], before_scalars, None, by_operand[n:], after_scalars
+        *gradients, *(None,) * 7, by_operand[:n], before_scalars, None, by_operand[n:], after_scalars
     )  # fmt: skip
 
 

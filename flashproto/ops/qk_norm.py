@@ -12,7 +12,7 @@ from .. import configs
 from ..kernels.qk_norm import qk_norm_backward_kernel, qk_norm_forward_kernel
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
 from .launch import launcher, multiprocessors
-from .norm import column_sums
+from .norm_launch import column_sums, contiguous
 from .rope import (
     Rows,
     empty_packed,
@@ -73,10 +73,6 @@ def tables(cos: Tensor | None, sin: Tensor | None, D: int) -> tuple[Tensor | Non
     if cos is None or sin is None:
         return None, None, D - D % 2
     return unit_columns(cos), unit_columns(sin), 2 * cos.shape[1]
-
-
-def contiguous(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.contiguous()
 
 
 def forward_launch(inputs, outputs, q_weight, k_weight, cos, sin, rows, interleaved, eps, casting):
@@ -228,25 +224,18 @@ def backward(ctx, launch, dq: Tensor, dk: Tensor):
 class QKNormFunction(KernelFunction):
     """qk_norm."""
 
-    @staticmethod
-    def forward(*args):
-        return qk_norm_forward(*args)
+    forward = staticmethod(qk_norm_forward)
+    setup_context = staticmethod(setup_context)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx, dq, dk):
-        return backward(ctx, QKNormBackwardFunction.apply, dq, dk)
+    def backward(ctx, *grads):
+        return backward(ctx, QKNormBackwardFunction.apply, *grads)
 
 
 class QKNormBackwardFunction(FirstDerivative):
     """qk_norm_backward."""
 
-    @staticmethod
-    def forward(*args):
-        return qk_norm_backward(*args)
+    forward = staticmethod(qk_norm_backward)
 
 
 def packed_setup_context(ctx, inputs, output) -> None:
@@ -265,25 +254,18 @@ def packed_backward(ctx, launch, dq: Tensor, dk: Tensor, dv: Tensor):
 class QKNormPackedFunction(KernelFunction):
     """qk_norm_packed."""
 
-    @staticmethod
-    def forward(*args):
-        return qk_norm_packed_forward(*args)
+    forward = staticmethod(qk_norm_packed_forward)
+    setup_context = staticmethod(packed_setup_context)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        packed_setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        return packed_backward(ctx, QKNormPackedBackwardFunction.apply, dq, dk, dv)
+    def backward(ctx, *grads):
+        return packed_backward(ctx, QKNormPackedBackwardFunction.apply, *grads)
 
 
 class QKNormPackedBackwardFunction(FirstDerivative):
     """qk_norm_packed_backward."""
 
-    @staticmethod
-    def forward(*args):
-        return qk_norm_packed_backward(*args)
+    forward = staticmethod(qk_norm_packed_backward)
 
 
 # --- compile: torch.library ops ------------------------------------------------------------------

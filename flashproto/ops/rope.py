@@ -246,13 +246,8 @@ def backward(ctx, apply, dq: Tensor, dk: Tensor):
 class RopeFunction(KernelFunction):
     """rope; linear, and so its backward pass is differentiable too."""
 
-    @staticmethod
-    def forward(*args):
-        return rope_forward(*args)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
+    forward = staticmethod(rope_forward)
+    setup_context = staticmethod(setup_context)
 
     @staticmethod
     def backward(ctx, dq, dk):
@@ -276,25 +271,18 @@ def packed_backward(ctx, launch, dq: Tensor, dk: Tensor, dv: Tensor):
 class RopePackedFunction(KernelFunction):
     """rope_packed."""
 
-    @staticmethod
-    def forward(*args):
-        return rope_packed_forward(*args)
+    forward = staticmethod(rope_packed_forward)
+    setup_context = staticmethod(packed_setup_context)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
-        packed_setup_context(ctx, inputs, output)
-
-    @staticmethod
-    def backward(ctx, dq, dk, dv):
-        return packed_backward(ctx, RopePackedBackwardFunction.apply, dq, dk, dv)
+    def backward(ctx, *grads):
+        return packed_backward(ctx, RopePackedBackwardFunction.apply, *grads)
 
 
 class RopePackedBackwardFunction(FirstDerivative):
     """rope_packed_backward."""
 
-    @staticmethod
-    def forward(*args):
-        return rope_packed_backward(*args)
+    forward = staticmethod(rope_packed_backward)
 
 
 # --- compile: torch.library ops ------------------------------------------------------------------

@@ -23,6 +23,8 @@ from .glu import (
 from .norm import (
     add_norm,
     norm,
+    quantized,
+    recoverable,
 )
 from .qk_norm import (
     qk_norm,
@@ -68,6 +70,8 @@ __all__ = [
     "online_softmax_start",
     "online_softmax_update",
     "qk_norm",
+    "quantized",
+    "recoverable",
     "rope",
     "softmax",
     "softmax_topk",

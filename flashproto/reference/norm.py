@@ -66,6 +66,25 @@ def add_norm(
     return _finished(xhat, weight, bias, casting, x.dtype, after, dtype), total
 
 
+def quantized(y: Tensor, normalized_ndim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """(y / scale in `dtype`, scale): y [..., *normalized_shape], with one float32 scale a row
+    [..., 1, ...] that makes the largest |y| of the row the largest number of `dtype`; it is at least
+    2^-126."""
+    rows = y.flatten(y.ndim - normalized_ndim).abs()
+    largest = rows.amax(-1) if rows.shape[-1] else rows.sum(-1)
+    scale = (largest / torch.finfo(dtype).max).clamp_min(2.0**-126)
+    scale = scale[(..., *(None,) * normalized_ndim)]
+    return (y / scale).to(dtype), scale.to(torch.float32)
+
+
+def recoverable(weight: Tensor, casting: str) -> tuple[Tensor, str]:
+    """The weight, none of it smaller than 2^-64, and the casting for it, of a norm that can get xhat
+    back from y; see kernels/norm_recover.py.  Its gradient is that of the weight itself."""
+    w = weight.to(compute_dtype(weight.dtype)) + (1 if casting == "gemma" else 0)
+    clamped = torch.where(w.abs() < 2.0**-64, 2.0**-64, w)
+    return w + (clamped - w).detach(), "torch" if casting == "gemma" else casting
+
+
 def _normalized(x: Tensor, normalized_shape: Sequence[int], eps: float, centered: bool) -> Tensor:
     """xhat of x, in x's dtype."""
     rows = x.flatten(x.ndim - len(normalized_shape))

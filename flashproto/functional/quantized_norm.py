@@ -1,0 +1,122 @@
+"""LayerNorm and RMSNorm into 8-bit floats with a scale for each row: the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypedDict, Unpack
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import backends, hooks, reference
+from ..checks import check_casting, check_norm, refuse
+from .norm import hook_reasons
+
+if backends.HAS_TRITON:
+    from ..ops import quantized_norm as quantized_norm_op
+
+
+class QuantizedNormOptions(TypedDict, total=False):
+    """What both norms take by name.
+
+    residual: of x's shape, added to x first, as in add_layer_norm.
+    dtype: torch.float8_e4m3fn, the default, or torch.float8_e5m2.
+    casting, prologue, epilogue, impl: as in functional.norm.NormOptions.
+    """
+
+    residual: Tensor | None
+    dtype: torch.dtype
+    casting: str
+    prologue: hooks.Call | None
+    epilogue: hooks.Call | None
+    impl: str | None
+
+
+def layer_norm_fp8(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    **options: Unpack[QuantizedNormOptions],
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """layer_norm(x), quantized with a scale for each row that is found in the same pass.
+
+    Args:
+        options: residual, dtype, casting, prologue, epilogue, impl; see QuantizedNormOptions.
+        The others as layer_norm.
+
+    Returns: (out, scale), or with a residual (out, scale, x + residual).  out has x's shape; scale,
+    float32, has it with the normalized dimensions replaced by ones, so that out.float() * scale is y:
+    that of every row is max |y| / torch.finfo(dtype).max, at least 2^-126, where y is not rounded
+    before.  For a scale that is known beforehand: layer_norm with dtype=torch.float8_e4m3fn and
+    epilogue=hooks.call("quantize_e4m3", scale), or the same of e5m2.
+    Raises: TypeError, ValueError: an argument does not fit, or is differentiated, which out is not;
+    BackendError: `impl` cannot run; the kernels need compute capability 8.9.
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+    """
+    given = x, weight, bias
+    return _quantized_norm("layer_norm_fp8", given, normalized_shape, eps, True, **options)
+
+
+def rms_norm_fp8(
+    x: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    bias: Tensor | None = None,
+    **options: Unpack[QuantizedNormOptions],
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
+    """rms_norm(x), quantized with a scale for each row; otherwise as layer_norm_fp8."""
+    given = x, weight, bias
+    return _quantized_norm("rms_norm_fp8", given, normalized_shape, eps, False, **options)
+
+
+def _quantized_norm(
+    operator, given, normalized_shape, eps, centered, *, residual=None, dtype=torch.float8_e4m3fn,
+    casting="torch", prologue=None, epilogue=None, impl=None,
+):  # fmt: skip
+    x, weight, bias = given
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    check_norm(operator, x, shape, weight, bias, residual)
+    check_casting(operator, casting)
+    tensors = [t for t in (*given, residual) if t is not None]
+    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
+        hooks.check(operator, argument, made, x)
+        tensors += () if made is None else made.operands
+    check_quantized(operator, dtype, tensors)
+    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
+    if backend == "triton":
+        return quantized_norm_op.quantized_norm(
+            x, residual, weight, bias, len(shape), eps, centered, casting, dtype, prologue, epilogue
+        )
+    options: dict[str, Any] = {
+        "centered": centered, "casting": casting, "dtype": reference.compute_dtype(x.dtype),
+        "before": partial(hooks.define, prologue), "after": partial(hooks.define, epilogue),
+    }  # fmt: skip
+    if residual is None:
+        y = reference.norm(x, shape, weight, bias, eps, **options)
+        return reference.quantized(y, len(shape), dtype)
+    y, total = reference.add_norm(x, residual, shape, weight, bias, eps, **options)
+    return *reference.quantized(y, len(shape), dtype), total
+
+
+def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
+    """A dtype of 8 bits, and no tensor that is differentiated."""
+    if dtype not in hooks.FLOAT8:
+        refuse(
+            operator, "dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2",
+            "For wider ones call the norm without _fp8.", TypeError,
+        )  # fmt: skip
+    differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    if forward_ad._current_level >= 0:
+        differentiated |= any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
+    if differentiated:
+        refuse(
+            operator, "an argument", "a tensor that is differentiated", "constants: it has no gradient",
+            "Call it under torch.no_grad(), or pass tensors.detach().",
+        )  # fmt: skip

@@ -1,0 +1,110 @@
+"""LayerNorm and RMSNorm of wide rows on Hopper: launches; see kernels/hopper/norm_forward.py and
+norm_backward.py.
+
+Legend: norm_launch.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import configs
+from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
+from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
+from .exchange import POLLS, exchange, programs_at_once
+from .launch import Launch, cdiv, launcher
+from .norm_launch import (
+    How,
+    Inputs,
+    Outputs,
+    Saved,
+    column_sums_launch,
+    contiguous,
+    partial_sums,
+    sizes,
+)
+from .rows import as_rows
+
+launch_forward_shared = launcher(norm_forward_shared_kernel, tensors=8)
+launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=9)
+launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=9)
+
+LAG = 2  # rows between one whose sums are made known and the one that is written in the same step
+
+
+def aligned_rows(x: Tensor, normalized_ndim: int) -> tuple[Tensor, int]:
+    """x as [M, N] whose rows start at multiples of 16 bytes, and their stride in such units.
+
+    Rows that do not are copied to where they do: what a row gives shall not depend on where it lies.
+    """
+    per_unit = 16 // x.element_size()
+    x = as_rows(x, normalized_ndim)
+    if x.data_ptr() % 16 != 0 or x.stride(0) % per_unit != 0:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x, x.stride(0) // per_unit
+
+
+def forward_launch_hopper(
+    inputs: Inputs, outputs: Outputs, how: How, config: configs.RowConfig
+) -> Launch:
+    """The launch that fills the outputs, of some elements; x and residual are of one dtype."""
+    x, residual, weight, bias = inputs
+    y, total, mean, rstd = outputs
+    M, N = sizes(x, how.normalized_ndim)
+    x, x_stride = aligned_rows(x, how.normalized_ndim)
+    residual_stride = 0
+    if residual is None:
+        total = None
+    else:
+        residual, residual_stride = aligned_rows(residual, how.normalized_ndim)
+    tensors = (
+        x, residual, contiguous(weight), contiguous(bias),
+        y, total, mean if how.centered else None, rstd,
+    )  # fmt: skip
+    whole = N % config.columns == 0
+    units = N * x.element_size() // 16
+    numbers = (x_stride, residual_stride, M, units, how.eps, how.centered, how.casting, whole)
+    options: dict[str, Any] = {
+        "C": config.columns, "R": config.rows,
+        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+    }  # fmt: skip
+    programs = cdiv(M, config.rows)
+    if not config.split:
+        return Launch(launch_forward_shared, programs, (*tensors, *numbers), options)
+    splits, words, lanes = exchange(x, M, N, config)
+    options |= {"LANES": lanes, "POLLS": POLLS}
+    return Launch(launch_forward_shared_split, programs * splits, (*tensors, words, *numbers), options)
+
+
+def backward_launches_hopper(
+    dy: Tensor, saved: Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], how: How,
+    config: configs.RowConfig,
+) -> list[Launch]:  # fmt: skip
+    """backward_launches of norm_launch.py; gradients: (dx, dweight, dbias); dy is of the dtype of x."""
+    x, _, weight, _, mean, rstd = saved
+    dx, dweight, dbias = gradients
+    M, N = sizes(x, how.normalized_ndim)
+    x, x_stride = aligned_rows(x, how.normalized_ndim)
+    dy, dy_stride = aligned_rows(dy, how.normalized_ndim)
+    splits, words, lanes = exchange(x, M, N, config)
+    P = min(max(programs_at_once(x.device, config) // splits, 1), M)
+    partials = partial_sums(P, N, dweight, dbias)
+    tensors = (
+        dy, x, contiguous(weight),
+        contiguous(mean) if how.centered else None, rstd.contiguous(), dx, *partials, words,
+    )  # fmt: skip
+    units = N * x.element_size() // 16
+    whole = N % config.columns == 0
+    numbers = (dy_stride, x_stride, M, units, P, how.centered, how.casting)
+    options: dict[str, Any] = {
+        "C": config.columns, "WHOLE": whole, "TURNS": config.stages, "LAG": LAG,
+        "LANES": lanes, "POLLS": POLLS,
+        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+    }  # fmt: skip
+    first = Launch(launch_backward_shared, P * splits, (*tensors, *numbers), options)
+    if dweight is None and dbias is None:
+        return [first]
+    return [first, column_sums_launch(*partials, dweight, dbias)]
