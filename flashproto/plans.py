@@ -17,12 +17,12 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _is_any_autocast_enabled as autocasts
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import backends
 
 KEPT = 4096  # of about 2 KiB each; a key holds no tensor, a plan none either
-PLAIN = frozenset({Tensor, Parameter})
 
 Plan = Callable[..., Any]
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
@@ -34,16 +34,14 @@ def key(options: tuple[Hashable, ...], *tensors: Tensor | None) -> Hashable | No
     None for a call that follows no plan: while torch.compile traces it, under autocast, torch.func or
     forward-mode differentiation, and of arguments that are no plain strided tensors.
     """
-    if torch.compiler.is_compiling() or autocasts() or transforms_active():
-        return None
-    if forward_ad._current_level >= 0:
+    if is_compiling() or autocasts() or transforms_active() or forward_ad._current_level >= 0:
         return None
     found: list[Hashable] = [options, backends.get_default()]
     try:
         for x in tensors:
             if x is None:
                 found.append(None)
-            elif type(x) in PLAIN:
+            elif type(x) is Tensor or type(x) is Parameter:
                 found += (x.dtype, x.shape, x.stride(), x.device)
             else:
                 return None

@@ -49,6 +49,7 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
     """Calls on the portable kernels and the tensors that they take."""
     x, r = rows(device, dtype), rows(device, f32)
     w, b = rows(device, f32, 40), rows(device, dtype, 40)
+    classes, factors = torch.tensor([3, 39, -100, 0, 3, 8], device=device), w.square()
     triton: dict[str, Any] = {"impl": "triton"}
     return {
         "rms_norm": (lambda x, w: flashproto.rms_norm(x, 40, w, **triton), [x, w]),
@@ -62,6 +63,30 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
         "softmax": (lambda x: flashproto.softmax(x, **triton), [x]),
         "softmax in float32": (lambda x: flashproto.softmax(x, dtype=f32, **triton), [x]),
         "log_softmax": (lambda x: flashproto.log_softmax(x[:, ::2], **triton), [x]),
+        "cross_entropy": (lambda x: flashproto.cross_entropy(x, classes, **triton), [x]),
+        "cross_entropy, weighted sum": (
+            lambda x: flashproto.cross_entropy(
+                x[:, :20],
+                classes // 2,
+                weight=factors[::2],
+                label_smoothing=0.1,
+                softcap=3.0,
+                ignore_index=-50,
+                reduction="sum",
+                **triton,
+            ),
+            [x],
+        ),
+        "cross_entropy and lse": (
+            lambda x: flashproto.cross_entropy(x, classes, z_loss=0.1, return_lse=True, **triton),
+            [x],
+        ),
+        "cross_entropy of each row": (
+            lambda x: flashproto.cross_entropy(
+                x.view(2, 3, 40), classes.view(3, 2).t(), reduction="none", **triton
+            ),
+            [x],
+        ),
         "attention": (
             lambda q, k, v: flashproto.attention(q, k, v, causal=True, **triton),
             heads(device, dtype),
@@ -69,6 +94,10 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
         "attention and lse": (
             lambda q, k, v: flashproto.attention(q, k, v, return_lse=True, **triton),
             heads(device, dtype),
+        ),
+        "attention_qkv": (
+            lambda qkv: flashproto.attention_qkv(qkv, 2, 1, causal=True, **triton),
+            [rows(device, dtype, 2, 20, 128)[..., :64]],
         ),
         "attention of a negative scale": (
             lambda q, k, v: flashproto.attention(q, k, v, scale=-0.5, **triton),
@@ -113,7 +142,8 @@ def test_memory_that_starts_anywhere(device, followed, name) -> None:
     for start in (0, 0, 1, 8, 0):
         moved = []
         for t in tensors:
-            memory = torch.empty(t.numel() + start, dtype=t.dtype, device=device)
+            size = t.untyped_storage().nbytes() // t.element_size()
+            memory = torch.empty(size + start, dtype=t.dtype, device=device)
             moved.append(memory[start:].as_strided(t.shape, t.stride(), start).copy_(t))
         torch.testing.assert_close(call(*moved), expected, rtol=0, atol=0)
 
@@ -139,11 +169,11 @@ def test_gradients_of_other_memory(device, followed, name) -> None:
     call, tensors = everything(device, bf16)[name]
 
     def apart(t: Tensor) -> Tensor:  # rows with something between them
-        return torch.stack((t, t), 1)[:, 0]
+        return torch.stack((t, t), 1)[:, 0] if t.ndim else t.clone()
 
     leaves = [t.detach().requires_grad_() for t in tensors]
     expected: dict[Any, Any] = {}
-    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, apart):
+    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, apart, apart):
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
             outputs = call(*leaves)
         outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
@@ -151,11 +181,15 @@ def test_gradients_of_other_memory(device, followed, name) -> None:
             torch.linspace(-1, 2, o.numel(), device=device).view(o.shape).to(o.dtype) for o in outputs
         ]
         all_one = [torch.ones((), dtype=o.dtype, device=device).expand(o.shape) for o in outputs]
-        for kind, upstream in (("given", given), ("given", [*map(apart, given)]), ("one", all_one)):
+        for kind, upstream in (("given", given), ("apart", [*map(apart, given)]), ("one", all_one)):
             gradients = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
-            for a, b in zip(gradients, expected.setdefault(kind, gradients), strict=True):
+            # The same bits from the same strides; other strides may load, and so sum, in another order.
+            same_kind = expected.setdefault((kind, unpack), gradients)
+            same_values = expected["one" if kind == "one" else "given", Tensor.clone]
+            for a, b, c in zip(gradients, same_kind, same_values, strict=True):
                 torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert followed == [False, False, True, True]
+                torch.testing.assert_close(a, c)
+    assert followed == [False, False, True, True, True]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -168,6 +202,33 @@ def test_second_derivatives_raise(device, followed, name) -> None:
         gradients = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
         with pytest.raises(NotImplementedError, match="second derivative"):
             gradients[0].sum().backward()
+
+
+def test_cross_entropy_returns_what_is_asked_for(device, followed) -> None:
+    x, t = rows(device), torch.tensor([3, 39, -100, 0, 3, 8], device=device)
+    for reduction in ("none", "mean", "sum"):
+        for names in ((), ("z_loss",), ("lse",), ("lse", "z_loss")):
+            options: dict[str, Any] = {"z_loss": 0.1, "reduction": reduction}
+            options |= {f"return_{name}": True for name in names}
+            expected = flashproto.cross_entropy(x, t, **options, impl="reference")
+            for grad in (False, True, False, True):
+                leaf = x.clone().requires_grad_(grad)
+                got = flashproto.cross_entropy(leaf, t, **options, impl="triton")
+                torch.testing.assert_close(got, expected)
+                if names:
+                    wants = [grad, *(grad and name == "lse" for name in names)]
+                    assert [y.requires_grad for y in got] == wants
+    assert followed == [False, False, False, True, True] * 12
+
+
+def test_cross_entropy_refuses_a_weight_that_requires_grad(device, followed) -> None:
+    x, t, w = rows(device), torch.zeros(6, dtype=torch.int64, device=device), rows(device, f32, 40)
+    for _ in range(3):
+        flashproto.cross_entropy(x, t, weight=w, impl="triton")
+    with pytest.raises(ValueError, match="weight"):
+        flashproto.cross_entropy(x, t, weight=w.requires_grad_(), impl="triton")
+    with torch.no_grad():
+        flashproto.cross_entropy(x, t, weight=w, impl="triton")
 
 
 def test_transforms_follow_none(device, followed) -> None:
@@ -222,7 +283,7 @@ def test_errors_are_raised_every_time(device, followed) -> None:
 
 def test_keeps_no_tensor(device, followed) -> None:
     references = []
-    for name in ("add_layer_norm", "softmax", "attention"):
+    for name in ("add_layer_norm", "softmax", "cross_entropy", "attention"):
         call, tensors = everything(device, f32)[name]
         for _ in range(3):
             results(call, tensors)

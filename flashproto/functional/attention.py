@@ -83,6 +83,9 @@ def attention_qkv(
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
     """
     name = "attention_qkv"
+    key = plans.key((name, n_heads, n_kv_heads, causal, scale, impl), qkv)
+    if (plan := plans.find(key)) is not None:
+        return plan(qkv)
     (qkv,) = autocast_low_precision(qkv)
     check_packed(name, qkv, n_heads, n_kv_heads)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
@@ -93,7 +96,9 @@ def attention_qkv(
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backend in ("hopper", "triton") and scale >= 0:
-        return attention_qkv_op.attention_qkv(qkv, n_heads, n_kv_heads, causal, scale, backend)[0]
+        arguments = (qkv, n_heads, n_kv_heads, causal, scale, backend)
+        plans.keep(key, lambda: attention_qkv_op.plan(*arguments))
+        return attention_qkv_op.attention_qkv(*arguments)[0]
     return _attention(name, q, k, v, causal, 0, scale, False, backend)[0]
 
 

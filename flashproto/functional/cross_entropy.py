@@ -6,12 +6,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends, configs, reference
+from .. import backends, configs, plans, reference
 from ..checks import check_cross_entropy, check_on, check_rows, check_tensor, refuse
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import cross_entropy as op
+    from ..ops import cross_entropy_plan as op_plan
     from ..ops import linear_cross_entropy as linear_op
 
 Losses = Tensor | tuple[Tensor, ...]
@@ -64,6 +65,15 @@ def cross_entropy(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     name = "cross_entropy"
+    key = plans.key(
+        (
+            name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
+            inplace_backward, impl,
+        ),
+        logits, targets, weight,
+    )  # fmt: skip
+    if (plan := plans.find(key)) is not None and (weight is None or not weight.requires_grad):
+        return _wanted(plan(logits, targets, weight), return_lse, return_z_loss)
     check_rows(name, logits)
     check_cross_entropy(
         name, targets, logits.shape[:-1], logits.shape[-1], logits.device,
@@ -72,9 +82,9 @@ def cross_entropy(
     backend = backends.choose(name, impl, logits.device, lambda b: float64_reasons(b, [logits]))
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
-        results = op.cross_entropy(
-            logits, targets.contiguous(), weight, options, reduction, return_lse, inplace_backward
-        )
+        arguments = (weight, options, reduction, return_lse, inplace_backward)
+        plans.keep(key, lambda: op_plan.plan(logits, targets, *arguments, return_z_loss))
+        results = op.cross_entropy(logits, targets.contiguous(), *arguments)
     else:
         results = _in_torch(
             backend, logits, targets, weight, return_lse, ignore_index=ignore_index,
@@ -155,8 +165,9 @@ def linear_cross_entropy(
 
 def _wanted(results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_z_loss: bool) -> Losses:
     loss, z, lse = results
-    wanted = (loss,) + (lse,) * return_lse + (z.detach(),) * return_z_loss
-    return wanted if len(wanted) > 1 else loss
+    if return_z_loss:
+        return (loss, lse, z.detach()) if return_lse else (loss, z.detach())
+    return (loss, lse) if return_lse else loss
 
 
 def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:

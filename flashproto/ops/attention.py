@@ -93,6 +93,11 @@ def hopper() -> ModuleType:
     return attention_hopper
 
 
+def hopper_settings(causal: bool, offset: int, scale: float) -> Any:
+    """Settings of the launches of backend "hopper"; scale >= 0."""
+    return hopper().Settings(causal, offset, scale, max(scale, SMALLEST_SCALE))
+
+
 def tf32(q: Tensor) -> bool:
     """Whether products of q's elements may be rounded to tf32."""
     return q.dtype is torch.float32 and allows_tf32()
@@ -212,7 +217,7 @@ def fill_gradients(
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)
     if backend == "hopper":
-        shared = hopper().Settings(causal, offset, scale, max(scale, SMALLEST_SCALE))
+        shared = hopper_settings(causal, offset, scale)
         hopper().attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, shared)
         return
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
@@ -323,21 +328,45 @@ def plan(
         results = attention(q, k, v, *settings)
         return results if return_lse else results[0]
 
-    B, Hq, Sq, D = q.shape
-    Dv = v.shape[3]
-    out = empty_like_heads(q, Dv)
-    if scale < 0 or out.numel() == 0 or k.numel() == 0:
+    compute = None if scale < 0 else plan_forward(q, k, v, *settings)
+    if compute is None:
         return anyhow
-    device, new_out, gradients = q.device, plans.maker(out, q), None
+    gradients = None
+    if backend == "hopper":
+        D = q.shape[3]
+        new_dq, new_dk = (plans.maker(empty_like_heads(x, D), x) for x in (q, k))
+        fill = hopper().plan_gradients(hopper_settings(causal, offset, scale))
+
+        def gradients(q, k, v, out, lse, dout, dlse):
+            dq, dk, dv = new_dq(q), new_dk(k), new_dk(k)
+            fill(q, k, v, out, lse, dout, dlse, dq, dk, dv)
+            return dq, dk, dv
+
+    parts = Attention(compute, gradients, settings, return_lse)
+
+    def planned(q, k, v):
+        if wants_grad(q, k, v):
+            return record(q, k, v, parts)
+        return compute(q, k, v) if return_lse else compute(q, k, v)[0]
+
+    return planned
+
+
+def plan_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
+) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """attention_forward as a function of (q, k, v), for such as are like these; None for empty ones."""
+    B, Hq, Sq, _ = q.shape
+    out = empty_like_heads(q, v.shape[3])
+    if out.numel() == 0 or k.numel() == 0:
+        return None
+    device, new_out = q.device, plans.maker(out, q)
     if backend == "hopper":
         positive_scale = max(scale, SMALLEST_SCALE)
         fill = hopper().plan_forward(
             q.shape, k.shape, causal, offset, positive_scale, device, q.dtype,
             q.stride(), k.stride(), v.stride(), out.stride(),
         )  # fmt: skip
-        new_dq, new_dk = (plans.maker(empty_like_heads(x, D), x) for x in (q, k))
-        shared = hopper().Settings(causal, offset, scale, positive_scale)
-        gradients = hopper().plan_gradients(new_dq, new_dk, shared)
     else:
         lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
         tensors = (q, k, v, out, lse)
@@ -349,14 +378,7 @@ def plan(
         fill(q, k, v, out, lse)
         return out, lse
 
-    parts = Attention(compute, gradients, settings, return_lse)
-
-    def planned(q, k, v):
-        if wants_grad(q, k, v):
-            return record(q, k, v, parts)
-        return compute(q, k, v) if return_lse else compute(q, k, v)[0]
-
-    return planned
+    return compute
 
 
 class AttentionBackwardFunction(FirstDerivative):

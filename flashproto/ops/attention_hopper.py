@@ -194,7 +194,7 @@ def plan_backward(
     read the strides of the first three, out and dout."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
     causal, offset, scale, positive_scale = settings
-    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered)
+    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered, B * Hkv)
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
@@ -289,18 +289,16 @@ def plan_like(
     )  # fmt: skip
 
 
-def plan_gradients(
-    new_dq: Callable[[Tensor], Tensor], new_dk: Callable[[Tensor], Tensor], settings: Settings
-) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """attention_backward as a function of (q, k, v, out, lse, dout, dlse) to (dq, dk, dv), for
-    tensors of one shape, dtype and device; their strides may differ, as hooks of saved tensors do not
-    keep them.  new_dq, new_dk make an uninitialised gradient for q, and for k or v."""
+def plan_gradients(settings: Settings) -> Callable[..., None]:
+    """attention_backward as a function of (q, k, v, out, lse, dout, dlse, dq, dk, dv), for tensors of
+    one shape, dtype and device, gradients of one layout; other strides may differ, as hooks of saved
+    tensors do not keep them."""
     fills: dict[tuple[object, ...], Callable[..., None]] = {}
 
-    def gradients(
-        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = new_dq(q), new_dk(k), new_dk(k)
+    def fill_gradients(
+        q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
+        dq: Tensor, dk: Tensor, dv: Tensor,
+    ) -> None:  # fmt: skip
         strides = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
         key = strides, dlse is None, torch.are_deterministic_algorithms_enabled()
         fill = fills.get(key)
@@ -312,6 +310,5 @@ def plan_gradients(
             fills[key] = fill
         dlse = None if dlse is None else dlse.contiguous()
         fill(q, k, v, out, lse.contiguous(), dout, dlse, dq, dk, dv)
-        return dq, dk, dv
 
-    return gradients
+    return fill_gradients

@@ -6,11 +6,23 @@ lse [B, Hq, S].
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .attention import attention_forward, fill_gradients
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .. import plans
+from .attention import attention_forward, fill_gradients, hopper, hopper_settings, plan_forward
+from .autograd import (
+    FirstDerivative,
+    KernelFunction,
+    differentiates,
+    recorder,
+    refuse_tangents,
+    use_op,
+    wants_grad,
+)
 
 
 def attention_qkv(
@@ -26,6 +38,25 @@ def split_heads(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor
     heads = qkv.unflatten(2, (q_heads + 2 * k_heads, -1)).transpose(1, 2)
     q, k, v = heads.split((q_heads, k_heads, k_heads), 1)
     return q, k, v
+
+
+def splitter(
+    like: Tensor, q_heads: int, k_heads: int
+) -> Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]:
+    """split_heads in less time, as a function of tensors of one shape and strides."""
+    q, k, v = split_heads(like, q_heads, k_heads)
+    q_shape, k_shape, strides = q.shape, k.shape, q.stride()
+    to_k, to_v = (x.storage_offset() - like.storage_offset() for x in (k, v))
+
+    def split(x):
+        at = x.storage_offset()
+        return (
+            x.as_strided(q_shape, strides, at),
+            x.as_strided(k_shape, strides, at + to_k),
+            x.as_strided(k_shape, strides, at + to_v),
+        )
+
+    return split
 
 
 def attention_qkv_forward(
@@ -57,14 +88,15 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-def backward(ctx, launch, dout: Tensor | None, dlse: Tensor | None):
-    """Gradients of attention_qkv's six arguments; `launch` calls attention_qkv_backward."""
+def backward(ctx, launch, settings, dout: Tensor | None, dlse: Tensor | None):
+    """Gradients of attention_qkv's six arguments, of which `settings` are the last five; `launch` calls
+    attention_qkv_backward."""
     qkv, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
         return (None,) * 6
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
-    return launch(qkv, out, lse, dout, dlse, *ctx.settings), *(None,) * 5
+    return launch(qkv, out, lse, dout, dlse, *settings), *(None,) * 5
 
 
 class AttentionQkvFunction(KernelFunction):
@@ -75,7 +107,70 @@ class AttentionQkvFunction(KernelFunction):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        return backward(ctx, AttentionQkvBackwardFunction.apply, dout, dlse)
+        return backward(ctx, AttentionQkvBackwardFunction.apply, ctx.settings, dout, dlse)
+
+
+class AttentionQkv(NamedTuple):
+    """A plan's parts.
+
+    compute: qkv to (out, lse); gradient: (qkv, out, lse, dout) to that of qkv, None where backward goes
+    its usual way; settings: of attention_qkv.
+    """
+
+    compute: Callable[[Tensor], tuple[Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
+    settings: tuple[int, int, bool, float, str]
+
+
+class PlannedAttentionQkvFunction(torch.autograd.Function):
+    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
+
+    @staticmethod
+    def forward(ctx, qkv, plan):
+        out, lse = plan.compute(qkv)
+        ctx.save_for_backward(qkv, out, lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        _, gradient, settings = ctx.plan
+        if gradient is None or differentiates():
+            return backward(ctx, AttentionQkvBackwardFunction.apply, settings, dout, None)[:2]
+        return gradient(*ctx.saved_tensors, dout), None
+
+
+record = recorder(PlannedAttentionQkvFunction)
+
+
+def plan(
+    qkv: Tensor, q_heads: int, k_heads: int, causal: bool, scale: float, backend: str
+) -> plans.Plan:
+    """attention_qkv's out as a function of qkv, for such as are like this one; scale >= 0."""
+    settings = q_heads, k_heads, causal, scale, backend
+    q, k, v = split_heads(qkv, q_heads, k_heads)
+    of_heads = plan_forward(q, k, v, causal, 0, scale, backend)
+    if of_heads is None:
+        return lambda qkv: attention_qkv(qkv, *settings)[0]
+    split = splitter(qkv, q_heads, k_heads)
+
+    def compute(qkv):
+        return of_heads(*split(qkv))
+
+    gradient = None
+    if backend == "hopper":
+        strides, made = qkv.stride(), torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
+        new, split_new = plans.maker(made, qkv), splitter(made, q_heads, k_heads)
+        fill = hopper().plan_gradients(hopper_settings(causal, 0, scale))
+
+        def gradient(qkv, out, lse, dout):
+            made = new(qkv)
+            heads = split(qkv) if qkv.stride() == strides else split_heads(qkv, q_heads, k_heads)
+            fill(*heads, out, lse, dout, None, *split_new(made))
+            return made
+
+    parts = AttentionQkv(compute, gradient, settings)
+    return lambda qkv: record(qkv, parts) if wants_grad(qkv) else compute(qkv)[0]
 
 
 class AttentionQkvBackwardFunction(FirstDerivative):
@@ -116,7 +211,7 @@ def _(qkv, out, lse, dout, dlse, q_heads, k_heads, causal, scale, backend):
 
 
 def _backward(ctx, dout, dlse):
-    return backward(ctx, torch.ops.flashproto.attention_qkv_backward, dout, dlse)
+    return backward(ctx, torch.ops.flashproto.attention_qkv_backward, ctx.settings, dout, dlse)
 
 
 attention_qkv_forward_op.register_autograd(_backward, setup_context=setup_context)

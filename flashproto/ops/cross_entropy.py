@@ -17,7 +17,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_total_kernel,
 )
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .launch import cdiv, launcher, multiprocessors
+from .launch import Launch, Memory, cdiv, launcher, multiprocessors
 from .rows import as_rows
 
 launch_forward = launcher(cross_entropy_forward_kernel, tensors=11)
@@ -25,6 +25,7 @@ launch_backward = launcher(cross_entropy_backward_kernel, tensors=11)
 launch_total = launcher(cross_entropy_total_kernel, tensors=7)
 
 Options = tuple[int, float, float, float]
+Numbers = Tensor | Memory  # float32, which only kernels read
 
 
 def cross_entropy(
@@ -80,19 +81,34 @@ def rows_forward(
 ) -> None:
     """Launch the forward kernel on x [M, V] and targets [M], M at least 1: fills `losses`, of [M], and
     dx, which may be x."""
+    forward_launch(x, targets, weights, denominator, losses, dx, options, keep)()
+
+
+def forward_launch(
+    x: Tensor,
+    targets: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    denominator: Numbers | None,
+    losses: tuple[Numbers, ...],
+    dx: Tensor | None,
+    options: Options,
+    keep: bool,
+) -> Launch:
+    """The launch of rows_forward."""
     M, V = x.shape
     ignore_index, smoothing, z_loss, softcap = options
     choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
     config = choose(V, x.element_size())
     # By the stride alone: a row's sums are then in one order wherever in the matrix it stands.
     aligned = x.stride(0) * x.element_size() % 16 == 0
-    launch_forward(
-        cdiv(M, config.rows), x, targets, *weights, denominator, *losses, dx,
+    arguments = (
+        x, targets, *weights, denominator, *losses, dx,
         x.stride(0), 0 if dx is None else dx.stride(0), M, V, ignore_index, float(smoothing),
         float(z_loss), float(softcap or 1), smoothing != 0, softcap != 0, keep,
         aligned, config.rows, config.groups, config.elements,
-        num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
+    launch_options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    return Launch(launch_forward, cdiv(M, config.rows), arguments, launch_options)
 
 
 def rows_backward(
@@ -111,18 +127,39 @@ def rows_backward(
 ) -> None:
     """Launch the backward kernel on x [M, N], columns `first` and on of V; state is (lse, m, l), dx
     may be x.  done: where the number dloss is 1, dx is left as it is."""
+    backward_launch(
+        dloss, dlse, x, targets, weights, denominator, state, dx, options, V, first, done
+    )()  # fmt: skip
+
+
+def backward_launch(
+    dloss: Tensor,
+    dlse: Tensor | None,
+    x: Tensor,
+    targets: Tensor,
+    weights: tuple[Tensor | None, Tensor | None],
+    denominator: Numbers | None,
+    state: tuple[Numbers, Numbers, Numbers],
+    dx: Tensor,
+    options: Options,
+    V: int,
+    first: int,
+    done: bool,
+) -> Launch:
+    """The launch of rows_backward."""
     M, N = x.shape
     ignore_index, smoothing, z_loss, softcap = options
     config = configs.cross_entropy_backward(N, x.element_size())
     tiles = cdiv(M, config.rows) * cdiv(N, config.columns)
     programs = min(tiles, config.programs * multiprocessors(x.device))
-    launch_backward(
-        programs, dloss, dlse, x, targets, *weights, denominator, *state, dx,
+    arguments = (
+        dloss, dlse, x, targets, *weights, denominator, *state, dx,
         x.stride(0), dx.stride(0), 0 if dloss.ndim == 0 else 1, M, N, V, first, tiles, ignore_index,
         float(smoothing), float(z_loss), float(softcap or 1), done, smoothing != 0, softcap != 0,
         config.rows, config.groups, config.elements,
-        num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
+    launch_options = {"num_warps": config.num_warps, "maxnreg": config.max_registers}
+    return Launch(launch_backward, programs, arguments, launch_options)
 
 
 def total(
@@ -135,24 +172,44 @@ def total(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z, denominator) of all rows, from (loss, z) of each and their targets; without `losses`
     the denominator alone.  Summed in a fixed order."""
-    M = targets.numel()
-    config = configs.cross_entropy_total()
-    P = cdiv(M, config.length)
+    P = total_programs(targets)
     shape = () if P == 1 else (P,)
     loss, z, denominator = (
         torch.empty(shape, dtype=torch.float32, device=targets.device) for _ in range(3)
     )
     if P:
-        launch_total(
-            P, targets, weight, *(losses or (None, None)), loss, z, denominator,
-            M, V, ignore_index, mean and P == 1, config.length, config.tile, num_warps=config.num_warps,
-        )  # fmt: skip
+        sums = loss, z, denominator
+        total_launch(targets, weight, losses, sums, V, ignore_index, mean and P == 1)()
     if P != 1:
         denominator = denominator.sum()
         if losses is not None:
             divisor = denominator if mean else 1.0
             loss, z = loss.sum() / divisor, z.sum() / divisor
     return loss, z, denominator
+
+
+def total_programs(targets: Tensor) -> int:
+    """Programs that add up rows; what each of them found is then to be added up."""
+    return cdiv(targets.numel(), configs.cross_entropy_total().length)
+
+
+def total_launch(
+    targets: Tensor,
+    weight: Tensor | None,
+    losses: tuple[Numbers, Numbers] | None,
+    sums: tuple[Numbers, Numbers, Numbers],
+    V: int,
+    ignore_index: int,
+    divide: bool,
+) -> Launch:
+    """The launch of `total`, whose programs fill `sums`."""
+    config = configs.cross_entropy_total()
+    arguments = (
+        targets, weight, *(losses or (None, None)), *sums,
+        targets.numel(), V, ignore_index, divide, config.length, config.tile,
+    )  # fmt: skip
+    options = {"num_warps": config.num_warps}
+    return Launch(launch_total, total_programs(targets), arguments, options)
 
 
 def cross_entropy_forward(
@@ -216,9 +273,11 @@ def cross_entropy_backward(
     if dloss is None:
         dloss = lse.new_zeros(())
     x, V = as_rows(logits), logits.shape[-1]
+    # Hooks of saved tensors need not keep strides.
+    targets, lse, m, l = (t.contiguous() for t in (targets, lse, m, l))
     if done is not None:
         # Without its version: what is done to the gradient is no matter of the graph that saved `done`.
-        dlogits = done.data
+        dlogits = done.contiguous().data
     elif inplace and x.data_ptr() == logits.data_ptr() and (x.stride(0) >= V or x.shape[0] <= 1):
         dlogits = logits.detach()
         torch.autograd.graph.increment_version(logits)

@@ -18,6 +18,7 @@ given the addresses themselves, see Memory.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, Protocol, cast
@@ -26,6 +27,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .. import backends
 from . import triton_entry
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
@@ -48,6 +50,12 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether `device` takes the kernels of kernels/hopper."""
+    return not backends.device_reasons("hopper", device)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -81,11 +89,21 @@ class Memory:
     def at(self, address: int) -> Memory:
         return Memory(address, self.dtype, self.device)
 
+    def tensor_at(self, address: int) -> Tensor:
+        """For the interpreter, which wants tensors but goes by addresses: one element on the CPU."""
+        element = (ctypes.c_char * self.dtype.itemsize).from_address(address)
+        return torch.frombuffer(element, dtype=self.dtype)
+
     def data_ptr(self) -> int:
         return self.address
 
     def get_device(self) -> int:
         return self.device
+
+
+def takes_addresses(device: torch.device) -> bool:
+    """Whether launches may be bound to Memory: the interpreter copies tensors of a GPU to the CPU."""
+    return device.type == "cpu" or not backends.INTERPRETED
 
 
 class Launcher(Protocol):
@@ -122,9 +140,11 @@ def launcher(
     Triton's ordinary path is taken under the interpreter, the first time that arguments specialize
     the kernel in some way, and while a launch hook or an instrumentation of Triton is on.
     """
-    if not isinstance(kernel, triton.runtime.JITFunction) or not triton_entry.KNOWN:
+    compiles = isinstance(kernel, triton.runtime.JITFunction)
+    if not compiles or not triton_entry.KNOWN:
         ordinary: Any = functools.partial(_launch_ordinarily, kernel, **given)
-        ordinary.bind = functools.partial(_bind_ordinarily, ordinary, descriptors + tensors)
+        at = Memory.at if compiles else Memory.tensor_at
+        ordinary.bind = functools.partial(_bind_ordinarily, ordinary, at, descriptors + tensors)
         return cast(Launcher, ordinary)
     entries: dict[tuple[object, ...], triton_entry.Entry] = {}
 
@@ -179,13 +199,14 @@ def launcher(
 
 
 def _bind_ordinarily(
-    launch: Callable[..., None], count: int, programs: int, *arguments: Any, **named: Any
-) -> Callable[..., None]:
+    launch: Callable[..., None], at: Callable[[Memory, int], Memory | Tensor], count: int,
+    programs: int, *arguments: Any, **named: Any,
+) -> Callable[..., None]:  # fmt: skip
     memory = [x if isinstance(x, Memory) else None for x in arguments[:count]]
     others = arguments[count:]
 
     def bound(*given: Any) -> None:
-        tensors = (x if m is None else m.at(x) for m, x in zip(memory, given, strict=True))
+        tensors = (x if m is None else at(m, x) for m, x in zip(memory, given, strict=True))
         launch(programs, *tensors, *others, **named)
 
     return bound
@@ -208,6 +229,10 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         self.launch(self.programs, *self.arguments, **self.options)
 
+    def bound(self) -> Callable[..., None]:
+        """The launch as a function of its descriptors and tensors."""
+        return cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+
     def bind(self, *tensors: Tensor | None) -> Callable[..., None] | None:
         """The launch as a function of `tensors`, of which its own are views; None if one is a copy."""
         for given, own in zip(tensors, self.arguments, strict=False):
@@ -215,7 +240,7 @@ class Launch(NamedTuple):
                 given is None or own is None or given.data_ptr() != own.data_ptr()
             ):
                 return None
-        return cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+        return self.bound()
 
 
 class _Source(NamedTuple):
