@@ -1,5 +1,5 @@
-"""Attention: launches of the portable kernels, and the autograd.Function and torch.library ops of both
-kernel backends, "triton" and "hopper" (whose launches are in attention_hopper.py).
+"""Attention: the autograd.Function and torch.library ops of the kernel backends "triton" and "hopper",
+whose launches are in attention_triton.py and attention_hopper.py.
 
 Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq, Dv]; lse [B, Hq, Sq].
 """
@@ -7,7 +7,6 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,13 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import configs, plans
-from ..kernels.attention_backward import (
-    attention_backward_keys_kernel,
-    attention_backward_queries_kernel,
-    attention_backward_rows_kernel,
-)
-from ..kernels.attention_forward import attention_forward_kernel
+from .. import plans
+from .attention_triton import SMALLEST_SCALE, forward_launch, launch_backward
 from .autograd import (
     FirstDerivative,
     KernelFunction,
@@ -31,12 +25,6 @@ from .autograd import (
     use_op,
     wants_grad,
 )
-from .launch import Launch, allows_tf32, capability, cdiv, launcher
-
-LOG2E = math.log2(math.e)
-# Scores times this are 0 in float32: a scale of 0 means a uniform softmax, and stays positive.
-SMALLEST_SCALE = 2.0**-100
-ROWS_BLOCK_M = 64
 
 
 def attention(
@@ -75,16 +63,6 @@ def empty_gradients(
     return empty_like_heads(q, D), empty_like_heads(k, D), empty_like_heads(k, Dv)
 
 
-def is_wide(*tensors: Tensor) -> bool:
-    """Whether offsets inside the matrix of one batch entry and head, tiles' overhang included, can
-    pass 2^31 elements."""
-    for t in tensors:
-        _, _, token, element = t.stride()
-        if (t.shape[2] + 256) * token + 512 * element >= 2**31:
-            return True
-    return False
-
-
 @functools.cache
 def hopper() -> ModuleType:
     """The launches of backend "hopper", which need Gluon: not every Triton has it."""
@@ -96,63 +74,6 @@ def hopper() -> ModuleType:
 def hopper_settings(causal: bool, offset: int, scale: float) -> Any:
     """Settings of the launches of backend "hopper"; scale >= 0."""
     return hopper().Settings(causal, offset, scale, max(scale, SMALLEST_SCALE))
-
-
-def tf32(q: Tensor) -> bool:
-    """Whether products of q's elements may be rounded to tf32."""
-    return q.dtype is torch.float32 and allows_tf32()
-
-
-# Launchers and their constants are kept by the plain facts that they follow from.
-
-
-@functools.lru_cache(1024)
-def forward_launcher(
-    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
-) -> tuple[int, Callable[..., None]]:
-    """(queries a program, launcher)."""
-    config = configs.attention_forward(capability, dtype.itemsize, D, Dv)
-    constants = attention_constants(config, D, Dv, causal, tf32)
-    exact = dtype == torch.float32
-    return config.block_m, launcher(attention_forward_kernel, tensors=5, EXACT=exact, **constants)
-
-
-@functools.lru_cache(1024)
-def backward_launchers(
-    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
-) -> tuple[Callable[..., None], int, Callable[..., None], int, Callable[..., None]]:
-    """(launch over rows, keys a program, launch over keys, queries a program, launch over queries)."""
-    keys, queries = configs.attention_backward(capability, dtype.itemsize, D, Dv, causal)
-    rows: dict[str, Any] = {
-        "DV": Dv, "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": ROWS_BLOCK_M, "num_warps": 4
-    }  # fmt: skip
-    keys_constants = attention_constants(keys, D, Dv, causal, tf32)
-    queries_constants = attention_constants(queries, D, Dv, causal, tf32)
-    return (
-        launcher(attention_backward_rows_kernel, tensors=6, **rows),
-        keys.block_n,
-        launcher(attention_backward_keys_kernel, tensors=8, **keys_constants),
-        queries.block_m,
-        launcher(attention_backward_queries_kernel, tensors=7, **queries_constants),
-    )
-
-
-def attention_constants(
-    config: configs.AttentionConfig, D: int, Dv: int, causal: bool, tf32: bool
-) -> dict[str, Any]:
-    """The constants that the kernels share, and the options."""
-    return {
-        "D": D,
-        "DV": Dv,
-        "BLOCK_D": configs.padded_head_dim(D),
-        "BLOCK_DV": configs.padded_head_dim(Dv),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "CAUSAL": causal,
-        "TF32": tf32,
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-    }
 
 
 def attention_forward(
@@ -170,20 +91,6 @@ def attention_forward(
         return out, lse
     forward_launch(q, k, v, out, lse, causal, offset, scale)()
     return out, lse
-
-
-def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, offset: int, scale: float
-) -> Launch:
-    """The launch of the portable kernel that fills out and lse, of some elements."""
-    B, Hq, Sq, D = q.shape
-    _, Hkv, Sk, Dv = v.shape
-    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, causal, tf32(q))
-    arguments = (
-        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E,
-    )  # fmt: skip
-    return Launch(launch, cdiv(Sq, block_m) * B * Hq, arguments, {"WIDE": is_wide(q, k, v, out)})
 
 
 def attention_backward(
@@ -207,8 +114,6 @@ def fill_gradients(
     causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
 ) -> None:  # fmt: skip
     """attention_backward into given tensors, of which dk and dv have the same strides."""
-    B, Hq, Sq, D = q.shape
-    _, Hkv, Sk, Dv = v.shape
     if q.numel() == 0 or k.numel() == 0:
         for gradient in (dq, dk, dv):
             gradient.zero_()
@@ -220,31 +125,7 @@ def fill_gradients(
         shared = hopper_settings(causal, offset, scale)
         hopper().attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, shared)
         return
-    lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
-    launch_rows, block_n, launch_keys, block_m, launch_queries = backward_launchers(
-        capability(q.device), q.dtype, D, Dv, causal, tf32(q)
-    )
-    sizes = (Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, scale)
-    strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
-    wide = is_wide(q, k, v, out, dout, dq, dk, dv)
-    launch_rows(
-        cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
-        out, dout, lse, dlse, lse2, delta, *out.stride(), *dout.stride(),
-        *((0, 0, 0) if dlse is None else dlse.stride()),
-        Hq, Sq, HAS_DLSE=dlse is not None, WIDE=wide,
-    )  # fmt: skip
-    if need_dkv:
-        launch_keys(
-            cdiv(Sk, block_n) * B * Hkv,
-            q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes,
-            WIDE=wide,
-        )  # fmt: skip
-    if need_dq:
-        launch_queries(
-            cdiv(Sq, block_m) * B * Hq,
-            q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes,
-            WIDE=wide,
-        )  # fmt: skip
+    launch_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, causal, offset, scale, need_dq, need_dkv)
 
 
 # --- eager: autograd.Function --------------------------------------------------------------------
