@@ -136,7 +136,7 @@ def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
         (64, 4096, False, 3, 3, 2, "skip"),
         (64, 16384, True, 3, 3, 2, "skip"),
         (128, 1024, False, 2, 2, 2, "overlap"),
-        (128, 1024, True, 2, 2, 2, "overlap skip"),
+        (128, 1024, True, 2, 2, 2, "overlap"),
         (128, 4096, False, 2, 3, 2, "overlap half"),
         (128, 4096, True, 2, 2, 2, "overlap"),
         (128, 16384, True, 2, 2, 2, "overlap"),

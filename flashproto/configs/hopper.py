@@ -153,7 +153,7 @@ def hopper_head_dim(head_dim: int) -> int:
 def attention_forward_hopper(head_dim: int, Sk: int, causal: bool) -> HopperForward:
     """Forward.  Three consumers at head_dim 64, unless rows are short and their tiles' ends many.  In
     long full rows a third buffer of keys and queries in registers pay at head_dim 128, and overlap at
-    head_dim 256; SKIP pays at head_dim 64 but in short full rows, and in short causal ones at 128."""
+    head_dim 256; SKIP pays at head_dim 64 but in short full rows."""
     D = hopper_head_dim(head_dim)
     if D == 64 and causal and Sk < 1536:
         return HopperForward(causal, D, BN=128, W=2, KS=4, VS=4, OVERLAP=True, SKIP=True)
@@ -162,8 +162,8 @@ def attention_forward_hopper(head_dim: int, Sk: int, causal: bool) -> HopperForw
         return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
     long = not causal and Sk > 2048
     if D == 128:
-        KS, skip = 3 if long else 2, causal and Sk < 2048
-        return HopperForward(causal, D, 128, W=2, KS=KS, VS=2, OVERLAP=True, HALF=long, SKIP=skip)
+        KS = 3 if long else 2
+        return HopperForward(causal, D, BN=128, W=2, KS=KS, VS=2, OVERLAP=True, HALF=long)
     return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=long)
 
 

@@ -6,7 +6,7 @@
 The algorithm is that of kernels/attention_forward.py; what differs is who does what, and when.
 
     producer   one warpgroup of few registers keeps TMA busy: K and V tiles into rings of KS and VS
-               buffers, Q tiles into one buffer for each consumer
+               buffers, Q tiles into one buffer for each consumer (attention_forward_work.py)
     consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
 
 A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought, and
@@ -25,10 +25,14 @@ of this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no w
 loop edge, and nothing depends on there being a next tile: the producer ends with a phantom K and Q of
 no bytes.
 
+wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
+writes 32; with HALF a consumer keeps half of its queries in registers, which takes 8 off.
+
 Under a causal mask items differ in length; the order in which each program takes them comes from a
 table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py,
 written so that a thread's comparisons are with constants.  The tile needs none where key_tiles of
-schedule.py says so.
+schedule.py says so.  A consumer's rows may see none of a tile that other consumers need, or its first
+half alone: with SKIP, what they do not see has no mask and no softmax either.
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
 """
@@ -43,136 +47,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import key_tiles
-from .gluon_names import tma_load
-from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile
-from .warpgroups import bar_arrive, bar_sync, matrix, static_arrive, static_sync, wide_rows
-
-# --- rings and work items ------------------------------------------------------------------------
-
-
-@gluon.jit
-def advance(slot, phase, DEPTH: gl.constexpr):
-    """The next slot of a ring of DEPTH buffers, and its parity."""
-    slot += 1
-    wrap = slot == DEPTH
-    return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
-
-
-@gluon.jit
-def work_index(r, plan, total, CFG: gl.constexpr):
-    """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
-    a causal mask, every num_programs-th otherwise."""
-    if CFG.CAUSAL:
-        return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
-    else:
-        return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
-
-
-@gluon.jit
-def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
-    """Work item t as (batch, head, first query row, key tiles to visit, at least one)."""
-    BM: gl.constexpr = CFG.BM
-    if CFG.CAUSAL:
-        # the longest rows first among HG heads, whose keys and values share L2
-        per = HG * NT
-        grp = t // per
-        r = t - grp * per
-        hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
-        mi = r // hg
-        bh = grp * HG + (r - mi * hg)
-        row = (NT - 1 - mi) * BM
-    else:
-        bh = t // NT
-        row = (t - bh * NT) * BM
-    _, end = key_tiles(row, Sk, offset, BM, CFG.BN, CFG.CAUSAL)
-    b = bh // H
-    return b, bh - b * H, row, gl.maximum(end, 1)
-
-
-# --- the producer --------------------------------------------------------------------------------
-
-
-@gluon.jit
-def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
-    """Fetch one tile of values when its buffer is empty; returns the next buffer."""
-    if loaded > CFG.VS:
-        bar_sync(CFG.VB + vslot, 128 * CFG.W + 128)
-    mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
-    tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
-    return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
-
-
-@gluon.jit
-def producer(args, CFG: gl.constexpr):
-    """Bring every tile in the order in which the consumers wait for them."""
-    (
-        q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
-    ) = args  # fmt: skip
-    BN: gl.constexpr = CFG.BN
-    W: gl.constexpr = CFG.W
-    D: gl.constexpr = CFG.D
-    ALL: gl.constexpr = 128 * W + 128
-    kslot = 0
-    vslot = 0
-    loaded = 0
-    r = 0
-    t = work_index(0, plan, total, CFG)
-    b_v = 0
-    h_v = 0
-    col_v = 0
-    while t < total:
-        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
-        hk = h // GROUP
-        r += 1
-        t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
-        for i in range(n):
-            # K is one tile ahead of V, across work items too
-            col = (n - 1 - i) * BN
-            if loaded >= CFG.KS:
-                bar_sync(CFG.KB + kslot, ALL)
-            mbarrier.expect(k_full.index(kslot), BN * D * 2)
-            tma_load(k_desc, [b, hk, col, 0], k_full.index(kslot), ks.index(kslot))
-            kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
-            if loaded > 0:
-                vslot = load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
-            if i == 0:
-                for c in gl.static_range(W):
-                    if r > 1:
-                        static_sync(CFG.QB + c, 256)
-                    mbarrier.expect(q_full.index(c), 64 * D * 2)
-                    tma_load(q_desc, [b, h, row + 64 * c, 0], q_full.index(c), qs.index(c))
-            loaded += 1
-            b_v = b
-            h_v = hk
-            col_v = col
-    # a phantom K and Q: the consumers look one key tile ahead without asking whether there is one
-    if loaded >= CFG.KS:
-        bar_sync(CFG.KB + kslot, ALL)
-    mbarrier.expect(k_full.index(kslot), 0)
-    load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
-    for c in gl.static_range(W):
-        static_sync(CFG.QB + c, 256)
-        mbarrier.expect(q_full.index(c), 0)
-
+from .attention_forward_work import advance, producer, tile_of, work_index
+from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
+from .warpgroups import bar_arrive, hidden_zero, matrix, static_arrive, static_sync, wide_rows
 
 # --- a consumer ----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def key_limit(row, col, Sk, offset, R: gl.constexpr):
-    """The last key that each of 64 rows may see, counted from col [64]."""
-    return gl.minimum(Sk - 1 - col, row + (offset - col) + gl.arange(0, 64, R))
+def mask_scores(x, row, col, Sk, offset):
+    """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
-
-@gluon.jit
-def mask_scores(x, limit):
-    """-inf where the column passes the row's limit; x [64, BN], limit [64].
-
-    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit the comparisons
-    are with constants.
+    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
+    visible column, the comparisons are with constants.
     """
     BN: gl.constexpr = x.shape[1]
+    R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
+    limit = gl.minimum(Sk - 1 - col, row + (offset - col) + gl.arange(0, 64, R))
     y = x.reshape([64, BN // 8, 4, 2])
     L: gl.constexpr = y.type.layout
     rows = gl.convert_layout(
@@ -187,10 +78,25 @@ def mask_scores(x, limit):
 
 
 @gluon.jit
-def masked(x, j, row, whole, Sk, offset, CFG: gl.constexpr):
-    """Scores of key tile j, masked if it is not among the first `whole`, under a uniform branch."""
-    if j >= whole:
-        x = mask_scores(x, key_limit(row, j * CFG.BN, Sk, offset, gl.SliceLayout(1, x.type.layout)))
+def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
+    """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
+
+    With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
+    """
+    if CFG.SKIP:
+        H: gl.constexpr = CFG.BN // 2
+        L: gl.constexpr = x.type.layout
+        if 2 * j + 1 >= whole:
+            a, b = gl.split(x.reshape([64, 2, H]).permute((0, 2, 1)))
+            if (2 * j >= whole) & (2 * j < end):
+                a = mask_scores(a, row, j * CFG.BN, Sk, offset)
+            if 2 * j + 1 < end:
+                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset)
+            x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
+            x = gl.convert_layout(x, L, assert_trivial=True)
+    else:
+        if j >= whole:
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset)
     return x
 
 
@@ -206,6 +112,34 @@ def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
+def kept_queries(q, CFG: gl.constexpr):
+    """With HALF the first half of each query of q [64, D], in registers."""
+    if CFG.HALF:
+        S: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
+        )
+        return q.slice(0, CFG.D // 2, dim=1).load(
+            gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+        )
+    else:
+        return q
+
+
+@gluon.jit
+def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
+    """Issue Q K^T of a tile; z [64, BN] zeros."""
+    k = matrix(ks.index(slot), CFG.BN, CFG.D)
+    if CFG.HALF:
+        H: gl.constexpr = CFG.D // 2
+        x = warpgroup_mma(kept, k.slice(0, H, dim=1).permute((1, 0)), z, use_acc=False, is_async=True)
+        return warpgroup_mma(
+            q.slice(H, H, dim=1), k.slice(H, H, dim=1).permute((1, 0)), x, is_async=True
+        )
+    else:
+        return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt: gl.constexpr):
     """64 rows of the output from `row` on, in pieces of 16 bytes."""
     D: gl.constexpr = acc.shape[1]
@@ -213,11 +147,14 @@ def store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt: gl.conste
     L: gl.constexpr = out.type.layout
     rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
     cols = gl.arange(0, D, gl.SliceLayout(0, L))
-    base = o_ptr + (b.to(gl.int64) * so_b + h.to(gl.int64) * so_h) * 8
+    # not known to stay the same, or what follows from them would be kept in registers over all tiles;
+    # the lane's part of a column is moved to the other side, as in mask_scores
+    zero = hidden_zero()
+    base = o_ptr + (b.to(gl.int64) * (so_b + zero) + h.to(gl.int64) * (so_h + zero)) * 8
     gl.store(
-        base + rows.to(gl.int64)[:, None] * so_s * 8 + cols[None, :],
+        base + rows.to(gl.int64)[:, None] * (so_s + zero) * 8 + cols[None, :],
         out,
-        mask=(rows < Sq)[:, None] & (cols // 8 < D_out // 8)[None, :],
+        mask=(rows < Sq)[:, None] & (cols // 32 * 4 < (D_out + zero) // 8 - cols // 8 % 4)[None, :],
     )
 
 
@@ -255,19 +192,23 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         pass_turn(c, CFG)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(c), 0)
+    kept = kept_queries(q, CFG)
     take_turn(c, CFG)
-    x = warpgroup_mma(q, matrix(ks.index(0), BN, D).permute((1, 0)), z, use_acc=False, is_async=True)
+    x = scores(q, kept, ks, 0, z, CFG)
     pass_turn(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
         row = row0 + 64 * c
+        keys = Sk + hidden_zero()  # as in store_tile
         r += 1
         # where the next item is, early: the divisions would hold up the last product
         t = following
-        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, CFG)
         if t < total:
             following = work_index(r + 1, plan, total, CFG)
-        whole, _ = key_tiles(row, Sk, offset, 64, BN, CFG.CAUSAL)
+        whole, end = key_tiles(row, keys, offset, 64, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
+        if CFG.SKIP:
+            end = gl.where(row < Sq, end, 0)
         shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
         l = gl.zeros([64, 4], gl.float32, lanes())
         acc = gl.zeros([64, D], gl.float32, O)
@@ -278,22 +219,19 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         kslot, kphase = advance(kslot, kphase, CFG.KS)
         mbarrier.wait(k_full.index(kslot), kphase)
         if CFG.OVERLAP:
-            x = masked(x, n - 1, row, whole, Sk, offset, CFG)
-            shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, dt)
-            pc = gl.convert_layout(p, A)
+            x = masked(x, n - 1, row, whole, end, keys, offset, CFG)
+            shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
         for i in range(0, n - 1):
             if not CFG.OVERLAP:
-                x = masked(x, n - 1 - i, row, whole, Sk, offset, CFG)
-                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+                x = masked(x, n - 1 - i, row, whole, end, keys, offset, CFG)
+                seen = end - 2 * (n - 1 - i)
+                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
                 mbarrier.wait(v_full.index(vslot), vphase)
                 acc = rescaled(acc, alpha)
-                pc = gl.convert_layout(p, A)
             take_turn(c, CFG)
-            x = warpgroup_mma(
-                q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
-            )
-            acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
+            x = scores(q, kept, ks, kslot, z, CFG)
+            acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
             pass_turn(c, CFG)
             x = warpgroup_mma_wait(1, deps=(x,))
             bar_arrive(CFG.KB + kslot, ALL)
@@ -305,27 +243,25 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             vslot, vphase = advance(vslot, vphase, CFG.VS)
             if CFG.OVERLAP:
                 if CFG.CAUSAL:  # otherwise only the rightmost tile is masked
-                    x = masked(x, n - 2 - i, row, whole, Sk, offset, CFG)
-                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+                    x = masked(x, n - 2 - i, row, whole, end, keys, offset, CFG)
+                seen = end - 2 * (n - 2 - i)
+                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
                 mbarrier.wait(v_full.index(vslot), vphase)
             acc = warpgroup_mma_wait(0, deps=(acc,))
             bar_arrive(CFG.VB + used, ALL)
             if CFG.OVERLAP:
                 acc = rescaled(acc, alpha)
-                pc = gl.convert_layout(p, A)
         if not CFG.OVERLAP:
-            x = masked(x, 0, row, whole, Sk, offset, CFG)
-            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, dt)
+            x = masked(x, 0, row, whole, end, keys, offset, CFG)
+            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
-            pc = gl.convert_layout(p, A)
         # the last P V of this work item, and the first scores of the next one under it
         take_turn(c, CFG)
-        acc = warpgroup_mma(pc, matrix(vs.index(vslot), BN, D), acc, is_async=True)
+        acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
         mbarrier.wait(q_full.index(c), r & 1)
-        x = warpgroup_mma(
-            q, matrix(ks.index(kslot), BN, D).permute((1, 0)), z, use_acc=False, is_async=True
-        )
+        kept = kept_queries(q, CFG)
+        x = scores(q, kept, ks, kslot, z, CFG)
         pass_turn(c, CFG)
         lse, normaliser = softmax_finish(shift, l, R)
         rows = row + gl.arange(0, 64, R)

@@ -22,7 +22,7 @@ two rows: 4 i and 4 i + 1 to one, 4 i + 2 and 4 i + 3 to the row 8 below.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..online_softmax import LN2
+from ..online_softmax import online_softmax_finish
 
 UNSEEN = gl.constexpr(1e30)  # finite: -inf + UNSEEN is -inf, a row of masked scores sums to 0
 LIMIT = gl.constexpr("0f46000000")  # 2^13
@@ -64,27 +64,79 @@ def leading(a):
 
 
 @gluon.constexpr_function
-def tile_assembly(n, half):
+def tile_assembly(n, half, skip):
     """PTX for the n scores of a thread; operands in the order of softmax_tile's call."""
     first = {"p": 0, "state": n // 2, "x": n // 2 + n, "shift": n // 2 + 2 * n, "l": n // 2 + 3 * n}
 
     def operand(name, i):
         return f"${first[name] + i}"
 
-    scale = f"${n // 2 + 4 * n}"
-    exponentials = []
-    for i in range(0, n, 2):
-        k = i // 2 % 2  # which of the two rows
-        a, b = operand("x", i), operand("x", i + 1)
-        exponentials += [
-            f"fma.rn.f32 a, {a}, {scale}, shift{k};",
-            f"fma.rn.f32 b, {b}, {scale}, shift{k};",
-            "ex2.approx.ftz.f32 a, a;",
-            "ex2.approx.ftz.f32 b, b;",
-            f"cvt.rn.{half}x2.f32 {operand('p', i // 2)}, b, a;",
-            f"add.f32 sum{k}, sum{k}, a;" if i >= 4 else f"mov.f32 sum{k}, a;",
-            f"add.f32 sum{k}, sum{k}, b;",
+    scale, seen = f"${n // 2 + 4 * n}", f"${n // 2 + 5 * n}"
+
+    def exponentials(m):
+        """p and the sums of the first m scores."""
+        lines = []
+        for i in range(0, m, 2):
+            k = i // 2 % 2  # which of the two rows
+            a, b = operand("x", i), operand("x", i + 1)
+            lines += [
+                f"fma.rn.f32 a, {a}, {scale}, shift{k};",
+                f"fma.rn.f32 b, {b}, {scale}, shift{k};",
+                "ex2.approx.ftz.f32 a, a;",
+                "ex2.approx.ftz.f32 b, b;",
+                f"cvt.rn.{half}x2.f32 {operand('p', i // 2)}, b, a;",
+                f"add.f32 sum{k}, sum{k}, a;" if i >= 4 else f"mov.f32 sum{k}, a;",
+                f"add.f32 sum{k}, sum{k}, b;",
+            ]
+        return lines
+
+    def top(k, m):
+        """Row k's maximum of this lane's first m scores."""
+        own = [operand("x", i) for i in range(m) if i // 2 % 2 == k]
+        lines = []
+        while len(own) > 4:  # four chains
+            a, b = own[:4], own[4:8]
+            lines += [f"max.f32 m{k}{i}, {x}, {y};" for i, (x, y) in enumerate(zip(a, b, strict=True))]
+            own = [f"m{k}{i}" for i in range(4)] + own[8:]
+        return [
+            *lines,
+            f"max.f32 top{k}, {own[0]}, {own[1]};",
+            f"max.f32 a, {own[2]}, {own[3]};",
+            f"max.f32 top{k}, top{k}, a;",
         ]
+
+    def of_all_lanes(*values):
+        """Maxima over the four lanes of a row."""
+        return [
+            line
+            for lane in (1, 2)
+            for value in values
+            for line in (
+                f"shfl.sync.bfly.b32 a, {value}, {lane}, 31, 0xffffffff;",
+                f"max.f32 {value}, {value}, a;",
+            )
+        ]
+
+    def renewed_shift(k):
+        """-scale * top, where over{k}."""
+        return [
+            f"mul.f32 top{k}, top{k}, {scale};",
+            f"neg.f32 top{k}, top{k};",
+            f"selp.f32 shift{k}, top{k}, shift{k}, over{k};",
+        ]
+
+    def added():
+        """The state with the tile's sums added, nothing rescaled."""
+        return [
+            line
+            for k in (0, 1)
+            for line in (
+                f"mov.f32 {operand('state', 2 * k)}, shift{k};",
+                f"add.f32 {operand('state', 2 * k + 1)}, {operand('l', 2 * k)}, sum{k};",
+                f"mov.f32 {operand('state', 2 * k + 4)}, {ONE.value};",
+            )
+        ]
+
     lines = [
         "{",
         ".reg .pred over, over0, over1;",
@@ -92,6 +144,10 @@ def tile_assembly(n, half):
         ".reg .f32 m00, m01, m02, m03, m10, m11, m12, m13;",
         f"mov.f32 shift0, {operand('shift', 0)};",
         f"mov.f32 shift1, {operand('shift', 2)};",
+    ]
+    if skip:
+        lines += [f"setp.lt.s32 over, {seen}, 2;", "@over bra.uni FEW;"]
+    lines += [
         # nothing seen by any row of the warp: no use in trying
         "mov.f32 sum0, 0f7F800000;",
         "mov.f32 sum1, 0f7F800000;",
@@ -99,15 +155,8 @@ def tile_assembly(n, half):
         "setp.ge.f32 over, a, 0f7149F2CA;",
         "vote.sync.all.pred over, over, 0xffffffff;",
         "@over bra.uni RENEW;",
-        *exponentials,
-    ]
-    for k in (0, 1):
-        lines += [
-            f"mov.f32 {operand('state', 2 * k)}, shift{k};",
-            f"add.f32 {operand('state', 2 * k + 1)}, {operand('l', 2 * k)}, sum{k};",
-            f"mov.f32 {operand('state', 2 * k + 4)}, {ONE.value};",
-        ]
-    lines += [
+        *exponentials(n),
+        *added(),
         "max.f32 a, sum0, sum1;",
         f"setp.gtu.f32 over, a, {LIMIT.value};",
         "vote.sync.any.pred over, over, 0xffffffff;",
@@ -115,52 +164,75 @@ def tile_assembly(n, half):
         "RENEW:",
     ]
     for k in (0, 1):
-        own = [operand("x", i) for i in range(n) if i // 2 % 2 == k]
-        while len(own) > 4:  # four chains
-            a, b = own[:4], own[4:8]
-            lines += [f"max.f32 m{k}{i}, {x}, {y};" for i, (x, y) in enumerate(zip(a, b, strict=True))]
-            own = [f"m{k}{i}" for i in range(4)] + own[8:]
-        lines.append(f"max.f32 top{k}, {own[0]}, {own[1]};")
-        lines.append(f"max.f32 a, {own[2]}, {own[3]};")
-        lines.append(f"max.f32 top{k}, top{k}, a;")
-        for lane in (1, 2):
-            for value in (f"top{k}", f"sum{k}"):
-                lines.append(f"shfl.sync.bfly.b32 a, {value}, {lane}, 31, 0xffffffff;")
-                lines.append(f"max.f32 {value}, {value}, a;")
         lines += [
+            *top(k, n),
+            *of_all_lanes(f"top{k}", f"sum{k}"),
             f"setp.gtu.f32 over{k}, sum{k}, {LIMIT.value};",
             f"setp.neu.and.f32 over{k}, top{k}, 0fFF800000, over{k};",
-            f"mul.f32 top{k}, top{k}, {scale};",
-            f"neg.f32 top{k}, top{k};",
-            f"selp.f32 shift{k}, top{k}, shift{k}, over{k};",
+            *renewed_shift(k),
             f"sub.f32 a, shift{k}, {operand('shift', 2 * k)};",
             f"ex2.approx.ftz.f32 {operand('state', 2 * k + 4)}, a;",
             f"mov.f32 {operand('state', 2 * k)}, shift{k};",
         ]
-    lines += exponentials
+    lines += exponentials(n)
     for k in (0, 1):
         total, alpha = operand("state", 2 * k + 1), operand("state", 2 * k + 4)
         lines.append(f"fma.rn.f32 {total}, {operand('l', 2 * k)}, {alpha}, sum{k};")
+    if skip:
+        # the rightmost tile of which these rows see anything, or one to the right of it: l is 0
+        lines += [
+            "bra.uni DONE;",
+            "FEW:",
+            *(f"mov.b32 {operand('p', i)}, 0;" for i in range(n // 2)),
+            "mov.f32 sum0, 0f00000000;",
+            "mov.f32 sum1, 0f00000000;",
+            f"setp.lt.s32 over, {seen}, 1;",
+            "@over bra.uni NONE;",
+        ]
+        for k in (0, 1):
+            lines += [
+                *top(k, n // 2),
+                *of_all_lanes(f"top{k}"),
+                f"setp.neu.f32 over{k}, top{k}, 0fFF800000;",
+                *renewed_shift(k),
+            ]
+        lines += [*exponentials(n // 2), "NONE:", *added()]
     return "\n".join([*lines, "DONE:", "}"])
 
 
 @gluon.constexpr_function
-def tile_constraints(n):
-    return ",".join(["=&r"] * (n // 2) + ["=&f"] * n + ["f"] * (4 * n))
+def tile_constraints(n, skip):
+    return ",".join(["=&r"] * (n // 2) + ["=&f"] * n + ["f"] * (4 * n) + ["r"] * (n * skip))
 
 
 @gluon.jit
-def softmax_tile(shift, l, x, scale, dt: gl.constexpr):
-    """Take in raw scores x [64, C], C = 64 or 128.
+def paired(p):
+    """Neighbours of p [64, C], of two bytes each, in int32 [64, C / 2].
 
-    Returns (shift, l, p, alpha): the new state, the exponentials p [64, C] in dt, and the factor alpha
-    [64, 4] by which everything accumulated before must be multiplied.
+    So it passes a loop's edge: in its own type each element would be taken out of its register there,
+    and packed again behind it.
+    """
+    a, b = gl.split(p.reshape([64, p.shape[1] // 2, 2]))
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def softmax_tile(shift, l, x, scale, seen, dt: gl.constexpr, SKIP: gl.constexpr):
+    """Take in raw scores x [64, C], C = 64 or 128; with SKIP, if `seen` is 1 only the first half of the
+    columns, and below 1 none, which holds to the right of all that is seen.
+
+    Returns (shift, l, p, alpha): the new state, the exponentials p in pairs of dt, int32 [64, C / 2],
+    and the factor alpha [64, 4] by which everything accumulated before must be multiplied.
     """
     C: gl.constexpr = x.shape[1]
-    CODE: gl.constexpr = tile_assembly(C // 2, "bf16" if dt == gl.bfloat16 else "f16")
-    OPERANDS: gl.constexpr = tile_constraints(C // 2)
+    CODE: gl.constexpr = tile_assembly(C // 2, "bf16" if dt == gl.bfloat16 else "f16", SKIP)
+    OPERANDS: gl.constexpr = tile_constraints(C // 2, SKIP)
     scales = gl.zeros_like(x) + scale
     inputs = [x, spread(shift, x), spread(l, x), scales]
+    if SKIP:
+        inputs += [gl.full(x.shape, 0, gl.int32, x.type.layout) + seen]
     if dt == gl.bfloat16:
         p, state = gl.inline_asm_elementwise(
             CODE, OPERANDS, inputs, dtype=(gl.bfloat16, gl.float32), is_pure=True, pack=C // 2
@@ -174,7 +246,22 @@ def softmax_tile(shift, l, x, scale, dt: gl.constexpr):
     even, odd = gl.split(state.reshape([64, T, 4, 2]))
     shifts, alphas = gl.split(even.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
     sums, _ = gl.split(odd.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
-    return leading(shifts), leading(sums), p, leading(alphas)
+    return leading(shifts), leading(sums), paired(p), leading(alphas)
+
+
+@gluon.jit
+def unpaired(p, L: gl.constexpr, dt: gl.constexpr):
+    """Pairs of dt in int32 p [64, C / 2] as [64, C] in layout L, that of a product's first operand."""
+    CODE: gl.constexpr = "mov.b32 {$0, $1}, $2;"
+    if dt == gl.bfloat16:
+        a, b = gl.inline_asm_elementwise(
+            CODE, "=h,=h,r", [p], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
+        )
+    else:
+        a, b = gl.inline_asm_elementwise(
+            CODE, "=h,=h,r", [p], dtype=(gl.float16, gl.float16), is_pure=True, pack=1
+        )
+    return gl.convert_layout(gl.join(a, b).reshape([64, 2 * p.shape[1]]), L, assert_trivial=True)
 
 
 # --- the accumulator and the end --------------------------------------------------------------------
@@ -215,10 +302,7 @@ def rescaled(acc, alpha):
 
 @gluon.jit
 def softmax_finish(shift, l, R: gl.constexpr):
-    """Returns (lse, 1 / l) [64] in layout R, as online_softmax_finish does."""
+    """Returns (lse, 1 / l) [64] in layout R."""
     l = gl.convert_layout(gl.sum(l, 1), R)
     shift = gl.convert_layout(gl.max(shift, 1), R)
-    empty = l == 0.0
-    divisor = gl.where(empty, 1.0, l)
-    lse = gl.where(empty, -float("inf"), (gl.log2(divisor) - shift) * LN2)
-    return lse, gl.where(empty, 0.0, 1.0 / divisor)
+    return online_softmax_finish(-shift, l, 1.0)

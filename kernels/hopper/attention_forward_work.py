@@ -1,0 +1,121 @@
+"""The Hopper forward's work items, and the producer, which brings their tiles.
+
+A work item is the queries of one tile of one head; attention_forward.py says how it is worked on, and
+has the names used here.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from ..schedule import key_tiles
+from .gluon_names import tma_load
+from .warpgroups import bar_sync, static_sync
+
+# --- rings and work items ------------------------------------------------------------------------
+
+
+@gluon.jit
+def advance(slot, phase, DEPTH: gl.constexpr):
+    """The next slot of a ring of DEPTH buffers, and its parity."""
+    slot += 1
+    wrap = slot == DEPTH
+    return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
+
+
+@gluon.jit
+def work_index(r, plan, total, CFG: gl.constexpr):
+    """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
+    a causal mask, every num_programs-th otherwise."""
+    if CFG.CAUSAL:
+        return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
+    else:
+        return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
+
+
+@gluon.jit
+def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
+    """Work item t as (batch, head, first query row, key tiles to visit, at least one)."""
+    BM: gl.constexpr = CFG.BM
+    if CFG.CAUSAL:
+        # the longest rows first among HG heads, whose keys and values share L2
+        per = HG * NT
+        grp = t // per
+        r = t - grp * per
+        hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
+        mi = r // hg
+        bh = grp * HG + (r - mi * hg)
+        row = (NT - 1 - mi) * BM
+    else:
+        bh = t // NT
+        row = (t - bh * NT) * BM
+    _, end = key_tiles(row, Sk, offset, BM, CFG.BN, CFG.CAUSAL)
+    b = bh // H
+    return b, bh - b * H, row, gl.maximum(end, 1)
+
+
+# --- the producer --------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
+    """Fetch one tile of values when its buffer is empty; returns the next buffer."""
+    if loaded > CFG.VS:
+        bar_sync(CFG.VB + vslot, 128 * CFG.W + 128)
+    mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
+    tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
+    return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
+
+
+@gluon.jit
+def producer(args, CFG: gl.constexpr):
+    """Bring every tile in the order in which the consumers wait for them."""
+    (
+        q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
+        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
+    ) = args  # fmt: skip
+    BN: gl.constexpr = CFG.BN
+    W: gl.constexpr = CFG.W
+    D: gl.constexpr = CFG.D
+    ALL: gl.constexpr = 128 * W + 128
+    kslot = 0
+    vslot = 0
+    loaded = 0
+    r = 0
+    t = work_index(0, plan, total, CFG)
+    b_v = 0
+    h_v = 0
+    col_v = 0
+    while t < total:
+        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        hk = h // GROUP
+        r += 1
+        t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
+        for i in range(n):
+            # K is one tile ahead of V, across work items too
+            col = (n - 1 - i) * BN
+            if loaded >= CFG.KS:
+                bar_sync(CFG.KB + kslot, ALL)
+            mbarrier.expect(k_full.index(kslot), BN * D * 2)
+            tma_load(k_desc, [b, hk, col, 0], k_full.index(kslot), ks.index(kslot))
+            kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
+            if loaded > 0:
+                vslot = load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+            if i == 0:
+                for c in gl.static_range(W):
+                    if r > 1:
+                        static_sync(CFG.QB + c, 256)
+                    mbarrier.expect(q_full.index(c), 64 * D * 2)
+                    tma_load(q_desc, [b, h, row + 64 * c, 0], q_full.index(c), qs.index(c))
+            loaded += 1
+            b_v = b
+            h_v = hk
+            col_v = col
+    # a phantom K and Q: the consumers look one key tile ahead without asking whether there is one
+    if loaded >= CFG.KS:
+        bar_sync(CFG.KB + kslot, ALL)
+    mbarrier.expect(k_full.index(kslot), 0)
+    load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+    for c in gl.static_range(W):
+        static_sync(CFG.QB + c, 256)
+        mbarrier.expect(q_full.index(c), 0)
