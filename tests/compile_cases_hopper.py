@@ -73,9 +73,9 @@ def forward_configs() -> list[configs.HopperForward]:
 
 def backward_configs() -> list[configs.HopperBackward]:
     chosen = (
-        configs.attention_backward_hopper(D, Sk, causal, ordered, heads)
-        for D, causal, ordered, Sk, heads in itertools.product(
-            HEAD_DIMS, (False, True), (False, True), LENGTHS, (1, 512)
+        configs.attention_backward_hopper(D, Sk, causal, ordered, heads, group)
+        for D, causal, ordered, Sk, heads, group in itertools.product(
+            HEAD_DIMS, (False, True), (False, True), LENGTHS, (1, 512), (1, 8)
         )
     )
     return list(dict.fromkeys(chosen))
@@ -107,7 +107,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 }  # fmt: skip
             yield case(
                     f"backward-{D}-{'causal' if causal else 'full'}"
-                    f"{'-ordered' * config.ORDERED}{'-zeros' * (not config.FIRST)}"
+                    f"{'-ordered' * config.ORDERED}{'-alternate' * config.ALTERNATE}"
+                    f"{'-zeros' * (not config.FIRST)}"
                     f"{'-pairs' * config.PAIRS}",
                     attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip

@@ -266,8 +266,9 @@ def test_heads_together_split_evenly() -> None:
         assert 1 <= together <= heads
     for ordered in (False, True):
         for causal in (False, True):
+            shared = configs.attention_backward_hopper(128, 4096, causal, ordered, 8, 8)
+            assert configs.heads_together_backward(shared, 1, 64, 8, 4096, 4096, 132) <= 8
             backward = configs.attention_backward_hopper(128, 4096, causal, ordered)
-            assert configs.heads_together_backward(backward, 1, 64, 8, 4096, 4096, 132) <= 8
             for heads in (1, 7, 8, 16, 48, 256):
                 for Sk in (100, 1024, 4096, 16384):
                     together = configs.heads_together_backward(backward, 1, heads, heads, Sk, Sk, 132)
@@ -402,8 +403,8 @@ def test_places_in_order(
     """In the order of items, key tiles add to each query tile at the places 0, 1, ..., so that none
     waits for an item of a higher number; consumers agree with the producer on where they are."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(D, 4096, True, True)
-    assert config.ALTERNATE
+    config = configs.attention_backward_hopper(D, 4096, True, True, group=GROUP)
+    assert (GROUP == 1) == config.ALTERNATE
     Sq, Sk = shape
     heads, M, NB = 5, -(-Sq // config.BM), -(-Sk // config.BN)
     for offset in (Sk - Sq, 0, -200):

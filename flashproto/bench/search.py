@@ -45,7 +45,8 @@ def present(which: str, p: Problem) -> Any:
     """The configuration that configs has for the problem."""
     if which == "forward":
         return configs.attention_forward_hopper(p.D, p.S, p.causal)
-    return configs.attention_backward_hopper(p.D, p.S, p.causal, heads=p.B * p.Hkv)
+    heads, group = p.B * p.Hkv, p.Hq // p.Hkv
+    return configs.attention_backward_hopper(p.D, p.S, p.causal, heads=heads, group=group)
 
 
 def fits(config: Any) -> bool:

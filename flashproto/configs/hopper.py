@@ -15,8 +15,8 @@ from .attention import padded_head_dim
 
 L2_SHARE = 32 << 20  # bytes of L2 that the tiles of concurrent programs may take
 # Items for each program among heads that are mixed in the causal backward, so that a group's longest
-# ones do not end alone.
-ROUNDS = 2
+# ones do not end alone; in order and all downwards, so that they do not wait either.
+ROUNDS, ORDERED_ROUNDS = 2, 6
 # In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
 # With fewer, the items of a head start too close together not to wait; more share too little in L2.
 # What rows of 4096 took more than in no order, with so many heads:
@@ -83,7 +83,8 @@ class HopperBackward:
     how dQ leaves: 0, vector atomics; 1, bulk adds from shared memory; 2, one warpgroup each way; KV:
     buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
     FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
-    zeros; ORDERED needs DOWN and FIRST.
+    zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
+    diagonal up.
     """
 
     CAUSAL: bool
@@ -95,17 +96,13 @@ class HopperBackward:
     KV: int
     DOWN: bool
     FIRST: bool
+    ALTERNATE: bool = False
 
     @property
     def PAIRS(self) -> bool:
         """Whether each warpgroup owns a pair of blocks of 64 keys, and the two make dQ in turns; needs
         DQ 1, and neither DOWN nor FIRST."""
         return self.BN == 256
-
-    @property
-    def ALTERNATE(self) -> bool:
-        """Whether half of the heads are walked the other way, from the diagonal up."""
-        return self.ORDERED and self.CAUSAL
 
     @property
     def ROUND(self) -> bool:
@@ -168,11 +165,12 @@ def attention_forward_hopper(head_dim: int, Sk: int, causal: bool) -> HopperForw
 
 
 def attention_backward_hopper(
-    head_dim: int, Sk: int, causal: bool, ordered: bool = False, heads: int = 1024
+    head_dim: int, Sk: int, causal: bool, ordered: bool = False, heads: int = 1024, group: int = 1
 ) -> HopperBackward:
-    """Backward, of so many key heads in all sequences: bulk adds are fastest where shared memory has
-    room for them.  At head_dim 64 key tiles of 256 halve what is read and added, but are few in short
-    rows of few heads; zeros cost less than the waits for the first key tile there."""
+    """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
+    fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
+    and added, but are few in short rows of few heads; zeros cost less than the waits for the first key
+    tile there.  Alternate walks make key heads of one query head wait less, and of eight more."""
     D = hopper_head_dim(head_dim)
     if D == 64 and not ordered and Sk >= (2048 if causal else 1024) and heads * Sk >= PAIRED_KEYS:
         return HopperBackward(causal, ordered, D, BM=64, BN=256, DQ=1, KV=1, DOWN=False, FIRST=False)
@@ -180,7 +178,10 @@ def attention_backward_hopper(
     KV = 2 if D == 64 else 1
     first = ordered or D != 64 or Sk < (8192 if causal else 1536)
     down = ordered or (causal and first)
-    return HopperBackward(causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first)
+    alternate = ordered and causal and group == 1
+    return HopperBackward(
+        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate
+    )
 
 
 def _even_groups(heads: int, fit: int) -> int:
@@ -202,15 +203,19 @@ def heads_together_backward(
     simulation of the schedule 5% of 16 heads in groups of 3).
     """
     heads = B * Hkv
-    if config.ORDERED:
-        keys, most = ORDERED_HEADS[config.D][config.CAUSAL]
+    keys, most = ORDERED_HEADS[config.D][config.CAUSAL]
+    if config.ORDERED and config.ALTERNATE == config.CAUSAL:
         wanted = min(most, max(2, keys // Sk))
     else:
         fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
-        if not config.CAUSAL:
+        if config.ORDERED:
+            rounds = ORDERED_ROUNDS
+        elif not config.CAUSAL:
             fit, rounds = 1, 1  # all items are alike and, but for the first, wait for none
         items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
         wanted = max(1, fit, -(-items // -(-Sk // config.BN)))
+        if config.ORDERED:
+            wanted = min(wanted, most)
     least = min(heads, wanted)
     whole = (n for n in range(least, min(2 * least, heads) + 1) if heads % n == 0)
     return next(whole, _even_groups(heads, least))

@@ -194,7 +194,7 @@ def plan_backward(
     read the strides of the first three, out and dout."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
     causal, offset, scale, positive_scale = settings
-    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered, B * Hkv)
+    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered, B * Hkv, Hq // Hkv)
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))

@@ -17,8 +17,9 @@ each: programs that start together are at the same query tile whatever their key
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
-and the n-th to add does so when it says n.  Under a causal mask (CFG.ALTERNATE) half of the heads that
-are mixed go the other way: from the diagonal up, and key tiles from the last one to the first.
+and the n-th to add does so when it says n.  Under a causal mask (CFG.ALTERNATE, where no
+query heads share a key head) half of the heads that are mixed go the other way: from the diagonal up,
+and key tiles from the last one to the first.
 
 Where the first key tile only stores and the others wait for it (CFG.FIRST), the same counters are 0
 until it has done so.  For both:
