@@ -15,7 +15,7 @@ def quantize(
     arch: int, name: str, N: int, x: str, out: str, centered: bool, residual: str = "",
     **constexprs: Any,
 ) -> Case:  # fmt: skip
-    config = configs.norm_forward(N, 4, bool(residual), centered, divmod(arch, 10))
+    config = configs.norm_forward(N, 4, True, centered, divmod(arch, 10))
     whole, split = norm_quantize.norm_quantize_kernel, norm_quantize.norm_quantize_split_kernel
     pointers = {"x_ptr": x, "weight_ptr": "*bf16", "out_ptr": out, "scale_ptr": "*fp32"}
     if residual:

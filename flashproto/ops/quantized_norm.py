@@ -75,8 +75,8 @@ def quantized_norm_forward(
     M, N = sizes(x, normalized_ndim)
     rows, numbers = forward_arguments((x, residual, weight, bias), how)
     tensors = (*rows, out, None if residual is None else total, scale)
-    # The whole row waits for its scale in float32.
-    config = configs.norm_forward(N, 4, residual is not None, centered, capability(x.device))
+    # The whole row waits for its scale in float32: as much to hold as with a residual.
+    config = configs.norm_forward(N, 4, True, centered, capability(x.device))
     launches = WHOLE[how.hooked], SPLIT[how.hooked]
     numbers = (*numbers, torch.finfo(dtype).max)
     launch_of_rows(launches, config, M, N, tensors, numbers, exchanges=2)()
