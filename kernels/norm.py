@@ -124,6 +124,27 @@ def store_y(
     store(y_ptr, rows * N + cols, y, (rows < M) & inside)
 
 
+@triton.jit
+def hold_rows(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
+    rows, M, N, eps,
+    CENTERED: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """What load_total returns of whole rows [R, 1], in K tiles [R, C], and its mean and rstd [R]."""
+    chunks = ()
+    for k in tl.static_range(K):
+        cols, inside = columns_of(k, N, C, WHOLE)
+        x = load_total(
+            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+            rows, cols, (rows < M) & inside, M, N,
+        )  # fmt: skip
+        chunks = chunks + (x,)
+    n = tl.zeros([rows.shape[0]], tl.float32) + N
+    mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
+    rstd = moments_finish(n, M2, eps)
+    return chunks, mean, rstd
+
+
 @triton.jit(do_not_specialize=["M"])
 def norm_forward_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
@@ -135,17 +156,10 @@ def norm_forward_kernel(
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    chunks = ()
-    for k in tl.static_range(K):
-        cols, inside = columns_of(k, N, C, WHOLE)
-        x = load_total(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, cols, (rows < M) & inside, M, N,
-        )  # fmt: skip
-        chunks = chunks + (x,)
-    n = tl.zeros([R], tl.float32) + N
-    mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
-    rstd = moments_finish(n, M2, eps)
+    chunks, mean, rstd = hold_rows(
+        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+        rows, M, N, eps, CENTERED, C, K, WHOLE,
+    )  # fmt: skip
     if CENTERED and mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=row < M)
     if rstd_ptr is not None:

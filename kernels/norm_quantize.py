@@ -22,10 +22,10 @@ from .exchange import collect, pack, publish, unpack
 from .moments import moments_finish
 from .norm import (
     columns_of,
+    hold_rows,
     join_moments,
     load_again,
     load_total,
-    moments_of_chunks,
     publish_moments,
     y_of,
 )
@@ -51,17 +51,10 @@ def norm_quantize_kernel(
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    chunks = ()
-    for k in tl.static_range(K):
-        cols, inside = columns_of(k, N, C, WHOLE)
-        x = load_total(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, cols, (rows < M) & inside, M, N,
-        )  # fmt: skip
-        chunks = chunks + (x,)
-    n = tl.zeros([R], tl.float32) + N
-    mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
-    rstd = moments_finish(n, M2, eps)
+    chunks, mean, rstd = hold_rows(
+        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+        rows, M, N, eps, CENTERED, C, K, WHOLE,
+    )  # fmt: skip
     ys = ()
     largest = tl.zeros([R, C], tl.float32)
     for k in tl.static_range(K):
