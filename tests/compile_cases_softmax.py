@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
-import triton
 from compile_case import Case
 
 from flashproto import configs
@@ -20,9 +18,6 @@ SPLIT_FORWARD, SPLIT_BACKWARD = (
     softmax.softmax_forward_split_kernel,
     softmax.softmax_backward_split_kernel,
 )
-# Where a cap on registers pays, although it makes the compiler spill a few words, once a row.
-V36 = triton.__version__.startswith("3.6.")
-CAPPED_STACK = {("wide", 4): 0 if V36 else 16, ("widest", 4): 24 if V36 else 48}
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
 
@@ -68,10 +63,8 @@ def softmax_cases(arch: int) -> list[Case]:
             ("widest-log", WIDEST_FORWARD, True),
         ):
             config = configs.softmax_forward(N, size)
-            stack = CAPPED_STACK.get((name, size), 0)
             name = f"softmax-{name}-{x[1:]}"
-            plain = case(name, softmax.softmax_forward_kernel, forward, {"LOG": log}, config)
-            cases.append(replace(plain, max_stack=stack))
+            cases.append(case(name, softmax.softmax_forward_kernel, forward, {"LOG": log}, config))
         for N in (WIDEST_BACKWARD, *([2 * WIDEST_BACKWARD] if size == 2 else [])):
             config = configs.softmax_backward(N, size)
             name = f"softmax-backward-{N}-{x[1:]}"

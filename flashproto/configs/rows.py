@@ -239,12 +239,7 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
         warps = 16
     if itemsize == 2 and N > 8192:
         warps = 8
-    cap: int | None = None
-    if warps == 32:  # room for two programs a multiprocessor, of few spills
-        cap = 64 if hooked else 32
-    if itemsize == 4 and N == 8192 and not hooked:
-        cap = 40
-    return RowConfig(rows, columns, warps, max_registers=cap)
+    return RowConfig(rows, columns, warps, max_registers=64 if warps == 32 else None)
 
 
 @kept
