@@ -37,6 +37,7 @@ SUBJECTS = (
     "attention", "views", "norm", "add_norm", "softmax", "softmax_topk", "cross_entropy",
     "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu", "block",
 )  # fmt: skip
+DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
 TOOLS = ("sanitize", "search")  # modules with a command line of their own
 
 
@@ -149,7 +150,7 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
     print(report.ceilings_text(ceilings), flush=True)
     protocol = {"repeats": options.repeats, "rep_ms": options.rep_ms,
                 "drop_slower": options.drop_slower,
-                "timer": "device events, L2 flushed" if device.type == "cuda" else "wall clock",
+                "timer": DEVICE_TIMER if device.type == "cuda" else "wall clock",
                 "statistic": "median of interleaved repeats, each a median"}  # fmt: skip
     cells, runs = plan.data["cells"], plan.data["runs"]
     runs.append(report.describe_run(ceilings, protocol))

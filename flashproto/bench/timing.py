@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,29 +22,40 @@ def make_timer(device: torch.device, milliseconds: float = 100.0) -> Timer:
 
 
 def device_clock(fn: Callable[[], Any], milliseconds: float = 100.0) -> float:
-    """Median device milliseconds of a call, measured as triton.testing.do_bench does: an event on each
-    side of it, the L2 cache flushed before.
+    """Median device milliseconds of a call, measured nearly as triton.testing.do_bench does: an event
+    on each side of it, the L2 cache flushed before.
+
+    Unlike there, the flush is repeated for twice as long as the host takes to launch the call: the
+    device then finds all launches waiting for it.  Else it would wait for the host between the events,
+    as autograd takes the host longer than one flush takes the device.
 
     One call warms up and says how many to measure; where it alone takes `milliseconds`, it counts.
     """
     from triton.runtime import driver
 
-    flush = driver.active.get_empty_cache_for_benchmark()
+    cache = driver.active.get_empty_cache_for_benchmark()
 
-    def times(calls: int) -> list[float]:
-        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-        for start, end in events:
-            driver.active.clear_cache(flush)
-            start.record()
-            fn()
-            end.record()
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in events]
+    def launch(flushes: int) -> tuple[list[torch.cuda.Event], float]:
+        """A call's events, before the flushes and on each side of it, and the host's milliseconds."""
+        before, start, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        before.record()
+        for _ in range(flushes):
+            driver.active.clear_cache(cache)
+        start.record()
+        began = time.perf_counter()
+        fn()
+        end.record()
+        return [before, start, end], (time.perf_counter() - began) * 1e3
 
-    (first,) = times(1)
+    (before, start, end), host = launch(4)
+    torch.cuda.synchronize()
+    first, flush = start.elapsed_time(end), before.elapsed_time(start) / 4
     if first >= milliseconds:
         return first
-    return statistics.median(times(max(3, round(milliseconds / first))))
+    flushes = math.ceil(max(flush, min(2 * host, milliseconds)) / flush)
+    launched = [launch(flushes)[0] for _ in range(max(3, round(milliseconds / first)))]
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for _, start, end in launched)
 
 
 def wall_clock(fn: Callable[[], Any], milliseconds: float = 100.0, least: int = 3) -> float:
