@@ -17,6 +17,13 @@ over programs, which take C columns of a row each and exchange their moments (ex
 columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).  On
 Hopper they wait in shared memory instead: hopper/norm_forward.py.
 
+A mean rounded to float32 is off by up to 2^-24 of itself, and xhat by rstd times that: much where the
+elements of a row are large and nearly equal.  dx is off by as much of the averages of g and of g * xhat
+(norm_backward.py), which in a row of two or three elements may be far larger than dx, their difference.
+Float32 rows of at most SHORT elements are therefore shifted by the rounded mean first; the mean of what
+is left, whose own rounding does not count, is taken as that of other rows.  Over more elements those
+averages are small, and elements of 16 bits are equal or further apart.
+
 Legend: M rows, N columns; x, residual [M, N] with unit column stride and a row stride of their own;
 y, total [M, N] contiguous; weight, bias [N]; mean, rstd [M] float32; words [M, splits] int64, zeros.
 Any float dtype in memory, float32 in registers.  A pointer that is None leaves out its part.  WHOLE
@@ -31,7 +38,9 @@ import triton.language as tl
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook
 from .moments import moments_finish, moments_join
-from .rows import load, rounded, store
+from .rows import load, load_own, rounded, store
+
+SHORT = tl.constexpr(64)
 
 
 @triton.jit
@@ -67,14 +76,25 @@ def load_total(
 ):  # fmt: skip
     """What is normalized [R, C]: x as in memory, or in float32 after its hook; with a residual their
     sum, as stored in total."""
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=0.0)
+    x = load_own(x_ptr, rows * x_stride + cols, mask)
     if PROLOGUE is not None:
         x = apply_hook(PROLOGUE, prologue, x.to(tl.float32), rows, cols, M, N)
     if residual_ptr is not None:
-        residual = load(residual_ptr, rows * residual_stride + cols, mask)
+        residual = load_own(residual_ptr, rows * residual_stride + cols, mask).to(tl.float32)
         x = rounded(x.to(tl.float32) + residual, total_ptr.dtype.element_ty)
         tl.store(total_ptr + rows * N + cols, x, mask=mask)
     return x
+
+
+@triton.jit
+def mean_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
+    """The mean [R] of rows of n [R] elements in tiles [R, C]."""
+    sums = tl.zeros(chunks[0].shape, tl.float32)
+    for k in tl.static_range(len(chunks)):
+        _, inside = columns_of(k, N, C, WHOLE)
+        x = chunks[k].to(tl.float32)
+        sums += x if WHOLE else tl.where(inside, x, 0.0)
+    return tl.div_rn(tl.sum(sums, 1), n)
 
 
 @triton.jit
@@ -83,15 +103,10 @@ def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTER
 
     In two passes over registers, as moments_of_tile.
     """
-    sums = tl.zeros(chunks[0].shape, tl.float32)
     mean = tl.zeros(n.shape, tl.float32)
     if CENTERED:
-        for k in tl.static_range(len(chunks)):
-            _, inside = columns_of(k, N, C, WHOLE)
-            x = chunks[k].to(tl.float32)
-            sums += x if WHOLE else tl.where(inside, x, 0.0)
-        mean = tl.div_rn(tl.sum(sums, 1), n)
-        sums = tl.zeros(sums.shape, tl.float32)
+        mean = mean_of_chunks(chunks, n, N, C, WHOLE)
+    sums = tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(len(chunks)):
         _, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
@@ -130,7 +145,8 @@ def hold_rows(
     rows, M, N, eps,
     CENTERED: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What load_total returns of whole rows [R, 1], in K tiles [R, C], and its mean and rstd [R]."""
+    """What load_total returns of whole rows [R, 1], in K tiles [R, C], shifted if they are short, and
+    [R] each the mean and rstd of the tiles, and the mean of the rows."""
     chunks = ()
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
@@ -140,9 +156,14 @@ def hold_rows(
         )  # fmt: skip
         chunks = chunks + (x,)
     n = tl.zeros([rows.shape[0]], tl.float32) + N
+    SHIFTED: tl.constexpr = CENTERED and K * C <= SHORT and chunks[0].dtype == tl.float32
+    if SHIFTED:
+        tl.static_assert(K == 1)
+        shift = mean_of_chunks(chunks, n, N, C, WHOLE)
+        chunks = (chunks[0] - shift[:, None],)
     mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
     rstd = moments_finish(n, M2, eps)
-    return chunks, mean, rstd
+    return chunks, mean, rstd, shift + mean if SHIFTED else mean
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -156,12 +177,12 @@ def norm_forward_kernel(
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    chunks, mean, rstd = hold_rows(
+    chunks, mean, rstd, row_mean = hold_rows(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, eps, CENTERED, C, K, WHOLE,
     )  # fmt: skip
     if CENTERED and mean_ptr is not None:
-        tl.store(mean_ptr + row, mean, mask=row < M)
+        tl.store(mean_ptr + row, row_mean, mask=row < M)
     if rstd_ptr is not None:
         tl.store(rstd_ptr + row, rstd, mask=row < M)
     for k in tl.static_range(K):

@@ -33,7 +33,7 @@ from .cluster import cluster_begin, cluster_exchange
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .interpreter import INTERPRETED
-from .norm import columns_of, scaled
+from .norm import SHORT, columns_of, mean_of_chunks, scaled
 from .rows import load, rounded, store
 
 
@@ -201,6 +201,9 @@ def norm_backward_kernel(
                 prologue, epilogue, epilogue_gradients, CENTERED, CASTING, PROLOGUE, EPILOGUE_BACKWARD,
                 rows, cols, (rows < M) & inside, M, N,
             )  # fmt: skip
+            if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
+                x -= mean  # the mean is now what its rounding left out; see norm.py
+                mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
             xs, dys = xs + (x,), dys + (dy,)
             xhat = normalize(x, mean, rstd, CENTERED)
             # dy is 0 outside the mask, and with it g: the sums need no mask of their own.

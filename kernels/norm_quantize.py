@@ -51,7 +51,7 @@ def norm_quantize_kernel(
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    chunks, mean, rstd = hold_rows(
+    chunks, mean, rstd, _ = hold_rows(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, eps, CENTERED, C, K, WHOLE,
     )  # fmt: skip

@@ -40,7 +40,7 @@ from .online_softmax import (
     shift_of,
 )
 from .precise import hardware_exponential, precise_join, precise_state, precise_update, quotient
-from .rows import load, store
+from .rows import load, load_own, store
 
 
 @triton.jit
@@ -99,7 +99,7 @@ def normalized(x, m, l, LOG: tl.constexpr, PRECISE: tl.constexpr):
 def load_scores(x_ptr, x_stride, prologue, PROLOGUE: tl.constexpr, rows, cols, M, N):
     """x [R, C] as in memory, or in float32 after its hook; -inf outside the matrix."""
     mask = (rows < M) & (cols < N)
-    x = tl.load(x_ptr + rows * x_stride + cols, mask=mask, other=-float("inf"))
+    x = load_own(x_ptr, rows * x_stride + cols, mask, -float("inf"))
     if PROLOGUE is not None:
         x = apply_hook(PROLOGUE, prologue, x.to(tl.float32), rows, cols, M, N)
         x = tl.where(mask, x, -float("inf"))
@@ -226,9 +226,9 @@ def load_result(
     EPILOGUE is the backward of that hook.
     """
     mask = (rows < M) & (cols < N)
-    dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=mask, other=0.0)
+    dy = load_own(dy_ptr, rows * dy_stride + cols, mask)
     if x_ptr is None:
-        return tl.load(y_ptr + rows * y_stride + cols, mask=mask, other=0.0), dy
+        return load_own(y_ptr, rows * y_stride + cols, mask), dy
     else:
         lse = tl.load(lse_ptr + rows, mask=rows < M, other=0.0)
         x = load_scores(x_ptr, x_stride, prologue, PROLOGUE, rows, cols, M, N)

@@ -168,6 +168,8 @@ def norm_cases(arch: int) -> list[Case]:
         forward_shared("llama-shared-split", 65536, "*bf16", False, "*bf16", casting="llama"),
         forward_shared("layer-shared-split", 131072, "*bf16", True, "*bf16"),
         forward_shared("layer-shared-split-ragged", 50264, "*bf16", True, "*fp32"),
+        forward_shared("rms-shared-add", 16384, "*bf16", False, "*bf16", True),
+        forward_shared("layer-shared-add-ragged", 14344, "*fp16", True, "*fp32", True),
         forward_shared("layer-shared-split-add", 131072, "*bf16", True, "*bf16", True),
         backward_shared("rms-shared-backward", 131072, "*bf16", False, "*bf16"),
         backward_shared("llama-shared-backward", 2**19, "*bf16", False, "*bf16", casting="llama"),
@@ -177,6 +179,7 @@ def norm_cases(arch: int) -> list[Case]:
     ]
     return (shared if arch == 90 else []) + [
         forward(arch, "layer-64", 64, "*bf16", True, "*bf16"),
+        forward(arch, "layer-48-fp32", 48, "*fp32", True, "*fp32"),
         forward(arch, "layer-256", 256, "*bf16", True, "*bf16"),
         forward(arch, "layer-768", 768, "*bf16", True, "*bf16"),
         forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16"),
@@ -192,6 +195,7 @@ def norm_cases(arch: int) -> list[Case]:
         forward(arch, "rms-split", 2**20, "*fp32", False),
         forward(arch, "llama-4096", 4096, "*bf16", False, "*bf16", CASTING="llama"),
         backward(arch, "layer-64-backward", 64, "*bf16", True, "*fp32"),
+        backward(arch, "layer-48-backward-fp32", 48, "*fp32", True, "*fp32"),
         backward(arch, "layer-256-backward", 256, "*bf16", True, "*bf16"),
         backward(arch, "rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
         backward(arch, "layer-4096-backward-add", 4096, "*bf16", True, "*bf16", True),

@@ -90,13 +90,17 @@ def norm_forward(
     if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
         few = columns <= 256 or (columns <= 1024 and chunks < 7 and not centered)
         warps = min(max(columns * itemsize // (32 * (8 if few else 16)), 1), MAX_ROW_WARPS)
+        if centered and itemsize == 2:
+            warps = min(warps, 8)
         return RowConfig(1, columns, warps, chunks=chunks)
     if columns > 4096:
         return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
     per_warp, fewest = 1024 // itemsize, 4
-    if centered and columns <= 1024:
-        per_warp, fewest = (2 * per_warp, 1) if columns <= 256 else (per_warp, 2)
-    warps = max(columns // per_warp, fewest)
+    if centered and 32 < columns <= 256:
+        per_warp, fewest = (2048 // itemsize if columns == 64 else 1024), 1
+    elif centered and 256 < columns <= 1024:
+        fewest = 2
+    warps = min(max(columns // per_warp, fewest), 8)
     return RowConfig(min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS), columns, warps)
 
 
@@ -105,12 +109,15 @@ def norm_forward_shared(N: int, itemsize: int, residual: bool, centered: bool) -
     """Forward of the norms on Hopper, whose rows lie in shared memory; None for such as do not: narrow
     ones, and those that cannot all start at multiples of 16 bytes.
 
-    Up to 32768 columns a program takes a whole row; of wider ones, or of x and a residual, as many as
-    leave room for several programs a multiprocessor.  At most 32 programs share a row, so that a warp
-    looks at their words.
+    Up to 32768 columns, or 16384 of x and a residual, a program takes a whole row; of wider ones as
+    many as leave room for several programs a multiprocessor.  At most 32 programs share a row, so that
+    a warp looks at their words.
     """
-    narrowest = 12288 if centered and not residual else 16384
-    if itemsize != 2 or N % 8 != 0 or not narrowest < N <= 2**19:
+    if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
+        return None
+    if N <= 16384 and residual:
+        return RowConfig(1, -(-N // 2048) * 2048, 4 if centered else 8, max_registers=80)
+    if N == 16384 or (N < 16384 and not centered):
         return None
     if N <= 32768 and not residual:
         cap = 80 if centered and N > 16384 else 64
