@@ -89,7 +89,8 @@ def exact(h: Tensor, weight: Tensor, targets: Tensor) -> dict[str, Tensor]:
         dlogits[torch.arange(len(wanted), device=h.device), wanted] -= 1
         dh.append(dlogits @ wide / len(h))
         dweight += dlogits.t() @ part.float() / len(h)
-    return {"loss": h.new_tensor([total / len(h)]).float(), "dh": torch.cat(dh), "dweight": dweight}
+    loss = torch.tensor([total / len(h)], device=h.device)
+    return {"loss": loss, "dh": torch.cat(dh), "dweight": dweight}
 
 
 def contenders(
