@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _is_any_autocast_enabled as autocasts
+from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import backends
 
+# What compiled code allocates with; a torch without CUDA has no such function, or none that works.
+current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
 KEPT = 4096  # of about 2 KiB each; a key holds no tensor, a plan none either
 
 Plan = Callable[..., Any]
@@ -52,15 +56,28 @@ def key(options: tuple[Hashable, ...], *tensors: Tensor | None) -> Hashable | No
 
 def find(key: Hashable | None) -> Plan | None:
     """The plan kept under `key`."""
-    return None if key is None else _plans.get(key)
+    try:
+        return None if key is None else _plans.get(key)
+    except TypeError:  # of an option that has no hash
+        return None
 
 
 def keep(key: Hashable | None, make: Callable[[], Plan]) -> None:
-    """Keep the plan that make() returns, if a call under this key came before."""
-    if key is not None:
+    """Keep the plan that make() returns, if a call under this key came before.
+
+    Nothing is kept, and so nothing found, under a key with something else than plain values in it: an
+    option that is a tensor, say, may be another number at the next call.
+    """
+    if key is not None and _is_plain(key):
         if len(_plans) >= KEPT:
             _plans.clear()
         _plans[key] = make() if key in _plans else None
+
+
+def _is_plain(key: Hashable) -> bool:
+    if isinstance(key, tuple):
+        return all(map(_is_plain, key))
+    return key is None or isinstance(key, (int, float, str, torch.dtype, torch.device))
 
 
 def forget() -> None:
@@ -68,13 +85,43 @@ def forget() -> None:
     _plans.clear()
 
 
-def maker(made: Tensor | None, x: Tensor) -> Callable[[Tensor], Any]:
-    """A function of tensors like x that returns uninitialised memory like `made`, on x's device; None
-    where `made` is None."""
+def maker(made: Tensor | None) -> Callable[[], Any]:
+    """A function that returns uninitialised memory like `made`; None where that is None.
+
+    On the current GPU it asks where compiled code asks, past torch's dispatcher, which would take
+    longer than the launch.
+    """
     if made is None:
-        return lambda x: None
-    shape, strides, dtype, device = made.shape, made.stride(), made.dtype, made.device
-    like = torch.empty_like(x)
-    if (like.shape, like.stride(), like.dtype) == (shape, strides, dtype):
-        return torch.empty_like
-    return lambda x: torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        return lambda: None
+    shape, strides, dtype, device = tuple(made.shape), made.stride(), made.dtype, made.device
+
+    def anywhere() -> Tensor:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+    def on_current_device() -> Tensor:
+        if current_device() == index:
+            return empty_strided_cuda(shape, strides, dtype)
+        return anywhere()
+
+    index = device.index
+    return anywhere if device.type != "cuda" or empty_strided_cuda is None else on_current_device
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x, or where it begins at no multiple of 16 bytes, uninitialised memory like it that does: for a
+    plan, which follows from no address."""
+    if x.data_ptr() % 16 == 0:
+        return x
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def where_aligned(plan: Plan, otherwise: Plan) -> Plan:
+    """`plan` for tensors that begin at multiples of 16 bytes, `otherwise` for others."""
+
+    def planned(*tensors: Tensor | None) -> Any:
+        for x in tensors:
+            if x is not None and x.data_ptr() % 16 != 0:
+                return otherwise(*tensors)
+        return plan(*tensors)
+
+    return planned

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flashproto import plans
+
 
 def assert_no_worse(
     name: str, got: Tensor, eager: Tensor, exact: Tensor, magnitude: float = 0.0
@@ -38,7 +40,10 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return empty
 
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    if plans.empty_strided_cuda is not None:
+        monkeypatch.setattr(plans, "empty_strided_cuda", poisoned(plans.empty_strided_cuda))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
 
 

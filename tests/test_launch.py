@@ -112,7 +112,7 @@ def test_launches_on_the_current_stream() -> None:
 def test_launches_on_the_device_of_the_tensors() -> None:
     x = torch.randn(64, 256, device="cuda:1")
     with torch.cuda.device(0):
-        for _ in range(2):
+        for _ in range(4):
             result = flashproto.rms_norm(x, 256, impl="triton")
         assert torch.cuda.current_device() == 0
     assert result.device == x.device

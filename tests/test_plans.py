@@ -18,6 +18,7 @@ from flashproto import backends, plans
 pytest.importorskip("triton")
 
 f32, bf16 = torch.float32, torch.bfloat16
+WIDE = 16_400  # rows of as many columns are split over programs, or in shared memory on Hopper
 
 
 @pytest.fixture(autouse=True)
@@ -60,6 +61,14 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
             [x, r, w],
         ),
         "add_layer_norm": (lambda x, r: flashproto.add_layer_norm(x, r, 40, **triton), [x, r]),
+        "layer_norm of wide rows": (
+            lambda x, w: flashproto.layer_norm(x, WIDE, w, w, **triton),
+            [rows(device, dtype, 1, WIDE), rows(device, dtype, WIDE)],
+        ),
+        "softmax of wide rows": (
+            lambda x: flashproto.softmax(x, **triton),
+            [rows(device, dtype, 2, WIDE // 2)],
+        ),
         "softmax": (lambda x: flashproto.softmax(x, **triton), [x]),
         "softmax in float32": (lambda x: flashproto.softmax(x, dtype=f32, **triton), [x]),
         "log_softmax": (lambda x: flashproto.log_softmax(x[:, ::2], **triton), [x]),
@@ -146,6 +155,66 @@ def test_memory_that_starts_anywhere(device, followed, name) -> None:
             memory = torch.empty(size + start, dtype=t.dtype, device=device)
             moved.append(memory[start:].as_strided(t.shape, t.stride(), start).copy_(t))
         torch.testing.assert_close(call(*moved), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_follows_what_is_in_the_tensors(device, followed, name) -> None:
+    call, tensors = everything(device, bf16)[name]
+    others = [
+        torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t.flip(0) / 2 + 1)
+        for t in tensors
+    ]
+    expected = results(call, others)
+    plans.forget()
+    for given in (tensors, tensors, tensors, others):
+        got = results(call, given)
+    assert followed == [False, False, False, True, True]
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_options_that_are_tensors_are_read_at_each_call(device, followed) -> None:
+    x, (q, _, _), (qkv,) = rows(device), heads(device, f32), everything(device, f32)["attention_qkv"][1]
+    calls = {
+        "eps": lambda o: flashproto.layer_norm(x, 40, eps=o, impl="triton"),
+        "eps of rms_norm": lambda o: flashproto.rms_norm(x, 40, eps=o, impl="triton"),
+        "scale": lambda o: flashproto.attention(q, q, q, scale=o, impl="triton"),
+        "scale of qkv": lambda o: flashproto.attention_qkv(qkv, 2, 1, scale=o, impl="triton"),
+        "causal": lambda o: flashproto.attention_qkv(qkv, 2, 1, causal=o > 1, impl="triton"),
+    }
+    for name, call in calls.items():
+        option = torch.tensor(0.5)
+        for _ in range(3):
+            before = call(option)
+        assert torch.equal(before, call(0.5)), name
+        after = call(option.fill_(2.0))
+        assert torch.equal(after, call(2.0)), name
+        assert not torch.equal(after, before), name
+    assert not any(isinstance(part, Tensor) for key in plans._plans for part in flat(key))
+
+
+def test_options_without_a_hash(device, followed) -> None:
+    option = pytest.importorskip("numpy").array(0.5)
+    for _ in range(3):
+        y = flashproto.rms_norm(rows(device), 40, eps=option, impl="triton")
+        assert y.isfinite().all()
+    assert not any(followed)
+
+
+def flat(key: Any) -> Iterator[Any]:
+    for part in key if isinstance(key, tuple) else ():
+        yield from flat(part)
+    yield key
+
+
+def test_where_aligned() -> None:
+    plan = plans.where_aligned(lambda *tensors: True, lambda *tensors: False)
+    memory = torch.zeros(20)
+    for start in range(9):
+        assert plan(memory, None, memory[start:]) == (start % 4 == 0)
+        like = plans.aligned(memory[start:][:10].view(2, 5).t())
+        assert like.data_ptr() % 16 == 0
+        assert (like.shape, like.stride()) == ((5, 2), (1, 5))
 
 
 def test_only_some_inputs_require_grad(device, followed) -> None:
@@ -283,7 +352,7 @@ def test_errors_are_raised_every_time(device, followed) -> None:
 
 def test_keeps_no_tensor(device, followed) -> None:
     references = []
-    for name in ("add_layer_norm", "softmax", "cross_entropy", "attention"):
+    for name in ("add_layer_norm", "layer_norm of wide rows", "softmax", "cross_entropy", "attention"):
         call, tensors = everything(device, f32)[name]
         for _ in range(3):
             results(call, tensors)

@@ -82,7 +82,7 @@ def attention_qkv(
     Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
     """
-    name = "attention_qkv"
+    name, causal = "attention_qkv", bool(causal)
     key = plans.key((name, n_heads, n_kv_heads, causal, scale, impl), qkv)
     if (plan := plans.find(key)) is not None:
         return plan(qkv)

@@ -215,11 +215,11 @@ def plan(
     gradients = None
     if backend == "hopper":
         D = q.shape[3]
-        new_dq, new_dk = (plans.maker(empty_like_heads(x, D), x) for x in (q, k))
+        new_dq, new_dk = (plans.maker(empty_like_heads(x, D)) for x in (q, k))
         fill = hopper().plan_gradients(hopper_settings(causal, offset, scale))
 
         def gradients(q, k, v, out, lse, dout, dlse):
-            dq, dk, dv = new_dq(q), new_dk(k), new_dk(k)
+            dq, dk, dv = new_dq(), new_dk(), new_dk()
             fill(q, k, v, out, lse, dout, dlse, dq, dk, dv)
             return dq, dk, dv
 
@@ -241,21 +241,20 @@ def plan_forward(
     out = empty_like_heads(q, v.shape[3])
     if out.numel() == 0 or k.numel() == 0:
         return None
-    device, new_out = q.device, plans.maker(out, q)
+    lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=q.device)
+    new_out, new_lse = plans.maker(out), plans.maker(lse)
     if backend == "hopper":
         positive_scale = max(scale, SMALLEST_SCALE)
         fill = hopper().plan_forward(
-            q.shape, k.shape, causal, offset, positive_scale, device, q.dtype,
+            q.shape, k.shape, causal, offset, positive_scale, q.device, q.dtype,
             q.stride(), k.stride(), v.stride(), out.stride(),
         )  # fmt: skip
     else:
-        lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
         tensors = (q, k, v, out, lse)
         fill = forward_launch(*tensors, causal, offset, scale).bind(*tensors)
 
     def compute(q, k, v):
-        out = new_out(q)
-        lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=device)
+        out, lse = new_out(), new_lse()
         fill(q, k, v, out, lse)
         return out, lse
 

@@ -160,11 +160,11 @@ def plan(
     gradient = None
     if backend == "hopper":
         strides, made = qkv.stride(), torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        new, split_new = plans.maker(made, qkv), splitter(made, q_heads, k_heads)
+        new, split_new = plans.maker(made), splitter(made, q_heads, k_heads)
         fill = hopper().plan_gradients(hopper_settings(causal, 0, scale))
 
         def gradient(qkv, out, lse, dout):
-            made = new(qkv)
+            made = new()
             heads = split(qkv) if qkv.stride() == strides else split_heads(qkv, q_heads, k_heads)
             fill(*heads, out, lse, dout, None, *split_new(made))
             return made

@@ -154,17 +154,16 @@ def plan(
 
     fill, fill_at_once = launch_rows(False), launch_rows(True) if at_once else None
     count, add_up = launch_total(None), launch_total((floats, floats))
-    new_dlogits = plans.maker(dlogits, logits)
-    shape, loss_shape, words = targets.shape, () if one_number else targets.shape, layout.words
-
-    def empty(*shape):
-        return torch.empty(shape, dtype=torch.float32, device=device)
+    losses = torch.empty(() if one_number else targets.shape, dtype=torch.float32, device=device)
+    lse = torch.empty(targets.shape, dtype=torch.float32, device=device)
+    memory = torch.empty(layout.words, dtype=torch.float32, device=device)
+    new_loss, new_lse, new_memory, new_dlogits = map(plans.maker, (losses, lse, memory, dlogits))
 
     def compute(logits, targets, weight, recorded):
         targets, weights = targets.contiguous(), constants(weight, smoothing)
-        memory, loss = empty(words), empty(*loss_shape)
-        z = empty(*loss_shape) if need_z else None
-        lse = empty(*shape) if need_lse else None
+        memory, loss = new_memory(), new_loss()
+        z = new_loss() if need_z else None
+        lse = new_lse() if need_lse else None
         at_loss, at_z, at_lse, at_m, at_l, at_total_z, at_denominator = layout.at(memory.data_ptr())
         at_total = loss.data_ptr()
         if z is not None:
@@ -175,7 +174,7 @@ def plan(
             at_loss, at_z = at_total, at_z if z is None else at_total_z
         dlogits = None
         if recorded and fill_at_once is not None:
-            dlogits = new_dlogits(logits)
+            dlogits = new_dlogits()
             above = None
             if mean:
                 above = at_denominator

@@ -219,19 +219,34 @@ def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any
 
 
 class Launch(NamedTuple):
-    """A launch that waits to be made; `arguments` begin with the tensors."""
+    """A launch that waits to be made; `arguments` begin with the tensors.
+
+    words: the last of them, where programs exchange partial results (kernels/exchange.py), all zero.
+    aligned: whether the kernel takes only rows that begin at multiples of 16 bytes.
+    """
 
     launch: Callable[..., None]
     programs: int
     arguments: tuple[Any, ...]
     options: dict[str, Any]
+    words: Tensor | None = None
+    aligned: bool = False
 
     def __call__(self) -> None:
         self.launch(self.programs, *self.arguments, **self.options)
 
     def bound(self) -> Callable[..., None]:
-        """The launch as a function of its descriptors and tensors."""
-        return cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+        """The launch as a function of its descriptors and tensors, but for words: a launch leaves its
+        own behind, so that each has new ones."""
+        bound = cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+        if self.words is None:
+            return bound
+        count, device = self.words.numel(), self.words.device
+
+        def with_words(*tensors: Any) -> None:
+            bound(*tensors, torch.zeros(count, dtype=torch.int64, device=device))
+
+        return with_words
 
     def bind(self, *tensors: Tensor | None) -> Callable[..., None] | None:
         """The launch as a function of `tensors`, of which its own are views; None if one is a copy."""

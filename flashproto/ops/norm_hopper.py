@@ -73,10 +73,11 @@ def forward_launch_hopper(
     }  # fmt: skip
     programs = cdiv(M, config.rows)
     if not config.split:
-        return Launch(launch_forward_shared, programs, (*tensors, *numbers), options)
+        return Launch(launch_forward_shared, programs, (*tensors, *numbers), options, aligned=True)
     splits, words, lanes = exchange(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
-    return Launch(launch_forward_shared_split, programs * splits, (*tensors, words, *numbers), options)
+    arguments = (*tensors, words, *numbers)
+    return Launch(launch_forward_shared_split, programs * splits, arguments, options, words, True)
 
 
 def backward_launches_hopper(
@@ -104,7 +105,7 @@ def backward_launches_hopper(
         "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
-    first = Launch(launch_backward_shared, P * splits, (*tensors, *numbers), options)
+    first = Launch(launch_backward_shared, P * splits, (*tensors, *numbers), options, words, True)
     if dweight is None and dbias is None:
         return [first]
     return [first, column_sums_launch(*partials, dweight, dbias)]

@@ -162,7 +162,7 @@ def launch_of_rows(
         return Launch(whole, cdiv(M, config.rows), (*tensors, *numbers), options)
     splits, words, lanes = exchange(tensors[0], exchanges * M, N, config)
     options |= {"WHOLE": N % config.columns == 0, "LANES": lanes, "POLLS": POLLS}
-    return Launch(split, M * splits, (*tensors, words, *numbers), options)
+    return Launch(split, M * splits, (*tensors, words, *numbers), options, words)
 
 
 def forward_config(x: Tensor, residual: Tensor | None, N: int, how: How) -> configs.RowConfig:
@@ -312,7 +312,7 @@ def backward_launches(
         launch = launch_backward_split_hooked if hooked else launch_backward_split
         options |= {"WHOLE": N % config.columns == 0, "LANES": lanes, "POLLS": POLLS}
         arguments = (*tensors, *partials, words, *numbers, P, *hooks)
-        first = Launch(launch, P * splits, arguments, options)
+        first = Launch(launch, P * splits, arguments, options, words)
     else:
         tiles = cdiv(M, config.rows)
         P = min(tiles, programs) if sums or config.cluster > 1 else tiles

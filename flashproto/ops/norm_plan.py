@@ -20,12 +20,9 @@ from .norm_launch import (
     How,
     backward_launches,
     empty_gradients,
-    forward_config,
     forward_launch,
-    launch_backward,
     needed_outputs,
     norm_backward,
-    shared_config,
     sizes,
 )
 
@@ -113,29 +110,26 @@ def plan(
 
     if x.numel() == 0 or not takes_addresses(x.device):
         return anyhow
-    M, N = sizes(x, normalized_ndim)
-    inputs, how = (x, residual, weight, bias), How(normalized_ndim, eps, centered, casting)
-    # Words are new at each call, and rows in shared memory have to be aligned.
-    shared = shared_config(x, residual, N, how) is not None
-    if shared or forward_config(x, residual, N, how).split:
-        return anyhow
+    M, _ = sizes(x, normalized_ndim)
+    how = How(normalized_ndim, eps, centered, casting)
+    inputs: Any = tuple(t if t is None else plans.aligned(t) for t in (x, residual, weight, bias))
     y, total, _, _ = needed_outputs(x, residual, normalized_ndim, centered)
     floats = Memory(0, torch.float32, x.get_device())
-    bound = []
-    for mean, rstd in ((floats if centered else None, floats), (None, None)):
-        outputs: Any = y, total, mean, rstd
-        launch = forward_launch(inputs, outputs, how).bind(*inputs, *outputs)
-        if launch is None:
-            return anyhow
-        bound.append(launch)
-    fill, fill_without_statistics = bound
-    new_y, new_total = plans.maker(y, x), plans.maker(total, x)
-    layout, device = Statistics(M, centered), x.device
-    words, to_mean = layout.words, layout.to_mean
+    outputs: Any = y, total, floats if centered else None, floats
+    launch = forward_launch(inputs, outputs, how)
+    fill = launch.bind(*inputs, *outputs)
+    if fill is None:
+        return anyhow
+    fill_without_statistics = None
+    if launch.words is None and not launch.aligned:  # of wide rows they cost nothing
+        without: Any = y, total, None, None
+        fill_without_statistics = forward_launch(inputs, without, how).bound()
+    layout = Statistics(M, centered)
+    statistics, to_mean = x.new_empty(layout.words, dtype=torch.float32), layout.to_mean
+    new_y, new_total, new_statistics = map(plans.maker, (y, total, statistics))
 
     def compute(x, residual, weight, bias):
-        y, total = new_y(x), new_total(x)
-        statistics = torch.empty(words, dtype=torch.float32, device=device)
+        y, total, statistics = new_y(), new_total(), new_statistics()
         at_rstd = statistics.data_ptr()
         at_mean = at_rstd + to_mean if centered else None
         fill(x, residual, weight, bias, y, total, at_mean, at_rstd)
@@ -147,11 +141,14 @@ def plan(
     def planned(x, residual, weight, bias):
         if wants_grad(x, residual, weight, bias):
             return record(x, residual, weight, bias, parts)
-        y, total = new_y(x), new_total(x)
-        fill_without_statistics(x, residual, weight, bias, y, total, None, None)
+        if fill_without_statistics is None:
+            y, total, _ = compute(x, residual, weight, bias)
+        else:
+            y, total = new_y(), new_total()
+            fill_without_statistics(x, residual, weight, bias, y, total, None, None)
         return y if residual is None else (y, total)
 
-    return planned
+    return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
 def plan_gradients(
@@ -200,49 +197,53 @@ def plan_gradients_like(
         )  # fmt: skip
 
     made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)
-    given = dy, dtotal, x, None, weight, None
+    dy, x = plans.aligned(dy), plans.aligned(x)
     saved = x, None, weight, None, *layout.views(statistics)
     first, *sums = backward_launches(dy, dtotal, saved, made, how)
-    if first.launch is not launch_backward:
-        return anyhow
     dx, dresidual, dweight, dbias = (t if t.numel() else None for t in made)
     floats = Memory(0, torch.float32, x.get_device())
-    has_dweight, has_dbias = (t is not None for t in first.arguments[10:12])
+    has_dweight, has_dbias = dweight is not None, dbias is not None
     partials = floats if has_dweight else None, floats if has_dbias else None
     mean = floats if centered else None
-    arguments = (
-        *first.arguments[:6], mean, floats, *first.arguments[8:10], *partials, *first.arguments[12:]
-    )  # fmt: skip
-    fill = first._replace(arguments=arguments).bind(*given)
-    if fill is None:
+    # The kernel of aligned rows takes neither what it has no use for nor gaps where it would be.
+    given = (dy, x, weight) if first.aligned else (dy, dtotal, x, None, weight, None)
+    results = (dx,) if first.aligned else (dx, dresidual)
+    own = first.arguments[: len(given)]
+    tensors = *own, mean, floats, *results, *partials
+    launch = first._replace(arguments=(*tensors, *first.arguments[len(tensors) :])).bind(*given)
+    if launch is None:
         return anyhow
+
+    def fill_aligned(dy, dtotal, x, input, weight, bias, mean, rstd, dx, dresidual, dweight, dbias):
+        launch(dy, x, weight, mean, rstd, dx, dweight, dbias)
+
+    fill = fill_aligned if first.aligned else launch
     add_up, words = None, 0
     if sums:
         total = sums[0].arguments
         words = padded(max(t.numel() for t in total[:2] if t is not None))
         add_up = sums[0]._replace(arguments=(*partials, *total[2:])).bound()
-    parameter = x if weight is None else weight
-    new_dx, new_dresidual = plans.maker(dx, x), plans.maker(dresidual, x)
-    new_dweight, new_dbias = plans.maker(dweight, parameter), plans.maker(dbias, parameter)
     to_mean, to_dbias = layout.to_mean, 4 * words * has_dweight
-    memory = words * (has_dweight + has_dbias)
+    memory = statistics.new_empty(words * (has_dweight + has_dbias))
+    new_dx, new_dresidual, new_dweight, new_dbias, new_sums = map(
+        plans.maker, (dx, dresidual, dweight, dbias, memory)
+    )
 
     def planned(x, weight, statistics, dy, dtotal):
-        dx, dresidual = new_dx(x), new_dresidual(x)
+        dx, dresidual = new_dx(), new_dresidual()
         at_rstd = statistics.data_ptr()
         at_mean = at_rstd + to_mean if centered else None
         if add_up is None:
             fill(dy, dtotal, x, None, weight, None, at_mean, at_rstd, dx, dresidual, None, None)
             return pick(dx, dresidual, None, None)
-        sums = statistics.new_empty(memory)
+        sums = new_sums()
         at_sums = sums.data_ptr()
         at_dweight = at_sums if has_dweight else None
         at_dbias = at_sums + to_dbias if has_dbias else None
         sums_at = at_dweight, at_dbias
         fill(dy, dtotal, x, None, weight, None, at_mean, at_rstd, dx, dresidual, *sums_at)
-        parameter = x if weight is None else weight
-        dweight, dbias = new_dweight(parameter), new_dbias(parameter)
+        dweight, dbias = new_dweight(), new_dbias()
         add_up(*sums_at, dweight, dbias)
         return pick(dx, dresidual, dweight, dbias)
 
-    return planned
+    return plans.where_aligned(planned, anyhow) if first.aligned else planned

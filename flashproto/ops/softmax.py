@@ -79,7 +79,7 @@ def launch_of_splits(
         "C": config.columns, "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
-    return Launch(launch, M * splits, (*tensors, words, *numbers), options)
+    return Launch(launch, M * splits, (*tensors, words, *numbers), options, words)
 
 
 def softmax_forward(x: Tensor, log: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -115,7 +115,7 @@ def forward_launch(
     """The launch that fills y, of some elements, and lse; hooks and split_rows want an lse."""
     x = as_rows(x)
     M, N = x.shape
-    if lse is None and y.element_size() == 2:
+    if lse is None and y.element_size() == x.element_size():
         config = configs.softmax_forward_shared(N, x.element_size())
         if config is not None and has_hopper_kernels(x.device):
             from .softmax_hopper import forward_launch_hopper

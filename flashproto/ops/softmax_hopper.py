@@ -33,8 +33,9 @@ def forward_launch_hopper(x: Tensor, y: Tensor, log: bool, config: configs.RowCo
     M, N = x.shape
     numbers = x.stride(0) // per_unit, M, N // per_unit, log, N % config.columns == 0
     if config.split:
-        return launch_of_splits(launch_forward_shared_split, config, (x, y), numbers)
+        split = launch_of_splits(launch_forward_shared_split, config, (x, y), numbers)
+        return split._replace(aligned=True)
     options = {
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip
-    return Launch(launch_forward_shared, M, (x, y, *numbers), options)
+    return Launch(launch_forward_shared, M, (x, y, *numbers), options, aligned=True)

@@ -11,13 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import configs, plans
+from .. import plans
 from .autograd import differentiates, recorder, wants_grad
 from .softmax import (
     SoftmaxBackwardFunction,
     backward_launch,
     forward_launch,
-    launch_backward_split,
     log_softmax,
     softmax,
     softmax_backward,
@@ -63,42 +62,47 @@ def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
     def anyhow(x):
         return log_softmax(x, dtype) if log else softmax(x, dtype)
 
-    N = x.shape[-1]
-    if x.numel() == 0 or configs.softmax_forward(N, x.element_size()).split:
+    if x.numel() == 0:
         return anyhow
-    shape, like = x.shape, dtype is x.dtype and x.is_contiguous()
-    y = x.new_empty(shape, dtype=dtype)
-    fill = forward_launch(x, y, None, log).bind(x, y, None)
-    if fill is None:  # a copy of x, or a kernel that takes other tensors
+    x = plans.aligned(x)
+    y = x.new_empty(x.shape, dtype=dtype)
+    launch = forward_launch(x, y, None, log)
+    lse = () if launch.aligned else (None,)  # the kernels of aligned rows take none
+    fill = launch.bind(x, y, *lse)
+    if fill is None:  # a copy of x
         return anyhow
 
+    new_y = plans.maker(y)
+
     def compute(x):
-        y = torch.empty_like(x) if like else x.new_empty(shape, dtype=dtype)
-        fill(x, y, None)
+        y = new_y()
+        fill(x, y, *lse)
         return y
 
     parts = Softmax(compute, plan_gradient(log, x.dtype), log, x.dtype)
-    return lambda x: record(x, parts) if wants_grad(x) else compute(x)
+
+    def planned(x):
+        return record(x, parts) if wants_grad(x) else compute(x)
+
+    return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
 def plan_gradient(log: bool, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
     """softmax_backward as a function of (dy, y), for tensors of one shape, dtype and device; strides
     may differ, as hooks of saved tensors do not keep them."""
-    kinds: dict[tuple[object, ...], tuple[Callable[..., None], Callable[[Tensor], Tensor]] | None] = {}
+    kinds: dict[tuple[object, ...], tuple[Callable[..., None], Callable[[], Tensor]] | None] = {}
 
     def gradient(dy: Tensor, y: Tensor) -> Tensor:
         key = dy.stride(), y.stride()
         if key not in kinds:
             dx = y.new_empty(y.shape, dtype=dtype)
-            launch = backward_launch(dy, y, None, None, dx, log)
-            split = launch.launch is launch_backward_split[False]
-            fill = None if split else launch.bind(dy, y, None, None, dx)
-            kinds[key] = None if fill is None else (fill, plans.maker(dx, y))
+            fill = backward_launch(dy, y, None, None, dx, log).bind(dy, y, None, None, dx)
+            kinds[key] = None if fill is None else (fill, plans.maker(dx))
         found = kinds[key]
         if found is None:
             return softmax_backward(dy, y, log, dtype)
         fill, new_dx = found
-        dx = new_dx(y)
+        dx = new_dx()
         fill(dy, y, None, None, dx)
         return dx
 

@@ -1,0 +1,184 @@
+"""Plans of calls of wide rows, whose launches want more than tensors: words that are zero, where rows
+are split over programs, and rows that begin at multiples of 16 bytes, where they are in shared
+memory."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import flashproto
+from flashproto import plans
+
+pytest.importorskip("triton")
+
+from flashproto.ops import norm_plan, softmax_plan
+
+# On Hopper: rows in registers of a cluster or of split programs, and in shared memory of one or more.
+WIDTHS = [16_400, 40_008, 65_544, 131_072]
+ROWS = 37
+
+Call = Callable[..., Tensor | tuple[Tensor, Tensor]]
+CALLS: dict[str, tuple[Call, str]] = {
+    "rms_norm": (lambda x, w: flashproto.rms_norm(x, x.shape[1], w, impl="triton"), "xw"),
+    "rms_norm alone": (lambda x: flashproto.rms_norm(x, x.shape[1], impl="triton"), "x"),
+    "layer_norm": (lambda x, w: flashproto.layer_norm(x, x.shape[1], w, w, impl="triton"), "xw"),
+    "add_rms_norm": (
+        lambda x, r, w: flashproto.add_rms_norm(x, r, x.shape[1], w, impl="triton"), "xxw",
+    ),
+    "softmax": (lambda x: flashproto.softmax(x, impl="triton"), "x"),
+    "log_softmax": (lambda x: flashproto.log_softmax(x, impl="triton"), "x"),
+    "softmax in float32": (lambda x: flashproto.softmax(x, dtype=torch.float32, impl="triton"), "x"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def no_plans() -> Iterator[None]:
+    plans.forget()
+    yield
+    plans.forget()
+
+
+def tensors_of(kinds: str, N: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
+    shapes = ((ROWS, N) if kind == "x" else (N,) for kind in kinds)
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def results(call: Call, tensors: list[Tensor], grad: bool = True) -> list[Tensor]:
+    """Outputs, and gradients of some function of them."""
+    if not grad:
+        outputs = call(*tensors)
+        return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    outputs = results(call, leaves, False)
+    upstream = [y.detach().flip(0).contiguous() for y in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+
+
+def ordinary(call: Call, tensors: list[Tensor], grad: bool = True) -> list[Tensor]:
+    """The results of a call that follows no plan."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "find", lambda key: None)
+        patch.setattr(plans, "keep", lambda key, make: None)
+        return results(call, tensors, grad)
+
+
+def planned(call: Call, tensors: list[Tensor], grad: bool = True) -> list[Tensor]:
+    """The results of a call whose plan launches all that it launches."""
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("the plan went the ordinary way")
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("norm", "norm_backward"):
+            patch.setattr(norm_plan, name, refuse)
+        for name in ("softmax", "log_softmax", "softmax_backward"):
+            patch.setattr(softmax_plan, name, refuse)
+        return results(call, tensors, grad)
+
+
+def assert_same(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def elsewhere(x: Tensor) -> Tensor:
+    """x at an address that is no multiple of 16 bytes."""
+    return torch.empty(x.numel() + 1, dtype=x.dtype, device=x.device)[1:].view(x.shape).copy_(x)
+
+
+def make_plan(call: Call, tensors: list[Tensor]) -> None:
+    for _ in range(2):
+        results(call, tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_bits_are_those_of_ordinary_calls(device, N, name) -> None:
+    call, kinds = CALLS[name]
+    sets = [tensors_of(kinds, N, device) for _ in range(3)]
+    wanted = [ordinary(call, tensors) for tensors in sets]
+    make_plan(call, sets[0])
+    for _ in range(2):
+        for tensors, expected in zip(sets, wanted, strict=True):
+            for _ in range(2):
+                assert_same(planned(call, tensors), expected)
+                assert_same(planned(call, tensors, False), ordinary(call, tensors, False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_rows_that_begin_anywhere(device, N, name) -> None:
+    call, kinds = CALLS[name]
+    tensors = tensors_of(kinds, N, device)
+    moved = [elsewhere(t) for t in tensors]
+    wanted = ordinary(call, tensors)
+    make_plan(call, moved)  # which serves for those at multiples of 16 bytes
+    for _ in range(2):
+        assert_same(planned(call, tensors), wanted)
+        assert_same(results(call, moved), ordinary(call, moved))
+
+
+@pytest.mark.gpu
+def test_shapes_in_turn(device) -> None:
+    cases = [
+        (CALLS[name][0], tensors_of(CALLS[name][1], N, device, dtype))
+        for N in (256, 12_000, 16_400, 40_008, 65_544)
+        for name in ("layer_norm", "add_rms_norm", "softmax")
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    wanted = [ordinary(*case) for case in cases]
+    for _ in range(6):
+        for i in random.sample(range(len(cases)), len(cases)):
+            assert_same(results(*cases[i]), wanted[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("N", [16_400, 65_544])
+def test_is_captured_in_a_cuda_graph(device, N, name) -> None:
+    call, kinds = CALLS[name]
+    tensors = tensors_of(kinds, N, device)
+    make_plan(call, tensors)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        planned(call, tensors)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [planned(call, tensors) for _ in range(2)]
+    for _ in range(3):
+        for t in tensors:
+            t.copy_(torch.randn_like(t))
+        graph.replay()
+        wanted = ordinary(call, tensors)
+        for got in captured:
+            assert_same(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [40_008, 65_544])
+def test_streams_share_no_words(device, N) -> None:
+    call, kinds = CALLS["layer_norm"]
+    sets = [tensors_of(kinds, N, device) for _ in range(4)]
+    wanted = [ordinary(call, tensors, False) for tensors in sets]
+    make_plan(call, sets[0])
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    for _ in range(20):
+        got = []
+        for stream, tensors in zip(streams, sets, strict=True):
+            with torch.cuda.stream(stream):
+                got.append(planned(call, tensors, False))
+        torch.cuda.synchronize()
+        for a, b in zip(got, wanted, strict=True):
+            assert_same(a, b)
