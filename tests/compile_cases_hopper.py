@@ -19,6 +19,8 @@ from flashproto.ops.attention_hopper import PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+# (Sq, heads, group): many queries, few, few of grouped heads, and more of them
+QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
@@ -36,6 +38,12 @@ def heads(element: str, rows: int, D: int) -> str:
     return f"tensordesc<{element}[1, 1, {rows}, {D}],{in_shared!r}>"
 
 
+def packed_heads(element: str, queries: int, pack: int, D: int) -> str:
+    """The type of a descriptor with boxes [1, 1, queries, pack, D]."""
+    in_shared = layout(torch.bfloat16, (1, 1, queries, pack, D))
+    return f"tensordesc<{element}[1, 1, {queries}, {pack}, {D}],{in_shared!r}>"
+
+
 def float32(*box: int) -> str:
     """The type of a descriptor of float32 with such boxes."""
     return f"tensordesc<fp32[{', '.join(map(str, box))}],{layout(torch.float32, box)!r}>"
@@ -44,6 +52,7 @@ def float32(*box: int) -> str:
 def case(
     name: str, kernel: Any, element: str, constexprs: dict[str, Any],
     descriptors: dict[str, str] | None = None, max_stack: int = 0, hgmma: bool = True,
+    max_registers: int | None = None,
 ) -> Case:  # fmt: skip
     signature = dict(descriptors or {})
     for argument in kernel.arg_names:
@@ -56,14 +65,15 @@ def case(
     aligned = tuple(n for n, kind in signature.items() if kind.startswith("*"))
     return Case(
         name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=constexprs,
-        divisible_by_16=aligned, max_stack=max_stack, hgmma=hgmma,
+        divisible_by_16=aligned, max_stack=max_stack, hgmma=hgmma, max_registers=max_registers,
     )  # fmt: skip
 
 
 def forward_configs() -> list[configs.HopperForward]:
-    """Each once, over the head dims, lengths and masks that tell them apart."""
+    """Each once, over the head dims, lengths, masks and groups that tell them apart."""
     chosen = (
-        configs.attention_forward_hopper(D, Sk, causal)
+        configs.attention_forward_hopper(D, Sk, causal, *queries)
+        for queries in QUERIES
         for D in HEAD_DIMS
         for Sk in LENGTHS
         for causal in (False, True)
@@ -86,15 +96,18 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         return
     for element in ("bf16", "fp16"):
         for config in forward_configs():
-            if element == "fp16" and (config.D != 128 or not config.CAUSAL):
+            if element == "fp16" and (config.D != 128 or not config.CAUSAL or config.PACK > 1):
                 continue  # the same registers as bf16
             name = f"forward-{config.D}-{'causal' if config.CAUSAL else 'full'}"
-            keys = heads(element, config.BN, config.D)
-            descriptors = {"q_desc": heads(element, 64, config.D), "k_desc": keys, "v_desc": keys}
+            queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
+            if config.PACK > 1:
+                queries = packed_heads(element, config.CQ, config.PACK, config.D)
+            descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
             yield case(
                 f"{name}-{config.W}-{config.KS}-{config.VS}{'-overlap' * config.OVERLAP}"
-                f"{'-skip' * config.SKIP}",
+                f"{'-skip' * config.SKIP}{f'-{config.PACK}-heads' * (config.PACK > 1)}",
                 attention_forward_kernel, element, {"CFG": config}, descriptors, FORWARD_STACK,
+                max_registers=config.max_registers,
             )  # fmt: skip
         for config in backward_configs():
             D, causal = config.D, config.CAUSAL

@@ -12,6 +12,7 @@ each call, so that a run that is cut short says how far it came.  Exit code 1 wh
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -28,25 +29,35 @@ from .measure import compare
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 KEYS = (200, 2100, 4200, 8200, 16400)  # one between any two lengths at which a configuration changes
-QUERIES = 150
+# (B, Hq, Hkv, Sq): a head pair of a few tiles; for the forward also few queries, few of grouped heads,
+# and more of them
+SHAPES = ((1, 2, 1, 380), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33))
 
 
 @dataclass(frozen=True)
 class Call:
-    """One head pair (GQA) of QUERIES queries, or as many as keys where that is less."""
+    """One call of SHAPES."""
 
     D: int
     Sk: int
     causal: bool
     backward: bool
     deterministic: bool
+    shape: tuple[int, int, int, int] = SHAPES[0]
+
+    @property
+    def config(self) -> configs.HopperForward:
+        """Of its forward."""
+        B, Hq, Hkv, Sq = self.shape
+        return configs.attention_forward_hopper(self.D, self.Sk, self.causal, Sq, B * Hkv, Hq // Hkv)
 
     @property
     def key(self) -> str:
         mask = "causal" if self.causal else "full"
         which = "forward" if not self.backward else (
             "deterministic backward" if self.deterministic else "backward")  # fmt: skip
-        return f"D{self.D} Sk{self.Sk} {mask} {which}"
+        B, Hq, Hkv, Sq = self.shape
+        return f"D{self.D} B{B} H{Hq}/{Hkv} Sq{Sq} Sk{self.Sk} {mask} {which}"
 
 
 def calls() -> list[Call]:
@@ -54,18 +65,19 @@ def calls() -> list[Call]:
     made, seen = [], set()
     for causal in (False, True):
         for D in HEAD_DIMS:
-            for Sk in KEYS:
-                config = (D, configs.attention_forward_hopper(D, Sk, causal))
-                if config not in seen:
-                    seen.add(config)
-                    made.append(Call(D, Sk, causal, False, False))
+            for Sk, shape in itertools.product(KEYS, SHAPES):
+                call = Call(D, Sk, causal, False, False, shape)
+                if (D, call.config) not in seen:
+                    seen.add((D, call.config))
+                    made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
     return made
 
 
 def run(call: Call) -> str | None:
     """What is wrong with the call's results; None if nothing."""
-    shapes = ((1, 2, QUERIES, call.D), (1, 1, call.Sk, call.D), (1, 1, call.Sk, call.D))
+    B, Hq, Hkv, Sq = call.shape
+    shapes = ((B, Hq, Sq, call.D), (B, Hkv, call.Sk, call.D), (B, Hkv, call.Sk, call.D))
     host = [torch.randn(shape).bfloat16() for shape in shapes]
     grad = torch.randn(shapes[0]).bfloat16()
     inputs = [t.cuda().requires_grad_(call.backward) for t in host]

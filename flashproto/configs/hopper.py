@@ -9,14 +9,17 @@ fields alone: after a change of a property or of a named barrier's number, empty
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attention import padded_head_dim
 
+MULTIPROCESSORS = 132  # of an H200
 L2_SHARE = 32 << 20  # bytes of L2 that the tiles of concurrent programs may take
 # Items for each program among heads that are mixed in the causal backward, so that a group's longest
 # ones do not end alone; in order and all downwards, so that they do not wait either.
 ROUNDS, ORDERED_ROUNDS = 2, 6
+# Packed work items over unpacked ones, at most: a smaller gain is not worth another kernel to compile.
+PACKED_SHARE = 7 / 8
 # In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
 # With fewer, the items of a head start too close together not to wait; more share too little in L2.
 # What rows of 4096 took more than in no order, with so many heads:
@@ -29,7 +32,7 @@ ORDERED_HEADS = {
 }
 # Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
 # would cost more than the larger tiles gain.
-PAIRED_KEYS = 3 * 132 * 256
+PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class HopperForward:
     D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
     registers for P twice; HALF: a consumer keeps half of its queries in registers; SKIP: halves of key
-    tiles that none of a consumer's rows may see, and rows past the end, take no softmax.
+    tiles that none of a consumer's rows may see, and rows past the end, take no softmax; PACK: 1, or
+    the query heads of a key head, which a work item takes together, rounded up to a power of two.
     """
 
     CAUSAL: bool
@@ -51,11 +55,28 @@ class HopperForward:
     OVERLAP: bool
     HALF: bool = False
     SKIP: bool = False
+    PACK: int = 1
 
     @property
     def BM(self) -> int:
         """Query rows of a work item."""
         return 64 * self.W
+
+    @property
+    def CQ(self) -> int:
+        """Queries of a consumer."""
+        return 64 // self.PACK
+
+    @property
+    def BQ(self) -> int:
+        """Queries of a work item."""
+        return self.CQ * self.W
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread at the start, if Triton is to be told: with one consumer it would ask for 256,
+        which ptxas refuses; two start with 168."""
+        return 168 if self.W == 1 else None
 
     # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
     @property
@@ -147,11 +168,37 @@ def hopper_head_dim(head_dim: int) -> int:
     return max(padded_head_dim(head_dim), 64)
 
 
-def attention_forward_hopper(head_dim: int, Sk: int, causal: bool) -> HopperForward:
-    """Forward.  Three consumers at head_dim 64, unless rows are short and their tiles' ends many.  In
-    long full rows a third buffer of keys and queries in registers pay at head_dim 128, and overlap at
-    head_dim 256; SKIP pays at head_dim 64 but in short full rows."""
-    D = hopper_head_dim(head_dim)
+def attention_forward_hopper(
+    head_dim: int, Sk: int, causal: bool,
+    Sq: int = 16384, heads: int = 1024, group: int = 1, multiprocessors: int = MULTIPROCESSORS,
+) -> HopperForward:  # fmt: skip
+    """Forward, of so many key heads in all sequences, each with `group` query heads.
+
+    A work item takes as long as its keys are many, whether its rows are queries or padding: with few
+    queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
+    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work.
+    """
+    config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
+    pack = 1 << (group - 1).bit_length()
+    packed, unpacked = -(-Sq * pack // config.BM), group * -(-Sq // config.BM)
+    if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
+        pack = 1
+    items_of_one = heads * -(-Sq * pack // 64)
+    if Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors):
+        config = _few_queries(config.D, causal)
+    return replace(config, PACK=pack)
+
+
+def _few_queries(D: int, causal: bool) -> HopperForward:
+    """One consumer: it has the tensor cores for itself, and more tiles are on their way."""
+    BN, KS, VS = {64: (128, 5, 5), 128: (128, 3, 3), 256: (64, 3, 2)}[D]
+    return HopperForward(causal, D, BN, W=1, KS=KS, VS=VS, OVERLAP=D < 256)
+
+
+def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
+    """Three consumers at head_dim 64, unless rows are short and their tiles' ends many.  In long full
+    rows a third buffer of keys and queries in registers pay at head_dim 128, and overlap at head_dim
+    256; SKIP pays at head_dim 64 but in short full rows."""
     if D == 64 and causal and Sk < 1536:
         return HopperForward(causal, D, BN=128, W=2, KS=4, VS=4, OVERLAP=True, SKIP=True)
     if D == 64:
@@ -190,8 +237,10 @@ def _even_groups(heads: int, fit: int) -> int:
 
 
 def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
-    """Query heads whose work items are mixed: those whose keys and values fit in L2 together."""
-    return _even_groups(B * Hkv, L2_SHARE // (4 * Sk * config.D)) * (Hq // Hkv)
+    """Heads of work items (key heads if packed, else query heads) that are mixed: those whose keys and
+    values fit in L2 together."""
+    together = _even_groups(B * Hkv, L2_SHARE // (4 * Sk * config.D))
+    return together if config.PACK > 1 else together * (Hq // Hkv)
 
 
 def heads_together_backward(
@@ -230,13 +279,13 @@ def balanced_plan(
     Items are numbered group by group and, within a group, from the last query tile to the first, the
     heads of a tile one after the other.  An item costs its key tiles and one more.
     """
-    tiles = -(-Sq // config.BM)
+    tiles = -(-Sq // config.BQ)
     free = [(0, program) for program in range(programs)]
     items: list[list[int]] = [[] for _ in range(programs)]
     item = 0
     for first in range(0, heads, together):
         for tile in reversed(range(tiles)):
-            cost = max(-(-min(Sk, (tile + 1) * config.BM + offset) // config.BN), 1) + 1
+            cost = max(-(-min(Sk, (tile + 1) * config.BQ + offset) // config.BN), 1) + 1
             for _ in range(min(together, heads - first)):
                 at, program = free[0]
                 heapq.heapreplace(free, (at + cost, program))

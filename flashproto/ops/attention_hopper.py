@@ -64,7 +64,7 @@ class Order:
         if self.table is not None:
             return self.table
         config, heads, _, Sq, _, _, programs = self.work
-        total = heads * cdiv(Sq, config.BM)
+        total = heads * cdiv(Sq, config.BQ)
         if torch.cuda.is_current_stream_capturing():
             rounds = total // programs + 2
             turns = torch.arange(rounds * programs, dtype=torch.int32, device=self.device)
@@ -96,7 +96,22 @@ order_of = functools.cache(Order)
 
 @functools.cache
 def forward_launcher(config: configs.HopperForward) -> Launcher:
-    return launcher(attention_forward_kernel, descriptors=3, tensors=3, CFG=config, num_warps=4)
+    return launcher(
+        attention_forward_kernel, descriptors=3, tensors=3, CFG=config,
+        num_warps=4, maxnreg=config.max_registers,
+    )  # fmt: skip
+
+
+def boxes_of_queries(
+    config: configs.HopperForward, shape: Shape, strides: Shape, group: int
+) -> tuple[Shape, Shape, Shape]:
+    """(shape, strides, box) of q as a consumer's rows are fetched; packed, the heads of a group are a
+    dimension inside of the queries."""
+    if config.PACK == 1:
+        return shape, strides, (1, 1, 64, config.D)
+    (B, Hq, Sq, head_dim), (b, h, s, one) = shape, strides
+    box = (1, 1, config.CQ, config.PACK, config.D)
+    return (B, Hq // group, Sq, group, head_dim), (b, group * h, s, h, one), box
 
 
 @functools.lru_cache(1024)
@@ -107,21 +122,23 @@ def plan_forward(
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
     """attention_forward as a function of (q, k, v, out, lse), whose strides TMA can read."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
-    config = configs.attention_forward_hopper(head_dim, Sk, causal)
-    tiles = cdiv(Sq, config.BM)
-    total = tiles * B * Hq
-    programs = min(total, multiprocessors(device))
+    group, most = Hq // Hkv, multiprocessors(device)
+    config = configs.attention_forward_hopper(head_dim, Sk, causal, Sq, B * Hkv, group, most)
+    heads = Hq if config.PACK == 1 else Hkv  # of work items
+    tiles = cdiv(Sq, config.BQ)
+    total = tiles * B * heads
+    programs = min(total, most)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
-    order = order_of(config, B * Hq, together, Sq, Sk, offset, programs, device) if causal else None
+    order = order_of(config, B * heads, together, Sq, Sk, offset, programs, device) if causal else None
     index = memory_index(device)
-    queries, keys = (1, 1, 64, config.D), (1, 1, config.BN, config.D)
-    q_boxes = boxes(index, dtype, q_shape, q_strides, queries)
+    keys = (1, 1, config.BN, config.D)
+    q_boxes = boxes(index, dtype, *boxes_of_queries(config, q_shape, q_strides, group))
     k_boxes, v_boxes = (boxes(index, dtype, k_shape, s, keys) for s in (k_strides, v_strides))
     floats = Memory(0, torch.float32, index)
     launch = forward_launcher(config).bind(
         programs, True, True, True,
         Memory(0, dtype, index), floats, floats if order is None else Memory(0, torch.int32, index),
-        total, tiles, Hq, Hq // Hkv, B * Hq, together, Sq, Sk, offset if causal else Sk,
+        total, tiles, heads, group, B * heads, together, Sq, Sk, offset if causal else Sk,
         *eighths(out_strides), head_dim, scale * LOG2E,
     )  # fmt: skip
 

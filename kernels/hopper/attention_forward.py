@@ -1,7 +1,7 @@
 """Attention forward on Hopper, in Gluon: TMA, asynchronous wgmma, warp specialisation.
 
     q [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] -> out [B, Hq, Sq, D], lse [B, Hq, Sq]
-    D: head_dim padded to 64, 128 or 256 (TMA fills with zeros), BM = 64 W queries, BN keys a tile
+    D: head_dim padded to 64, 128 or 256 (TMA fills with zeros), BM = 64 W query rows, BN keys a tile
 
 The algorithm is that of kernels/attention_forward.py; what differs is who does what, and when.
 
@@ -28,6 +28,11 @@ no bytes.
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
 writes 32; with HALF a consumer keeps half of its queries in registers, which takes 8 off.
 
+With few queries most rows of an item would be padding, and each query head of a group would read the
+same keys and values.  With PACK an item has a key head, and row r is head r % PACK of the group and
+query r // PACK of the tile: q is seen as [B, Hkv, Sq, group, D], of which TMA brings boxes with PACK
+heads, zeros past a group that is no power of two.  Row by row the arithmetic is the same.
+
 Under a causal mask items differ in length; the order in which each program takes them comes from a
 table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py,
 written so that a thread's comparisons are with constants.  The tile needs none where key_tiles of
@@ -47,7 +52,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..schedule import key_tiles
-from .attention_forward_work import advance, producer, tile_of, work_index
+from .attention_forward_work import (
+    advance,
+    end_of_row,
+    head_of_row,
+    producer,
+    query_of_row,
+    tile_of,
+    work_index,
+)
 from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
 from .warpgroups import bar_arrive, hidden_zero, matrix, static_arrive, static_sync, wide_rows
 
@@ -55,7 +68,7 @@ from .warpgroups import bar_arrive, hidden_zero, matrix, static_arrive, static_s
 
 
 @gluon.jit
-def mask_scores(x, row, col, Sk, offset):
+def mask_scores(x, row, col, Sk, offset, CFG: gl.constexpr):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
     A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
@@ -63,7 +76,7 @@ def mask_scores(x, row, col, Sk, offset):
     """
     BN: gl.constexpr = x.shape[1]
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    limit = gl.minimum(Sk - 1 - col, row + (offset - col) + gl.arange(0, 64, R))
+    limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
     y = x.reshape([64, BN // 8, 4, 2])
     L: gl.constexpr = y.type.layout
     rows = gl.convert_layout(
@@ -89,26 +102,28 @@ def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
         if 2 * j + 1 >= whole:
             a, b = gl.split(x.reshape([64, 2, H]).permute((0, 2, 1)))
             if (2 * j >= whole) & (2 * j < end):
-                a = mask_scores(a, row, j * CFG.BN, Sk, offset)
+                a = mask_scores(a, row, j * CFG.BN, Sk, offset, CFG)
             if 2 * j + 1 < end:
-                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset)
+                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
     else:
         if j >= whole:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, CFG)
     return x
 
 
 @gluon.jit
 def take_turn(c: gl.constexpr, CFG: gl.constexpr):
     """Wait until the other consumers have issued their products."""
-    static_sync(CFG.PB + c, 256)
+    if CFG.W > 1:
+        static_sync(CFG.PB + c, 256)
 
 
 @gluon.jit
 def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
-    static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
+    if CFG.W > 1:
+        static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
 
 
 @gluon.jit
@@ -140,21 +155,38 @@ def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt: gl.constexpr):
-    """64 rows of the output from `row` on, in pieces of 16 bytes."""
+def store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG: gl.constexpr):
+    """lse [64] of queries from `row` on."""
+    L: gl.constexpr = lse.type.layout
+    rows = query_of_row(row, L, CFG)
+    gl.store(
+        lse_ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * Sq + rows,
+        lse,
+        mask=rows < end_of_row(GROUP, Sq, L, CFG),
+    )
+
+
+@gluon.jit
+def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG: gl.constexpr):
+    """64 rows of the output, queries from `row` on, in pieces of 16 bytes."""
     D: gl.constexpr = acc.shape[1]
     out = gl.convert_layout(acc.to(dt), wide_rows(D))
     L: gl.constexpr = out.type.layout
-    rows = row + gl.arange(0, 64, gl.SliceLayout(1, L))
+    R: gl.constexpr = gl.SliceLayout(1, L)
+    rows = query_of_row(row, R, CFG)
+    heads = head_of_row(h, GROUP, R, CFG)
+    ends = end_of_row(GROUP, Sq, R, CFG)
+    if CFG.PACK > 1:
+        heads = heads[:, None]
     cols = gl.arange(0, D, gl.SliceLayout(0, L))
     # not known to stay the same, or what follows from them would be kept in registers over all tiles;
     # the lane's part of a column is moved to the other side, as in mask_scores
     zero = hidden_zero()
-    base = o_ptr + (b.to(gl.int64) * (so_b + zero) + h.to(gl.int64) * (so_h + zero)) * 8
+    base = o_ptr + (b.to(gl.int64) * (so_b + zero) + heads.to(gl.int64) * (so_h + zero)) * 8
     gl.store(
         base + rows.to(gl.int64)[:, None] * (so_s + zero) * 8 + cols[None, :],
         out,
-        mask=(rows < Sq)[:, None] & (cols // 32 * 4 < (D_out + zero) // 8 - cols // 8 % 4)[None, :],
+        mask=(rows < ends)[:, None] & (cols // 32 * 4 < (D_out + zero) // 8 - cols // 8 % 4)[None, :],
     )
 
 
@@ -163,7 +195,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
@@ -198,7 +230,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     pass_turn(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
-        row = row0 + 64 * c
+        row = row0 + CFG.CQ * c
         keys = Sk + hidden_zero()  # as in store_tile
         r += 1
         # where the next item is, early: the divisions would hold up the last product
@@ -206,7 +238,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, CFG)
         if t < total:
             following = work_index(r + 1, plan, total, CFG)
-        whole, end = key_tiles(row, keys, offset, 64, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
+        whole, end = key_tiles(row, keys, offset, CFG.CQ, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
         if CFG.SKIP:
             end = gl.where(row < Sq, end, 0)
         shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
@@ -264,13 +296,12 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         x = scores(q, kept, ks, kslot, z, CFG)
         pass_turn(c, CFG)
         lse, normaliser = softmax_finish(shift, l, R)
-        rows = row + gl.arange(0, 64, R)
-        gl.store(lse_ptr + (b * H + h).to(gl.int64) * Sq + rows, lse, mask=rows < Sq)
+        store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         bar_arrive(CFG.VB + vslot, ALL)
         vslot, vphase = advance(vslot, vphase, CFG.VS)
         acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
-        store_tile(acc, o_ptr, b, h, row, Sq, so_b, so_h, so_s, D_out, dt)
+        store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
         x = warpgroup_mma_wait(0, deps=(x,))
         b = b1
         h = h1
@@ -287,13 +318,14 @@ VARYING = (
 
 @gluon.jit(do_not_specialize=VARYING)
 def attention_forward_kernel(
-    q_desc, k_desc, v_desc,  # TMA boxes [1, 1, 64, D] of queries, [1, 1, BN, D] of keys and values
+    q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
+    k_desc, v_desc,  # [1, 1, BN, D]
     o_ptr, lse_ptr,
     plan,  # [rounds, programs] int32 under a causal mask, else not read
     total,  # work items: NT * BH
     NT,  # query tiles of a head
-    H, GROUP, BH,  # query heads, query heads a key head, B * H
-    HG,  # heads whose work items are mixed
+    H, GROUP, BH,  # query heads, or key heads if packed; query heads a key head; B * H
+    HG,  # of these heads, those whose work items are mixed
     Sq, Sk,
     offset,  # query i sees key j <= i + offset
     so_b, so_h, so_s,  # strides of out, in units of 8 elements
@@ -307,7 +339,10 @@ def attention_forward_kernel(
     KS: gl.constexpr = CFG.KS
     VS: gl.constexpr = CFG.VS
     dt: gl.constexpr = q_desc.dtype
-    qs = gl.allocate_shared_memory(dt, [W, 1, 1, 64, D], q_desc.layout)
+    if CFG.PACK > 1:
+        qs = gl.allocate_shared_memory(dt, [W, 1, 1, CFG.CQ, CFG.PACK, D], q_desc.layout)
+    else:
+        qs = gl.allocate_shared_memory(dt, [W, 1, 1, 64, D], q_desc.layout)
     ks = gl.allocate_shared_memory(dt, [KS, 1, 1, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(dt, [VS, 1, 1, BN, D], v_desc.layout)
     ML: gl.constexpr = mbarrier.MBarrierLayout()
@@ -327,9 +362,13 @@ def attention_forward_kernel(
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
     )  # fmt: skip
-    if W == 2:
+    if W == 1:
+        gl.warp_specialize(
+            [(producer, (produce, CFG)), (consumer, (gl.constexpr(0), consume, CFG))], [4], [248]
+        )
+    elif W == 2:
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),

@@ -1,7 +1,7 @@
 """The Hopper forward's work items, and the producer, which brings their tiles.
 
-A work item is the queries of one tile of one head; attention_forward.py says how it is worked on, and
-has the names used here.
+A work item is the queries of one tile of one head, or with PACK > 1 those of all query heads of a key
+head; attention_forward.py says how it is worked on, and has the names used here.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ..schedule import key_tiles
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, static_sync
+from .warpgroups import bar_sync, hidden_zero, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -35,8 +35,8 @@ def work_index(r, plan, total, CFG: gl.constexpr):
 
 @gluon.jit
 def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
-    """Work item t as (batch, head, first query row, key tiles to visit, at least one)."""
-    BM: gl.constexpr = CFG.BM
+    """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
+    BQ: gl.constexpr = CFG.BQ
     if CFG.CAUSAL:
         # the longest rows first among HG heads, whose keys and values share L2
         per = HG * NT
@@ -45,13 +45,41 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = r // hg
         bh = grp * HG + (r - mi * hg)
-        row = (NT - 1 - mi) * BM
+        row = (NT - 1 - mi) * BQ
     else:
         bh = t // NT
-        row = (t - bh * NT) * BM
-    _, end = key_tiles(row, Sk, offset, BM, CFG.BN, CFG.CAUSAL)
+        row = (t - bh * NT) * BQ
+    _, end = key_tiles(row, Sk, offset, BQ, CFG.BN, CFG.CAUSAL)
     b = bh // H
     return b, bh - b * H, row, gl.maximum(end, 1)
+
+
+@gluon.jit
+def query_of_row(row, R: gl.constexpr, CFG: gl.constexpr):
+    """The queries of a consumer's 64 rows, of which the first is `row`."""
+    if CFG.PACK > 1:
+        return row + gl.arange(0, 64, R) // CFG.PACK
+    else:
+        return row + gl.arange(0, 64, R)
+
+
+@gluon.jit
+def head_of_row(h, GROUP, R: gl.constexpr, CFG: gl.constexpr):
+    """The query heads of a consumer's 64 rows in a work item of head h."""
+    if CFG.PACK > 1:
+        return h * GROUP + gl.arange(0, 64, R) % CFG.PACK
+    else:
+        return h
+
+
+@gluon.jit
+def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
+    """Where the queries of a consumer's 64 rows end: at once for heads that the group does not have."""
+    if CFG.PACK > 1:
+        # the group is not known to stay the same, as in store_tile of attention_forward.py
+        return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + hidden_zero(), Sq, 0)
+    else:
+        return Sq
 
 
 # --- the producer --------------------------------------------------------------------------------
@@ -65,6 +93,16 @@ def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
     mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
     tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
     return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
+
+
+@gluon.jit
+def load_q(q_desc, b, h, row, bar, buf, CFG: gl.constexpr):
+    """Fetch a consumer's 64 rows, queries from `row` on."""
+    mbarrier.expect(bar, 64 * CFG.D * 2)
+    if CFG.PACK > 1:
+        tma_load(q_desc, [b, h, row, 0, 0], bar, buf)
+    else:
+        tma_load(q_desc, [b, h, row, 0], bar, buf)
 
 
 @gluon.jit
@@ -88,7 +126,7 @@ def producer(args, CFG: gl.constexpr):
     col_v = 0
     while t < total:
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
-        hk = h // GROUP
+        hk = h if CFG.PACK > 1 else h // GROUP
         r += 1
         t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
         for i in range(n):
@@ -105,8 +143,7 @@ def producer(args, CFG: gl.constexpr):
                 for c in gl.static_range(W):
                     if r > 1:
                         static_sync(CFG.QB + c, 256)
-                    mbarrier.expect(q_full.index(c), 64 * D * 2)
-                    tma_load(q_desc, [b, h, row + 64 * c, 0], q_full.index(c), qs.index(c))
+                    load_q(q_desc, b, h, row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
             loaded += 1
             b_v = b
             h_v = hk

@@ -1,0 +1,324 @@
+"""Query heads of a key head packed into one work item of the Hopper forward kernel."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attention_problem import Problem, assert_within_bound, eager, make, results
+from torch import Tensor
+
+import flashproto
+from flashproto import backends, configs, reference
+from flashproto.kernels.hopper import attention_forward_work as work
+from flashproto.ops import attention as ops
+from flashproto.ops import attention_hopper
+
+MULTIPROCESSORS = 132
+SHARED_LIMIT = 227 * 1024
+
+
+# --- configurations ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("Sq", "heads", "group", "PACK", "W"),
+    [
+        (1, 8, 1, 1, 1),  # 64 rows or fewer: one consumer
+        (64, 512, 1, 1, 1),
+        (65, 512, 1, 1, 2),
+        (1, 8, 4, 4, 1),
+        (16, 512, 4, 4, 1),
+        (17, 512, 4, 4, 2),
+        (17, 8, 4, 4, 1),  # rows for 16 multiprocessors: two consumers would leave half of them
+        (64, 512, 4, 4, 2),
+        (96, 512, 4, 4, 2),
+        (120, 512, 4, 1, 2),  # as many items as unpacked
+        (128, 512, 8, 1, 2),
+        (4096, 8, 8, 1, 2),
+        (1025, 8, 8, 1, 2),  # 65 items for 72: not worth another kernel
+        (1, 512, 7, 8, 1),  # padded
+        (96, 512, 5, 1, 2),  # the padding costs more than it gains
+        (1, 2, 64, 64, 1),
+        (1, 2, 71, 1, 1),  # more than the rows of a consumer
+    ],
+)
+def test_packs_where_that_leaves_fewer_work_items(
+    Sq: int, heads: int, group: int, PACK: int, W: int
+) -> None:
+    config = configs.attention_forward_hopper(128, 8192, False, Sq, heads, group, MULTIPROCESSORS)
+    assert (config.PACK, config.W) == (PACK, W)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
+    """All of them take as long as their keys are many; of one consumer less, alone in one round."""
+    for Sq, heads, group, Sk in itertools.product(
+        (1, 5, 16, 33, 64, 100, 200, 1000), (1, 8, 100, 512), (1, 2, 3, 4, 7, 8, 16, 64), (512, 8192)
+    ):
+        config = configs.attention_forward_hopper(D, Sk, causal, Sq, heads, group, MULTIPROCESSORS)
+        usual = configs.attention_forward_hopper(D, Sk, causal)
+        assert usual.PACK == 1
+        items = heads * -(-Sq // config.BQ) * (group if config.PACK == 1 else 1)
+        unpacked = heads * -(-Sq // usual.BM) * group
+        assert config.PACK in (1, 1 << (group - 1).bit_length())
+        assert config.CQ * config.PACK == 64
+        if config.W < usual.W:
+            assert Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
+        else:
+            assert replace(config, PACK=1) == usual
+        rounds, usual_rounds = (-(-n // MULTIPROCESSORS) for n in (items, unpacked))
+        assert rounds <= usual_rounds
+        tiles = config.BM + (config.KS + config.VS) * config.BN
+        assert (tiles + 64) * config.D * 2 <= SHARED_LIMIT
+        assert config.PB >= 2 + config.W, "Triton uses the lowest named barriers itself"
+
+
+# --- which rows hold what ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device code of rows and work items run as Python."""
+    functions = {
+        "minimum": min,
+        "maximum": max,
+        "arange": lambda first, end, layout: torch.arange(first, end),
+        "where": torch.where,
+    }
+    monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
+    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+
+    def key_tiles(row, Sk, offset, rows, keys, masked):
+        visible = min(max(row + rows + offset, 0), Sk) if masked else Sk
+        return 0, -(-visible // keys)
+
+    monkeypatch.setattr(work, "key_tiles", key_tiles)
+
+
+def box(q: Tensor, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """What TMA reads of q: zeros past the ends."""
+    read = q.new_zeros(shape)
+    inside = q[tuple(slice(at, at + n) for at, n in zip(corner, shape, strict=True))]
+    read[tuple(slice(n) for n in inside.shape)] = inside
+    return read
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("group", [2, 3, 8, 64])
+@pytest.mark.parametrize(("W", "Sq"), [(1, 1), (2, 5), (2, 33), (3, 70)])
+def test_rows_are_queries_and_heads(W: int, Sq: int, group: int, causal: bool, on_the_host) -> None:
+    """Each query of each head is in one row of one work item, the row that TMA brings it to; a row
+    visits all keys that its query sees."""
+    B, Hkv, D, Sk, offset, together = 2, 3, 8, 300, 17, 2
+    config = replace(
+        configs.attention_forward_hopper(64, Sk, causal), W=W, PACK=1 << (group - 1).bit_length()
+    )
+    q = torch.randn(B, Hkv * group, Sq, D)
+    boxed = q.unflatten(1, (Hkv, group)).transpose(2, 3)  # [B, Hkv, Sq, group, D]
+    tiles = -(-Sq // config.BQ)
+    found: Counter[tuple[int, int, int]] = Counter()
+    for t in range(tiles * B * Hkv):
+        b, h, row0, n = work.tile_of.fn(t, tiles, Hkv, B * Hkv, together, Sk, offset, config)
+        for c in range(W):
+            row = row0 + config.CQ * c
+            queries = work.query_of_row.fn(row, None, config)
+            heads = work.head_of_row.fn(h, group, None, config)
+            ends = work.end_of_row.fn(group, Sq, None, config)
+            loaded = box(boxed, (b, h, row, 0, 0), (1, 1, config.CQ, config.PACK, D)).reshape(64, D)
+            for r in torch.nonzero(queries < ends).flatten().tolist():
+                head, query = int(heads[r]), int(queries[r])
+                assert torch.equal(loaded[r], q[b, head, query])
+                assert n * config.BN >= (min(query + offset + 1, Sk) if causal else Sk)
+                found[b, head, query] += 1
+    assert found == Counter(itertools.product(range(B), range(Hkv * group), range(Sq)))
+
+
+# --- launches ------------------------------------------------------------------------------------
+
+Plan = Callable[..., tuple[configs.HopperForward, tuple[Any, ...], dict[int, tuple[Any, ...]]]]
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
+    """plan_forward of given shapes and q's strides: (configuration, what is bound, boxes by rank)."""
+    seen: dict[str, Any] = {}
+
+    def launcher(config):
+        seen["config"] = config
+        return SimpleNamespace(bind=lambda *bound: seen.update(bound=bound))
+
+    def boxes(index, dtype, shape, strides, box):
+        seen.setdefault("boxes", {})[len(shape)] = shape, strides, box
+        return {}
+
+    monkeypatch.setattr(attention_hopper, "forward_launcher", launcher)
+    monkeypatch.setattr(attention_hopper, "boxes", boxes)
+    monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: MULTIPROCESSORS)
+    attention_hopper.plan_forward.cache_clear()
+
+    def plan(q: Tensor, k: Tensor, causal: bool):
+        seen.clear()
+        attention_hopper.plan_forward(
+            q.shape, k.shape, causal, k.shape[2] - q.shape[2], 0.125, q.device, q.dtype,
+            q.stride(), k.stride(), k.stride(), q.stride(),
+        )  # fmt: skip
+        return seen["config"], seen["bound"], seen["boxes"]
+
+    yield plan
+    attention_hopper.plan_forward.cache_clear()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_launch_of_packed_heads(causal: bool, planned: Plan) -> None:
+    B, Hq, Hkv, Sq, Sk, D = 20, 24, 8, 60, 700, 96
+    group = Hq // Hkv
+    qkv = torch.empty(B, Sq, 3, Hq, D, dtype=torch.bfloat16)
+    q, k = qkv[:, :, 1].transpose(1, 2), torch.empty(B, Hkv, Sk, D, dtype=torch.bfloat16)
+    config, bound, boxes = planned(q, k, causal)
+    assert (config.PACK, config.W, config.BQ) == (4, 2, 32)
+    programs, numbers = bound[0], bound[7:]
+    assert programs == MULTIPROCESSORS
+    total, tiles, heads, of_group, all_heads, together = numbers[:6]
+    assert (total, tiles, heads, of_group, all_heads) == (2 * B * Hkv, 2, Hkv, group, B * Hkv)
+    assert together == configs.heads_together_forward(config, B, Hq, Hkv, Sk) <= B * Hkv
+    shape, strides, extent = boxes[5]
+    assert extent == (1, 1, 16, 4, 128)
+    view = torch.as_strided(qkv, shape, strides, q.storage_offset())
+    expected = q.unflatten(1, (Hkv, group)).transpose(2, 3)
+    assert (view.shape, view.stride()) == (expected.shape, expected.stride())
+
+
+def test_launch_of_many_queries_is_not_packed(planned: Plan) -> None:
+    q, k = (torch.empty(2, H, 1024, 128, dtype=torch.bfloat16) for H in (8, 2))
+    config, bound, boxes = planned(q, k, True)
+    assert config == configs.attention_forward_hopper(128, 1024, True)
+    assert bound[7:12] == (8 * 16, 8, 8, 4, 16)
+    assert 5 not in boxes
+
+
+@pytest.mark.parametrize(("together", "Sq"), [(1, 33), (3, 64), (5, 1)])
+def test_plan_holds_every_packed_item_once(together: int, Sq: int) -> None:
+    config = configs.attention_forward_hopper(128, 900, True, Sq, 20, 8, MULTIPROCESSORS)
+    assert config.PACK == 8
+    plan = configs.balanced_plan(config, 20, together, Sq, 900, 900 - Sq, MULTIPROCESSORS)
+    items = Counter(item for own in plan for item in own)
+    assert items == Counter(range(20 * -(-Sq // config.BQ)))
+
+
+# --- on the device -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hopper() -> None:
+    against = backends.device_reasons("hopper", torch.device("cuda"))
+    if against:
+        pytest.skip("; ".join(against))
+
+
+@dataclass(frozen=True)
+class Aligned(Problem):
+    """A problem whose causal mask is aligned top-left where Problem's is bottom-right."""
+
+    top_left: bool = False
+
+    @property
+    def offset(self) -> int:
+        return 0 if self.top_left else self.Sk - self.Sq
+
+
+def draw(generator: random.Random) -> Aligned:
+    group = generator.choice((1, 2, 3, 4, 5, 8, 16, 64))
+    Hkv = generator.choice((1, 2, 3))
+    D = generator.choice((64, 96, 128, 256))
+    most = 4096 if group <= 16 else 512
+    return Aligned(
+        dtype=generator.choice((torch.float16, torch.bfloat16)),
+        B=generator.choice((1, 2, 40)) if most == 4096 and generator.random() < 0.3 else 1,
+        Hq=Hkv * group,
+        Hkv=Hkv,
+        Sq=generator.randint(1, 96),
+        Sk=generator.choice((generator.randint(1, 200), generator.randint(1, most))),
+        D=D,
+        Dv=D,
+        causal=generator.random() < 0.6,
+        strides=generator.choice(("contiguous", "tokens first", "packed")),
+        top_left=generator.random() < 0.5,
+    )
+
+
+def check(problem: Aligned) -> dict[str, Tensor]:
+    """Forward and backward within the bound; returns what was found."""
+    inputs, gradients = make(problem, "cuda")
+    scale = problem.D**-0.5
+    doubled = [t.detach().double().requires_grad_() for t in inputs]
+    exact = reference.attention(*doubled, causal=problem.causal, causal_offset=problem.offset)
+    plain = [t.detach().requires_grad_() for t in inputs]
+    outputs = ops.attention(*inputs, problem.causal, problem.offset, scale, "hopper")
+    got = results(outputs, inputs, gradients)
+    assert_within_bound(
+        got,
+        results(exact, doubled, gradients),
+        results(eager(*plain, problem), plain, gradients),
+        problem.dtype,
+    )
+    return got
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", range(100))
+def test_few_queries_against_float64(case: int, seed: int, hopper: None) -> None:
+    check(draw(random.Random(f"{seed} {case}")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("Sq", [1, 16, 40])
+def test_a_row_has_the_same_bits_in_any_batch(D: int, causal: bool, Sq: int, hopper: None) -> None:
+    """Few sequences and many take different configurations; beside NaN too."""
+    shapes = (70, 8, Sq, D), (70, 2, 777, D), (70, 2, 777, D)
+    inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
+    out, lse = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
+    for n in (1, 20):
+        few = [t[:n] for t in inputs]
+        same, same_lse = flashproto.attention(*few, causal=causal, return_lse=True, impl="hopper")
+        assert torch.equal(same, out[:n]) and torch.equal(same_lse, lse[:n])
+    inputs[0][:, 1::2, Sq // 2] = float("nan")
+    beside, beside_lse = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
+    wrong = torch.zeros(8, Sq, dtype=torch.bool, device="cuda")
+    wrong[1::2, Sq // 2] = True
+    assert beside[:, wrong].isnan().all() and beside_lse[:, wrong].isnan().all()
+    assert torch.equal(beside[:, ~wrong], out[:, ~wrong])
+    assert torch.equal(beside_lse[:, ~wrong], lse[:, ~wrong])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_heads_of_a_fused_projection_in_a_graph(causal: bool, hopper: None) -> None:
+    Hq, Hkv, D = 16, 4, 128
+    qkv = torch.randn(3, 21, (Hq + 2 * Hkv) * D, device="cuda").bfloat16()
+
+    def call() -> Tensor:
+        return flashproto.attention_qkv(qkv, Hq, Hkv, causal=causal, impl="hopper")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for _ in range(3):
+        qkv.copy_(torch.randn_like(qkv))
+        graph.replay()
+        q, k, v = (
+            t.unflatten(-1, (-1, D)).transpose(1, 2) for t in qkv.split([Hq * D, Hkv * D, Hkv * D], -1)
+        )
+        expected = flashproto.attention(q, k, v, causal=causal, impl="hopper")
+        assert torch.equal(captured, expected)
