@@ -19,8 +19,9 @@ from flashproto.ops.attention_hopper import PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
-# (Sq, heads, group): many queries, few, few of grouped heads, and more of them
-QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5))
+# (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as leave consumers
+# without rows
+QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (1024, 1024, 1))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
@@ -105,7 +106,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
             yield case(
                 f"{name}-{config.W}-{config.KS}-{config.VS}{'-overlap' * config.OVERLAP}"
-                f"{'-skip' * config.SKIP}{f'-{config.PACK}-heads' * (config.PACK > 1)}",
+                f"{'-skip' * config.SKIP}{f'-{config.PACK}-heads' * (config.PACK > 1)}"
+                f"{'-idle' * config.IDLE}",
                 attention_forward_kernel, element, {"CFG": config}, descriptors, FORWARD_STACK,
                 max_registers=config.max_registers,
             )  # fmt: skip

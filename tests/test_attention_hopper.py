@@ -15,7 +15,8 @@ from attention_problem import Problem, assert_within_bound, exact_and_eager, lay
 from torch import Tensor
 
 import flashproto
-from flashproto import backends, configs
+from flashproto import backends, configs, plans
+from flashproto.configs import hopper as hopper_configs
 from flashproto.functional.attention import hopper_attention_reasons
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.ops import attention_hopper
@@ -153,6 +154,28 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     assert ("skip" in options) == config.SKIP
 
 
+@pytest.mark.parametrize(
+    ("Sq", "idle"),
+    [(64, 0), (65, 1), (128, 1), (129, 0), (192, 0), (193, 2), (1023, 2), (1024, 2), (1025, 1),
+     (1984, 2), (2048, 1), (2049, 0), (4096, 0), (16384, 0)],
+)  # fmt: skip
+@pytest.mark.parametrize("Sk", [1000, 4096])
+def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
+    """At head_dim 64, without a mask, in rows that are not long; with few queries there is but one."""
+    config = configs.attention_forward_hopper(64, Sk, False, Sq)
+    assert config.IDLE == (idle > 0) == config.PLANNED
+    assert not (config.IDLE and (config.CAUSAL or config.HALF or config.W < 3))
+    costs = hopper_configs.item_costs(config, Sq, Sk, Sk)
+    assert len(costs) == -(-Sq // config.BM)
+    if config.W == 3:
+        padding = len(costs) * config.BM - Sq
+        assert idle in (0, padding // 64) and (idle or Sq > 2048 or padding < 64)
+        assert costs == sorted(costs, reverse=True)
+        assert costs[-1] == (-(-Sk // config.BN) + 1) * {0: 1, 1: 0.84, 2: 0.75}[padding // 64]
+    for D, causal, group in ((64, True, 1), (128, False, 1), (256, False, 1)):
+        assert not configs.attention_forward_hopper(D, Sk, causal, Sq, 8, group).IDLE
+
+
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
@@ -190,13 +213,31 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
         assert max(map(len, plan)) <= 2 * tiles * heads / programs + 1
 
 
+@pytest.mark.parametrize(("S", "heads"), [(1024, 512), (2048, 256)])
+def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
+    """With 132 programs within half an item of the shortest time there could be, and in less than in
+    turns, which take 24 and 22 whole items."""
+    config = configs.attention_forward_hopper(64, S, False, S)
+    together = configs.heads_together_forward(config, 1, heads, heads, S)
+    plan = configs.balanced_plan(config, heads, together, S, S, S, 132)
+    costs = hopper_configs.item_costs(config, S, S, S)
+    tiles = len(costs)
+    assert Counter(item for own in plan for item in own) == Counter(range(tiles * heads))
+    assert heads % together == 0
+    times = [sum(costs[item % (tiles * together) // together] for item in own) for own in plan]
+    assert max(times) <= sum(costs) * heads / 132 + costs[0] / 2
+    assert max(times) < -(-tiles * heads // 132) * costs[0]
+
+
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(("heads", "Sq", "programs"), [(1, 64, 1), (3, 300, 9), (16, 4096, 132)])
+@pytest.mark.parametrize(("D", "causal"), [(128, True), (64, False)])
 def test_table_holds_every_item_once(
-    heads: int, Sq: int, programs: int, capturing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    D: int, causal: bool, heads: int, Sq: int, programs: int, capturing: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    config = configs.attention_forward_hopper(128, Sq, True)
+    config = configs.attention_forward_hopper(D, Sq, causal)
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
     table = order.on_device()
     total = heads * -(-Sq // config.BM)
@@ -264,6 +305,14 @@ def test_heads_together_split_evenly() -> None:
     for heads in (1, 7, 16, 48):
         together = configs.heads_together_forward(config, 1, heads, heads, 4096)
         assert 1 <= together <= heads
+    for D, S, causal, mixed in (
+        (64, 512, True, 16), (64, 1024, True, 16), (128, 1024, True, 16), (128, 4096, True, 16),
+        (64, 256, True, 512),
+        (64, 1024, False, 128), (64, 2048, False, 64),
+    ):  # fmt: skip
+        config = configs.attention_forward_hopper(D, S, causal, S)
+        assert configs.heads_together_forward(config, 16, 32, 32, S) == mixed
+        assert configs.heads_together_forward(config, 16, 128, 32, S) == 4 * mixed
     for ordered in (False, True):
         for causal in (False, True):
             shared = configs.attention_backward_hopper(128, 4096, causal, ordered, 8, 8)
@@ -555,16 +604,51 @@ def test_deterministic_backwards_on_two_streams_do_not_hold_each_other_up(
 
 
 @pytest.mark.gpu
-def test_captures_a_causal_shape_that_never_ran(hopper: None) -> None:
-    seen, q = (torch.randn(1, H, S, 64, device="cuda").bfloat16() for H, S in ((2, 128), (7, 8191)))
-    flashproto.attention(seen, seen, seen, causal=True, impl="hopper")  # compiles
+@pytest.mark.parametrize("Sq", [65, 128, 193, 1023, 1024, 1025, 3000])
+@pytest.mark.parametrize(("B", "Hq", "Hkv", "Sk"), [(1, 2, 1, 1), (3, 60, 20, 333), (1, 40, 40, 2300)])
+def test_rows_past_the_end_do_not_matter(
+    Sq: int, B: int, Hq: int, Hkv: int, Sk: int, hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With consumers that sit out, the same bits as without."""
+    problem = Problem(torch.bfloat16, B, Hq, Hkv, Sq, Sk, 64, 64, causal=False)
+    inputs, gradients = make(problem, "cuda")
+    found = []
+    for idle in (True, True, False):
+        config = configs.attention_forward_hopper(64, Sk, False)
+        config = dataclasses.replace(config, IDLE=idle)
+        with monkeypatch.context() as patched:
+            patched.setattr(configs, "attention_forward_hopper", lambda *_, config=config: config)
+            attention_hopper.plan_forward.cache_clear()
+            plans.forget()
+            outputs = flashproto.attention(*inputs, return_lse=True, impl="hopper")
+        found.append([t.detach() for t in outputs])
+    attention_hopper.plan_forward.cache_clear()
+    plans.forget()
+    for again in found[1:]:
+        for a, b in zip(found[0], again, strict=True):
+            assert torch.equal(a, b)
+    exact, eager = exact_and_eager(problem, inputs, gradients)
+    got = results(tuple(outputs), inputs, gradients)
+    assert_within_bound(got, exact, eager, problem.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_captures_a_shape_that_never_ran(causal: bool, hopper: None) -> None:
+    """Whose order of work no table has yet."""
+    seen, q = (torch.randn(1, H, S, 64, device="cuda").bfloat16() for H, S in ((2, 1600), (7, 2000)))
+    configurations = {
+        configs.attention_forward_hopper(64, x.shape[2], causal, x.shape[2]) for x in (seen, q)
+    }
+    assert len(configurations) == 1 and configurations.pop().PLANNED
+    flashproto.attention(seen, seen, seen, causal=causal, impl="hopper")  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = flashproto.attention(q, q, q, causal=True, impl="hopper")
+        captured = flashproto.attention(q, q, q, causal=causal, impl="hopper")
     for _ in range(2):
         q.copy_(torch.randn_like(q))
         graph.replay()
-        expected = flashproto.attention(q, q, q, causal=True, impl="hopper")
+        expected = flashproto.attention(q, q, q, causal=causal, impl="hopper")
         assert torch.equal(captured, expected), "another order of work, the same bits"
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import flashproto
 from flashproto import backends, configs, reference
+from flashproto.configs import hopper as hopper_configs
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
 from flashproto.ops import attention_hopper
@@ -74,7 +75,7 @@ def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
         if config.W < usual.W:
             assert Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
         else:
-            assert replace(config, PACK=1) == usual
+            assert replace(config, PACK=1, IDLE=False) == usual
         rounds, usual_rounds = (-(-n // MULTIPROCESSORS) for n in (items, unpacked))
         assert rounds <= usual_rounds
         tiles = config.BM + (config.KS + config.VS) * config.BN
@@ -112,16 +113,17 @@ def box(q: Tensor, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     return read
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "idle"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("group", [2, 3, 8, 64])
 @pytest.mark.parametrize(("W", "Sq"), [(1, 1), (2, 5), (2, 33), (3, 70)])
-def test_rows_are_queries_and_heads(W: int, Sq: int, group: int, causal: bool, on_the_host) -> None:
+def test_rows_are_queries_and_heads(
+    W: int, Sq: int, group: int, causal: bool, idle: bool, on_the_host
+) -> None:
     """Each query of each head is in one row of one work item, the row that TMA brings it to; a row
     visits all keys that its query sees."""
     B, Hkv, D, Sk, offset, together = 2, 3, 8, 300, 17, 2
-    config = replace(
-        configs.attention_forward_hopper(64, Sk, causal), W=W, PACK=1 << (group - 1).bit_length()
-    )
+    config = configs.attention_forward_hopper(64, Sk, causal)
+    config = replace(config, W=W, PACK=1 << (group - 1).bit_length(), IDLE=idle)
     q = torch.randn(B, Hkv * group, Sq, D)
     boxed = q.unflatten(1, (Hkv, group)).transpose(2, 3)  # [B, Hkv, Sq, group, D]
     tiles = -(-Sq // config.BQ)
@@ -140,6 +142,26 @@ def test_rows_are_queries_and_heads(W: int, Sq: int, group: int, causal: bool, o
                 assert n * config.BN >= (min(query + offset + 1, Sk) if causal else Sk)
                 found[b, head, query] += 1
     assert found == Counter(itertools.product(range(B), range(Hkv * group), range(Sq)))
+
+
+@pytest.mark.parametrize(("D", "causal"), [(64, False), (64, True), (128, True)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(70, 1000), (800, 800), (1024, 1500), (1400, 1024)])
+def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_the_host) -> None:
+    """Items of a number are the same for balanced_plan and the kernel."""
+    heads, together = 5, 2
+    config = configs.attention_forward_hopper(D, Sk, causal, Sq)
+    assert config.PLANNED and causal != config.IDLE
+    costs = hopper_configs.item_costs(config, Sq, Sk, Sk - Sq)
+    numbered = iter(range(heads * len(costs)))
+    for first in range(0, heads, together):
+        for cost in costs:
+            for head in range(first, min(first + together, heads)):
+                t, offset = next(numbered), Sk - Sq if causal else Sk
+                found = work.tile_of.fn(t, len(costs), heads, heads, together, Sk, offset, config)
+                _, h, row, n = found
+                assert h == head and 0 <= row < Sq
+                active = sum(row + 64 * c < Sq for c in range(config.W))
+                assert cost == (n + 1) * (1 if causal else hopper_configs.IDLE_SHARES[active])
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -203,6 +225,19 @@ def test_launch_of_many_queries_is_not_packed(planned: Plan) -> None:
     assert config == configs.attention_forward_hopper(128, 1024, True)
     assert bound[7:12] == (8 * 16, 8, 8, 4, 16)
     assert 5 not in boxes
+
+
+def test_launch_where_consumers_sit_out(planned: Plan) -> None:
+    """The order of work is a table of int32, kept for the shape; elsewhere none is made."""
+    for S, idle in ((1024, True), (960, False)):
+        q = torch.empty(2, 6, S, 64, dtype=torch.bfloat16)
+        config, bound, _ = planned(q, q, False)
+        assert config == configs.attention_forward_hopper(64, S, False, S)
+        assert idle == config.IDLE
+        assert bound[6].dtype == (torch.int32 if idle else torch.float32)
+        total, tiles, heads, of_group, all_heads, together, Sq, Sk, offset = bound[7:16]
+        assert (total, tiles, heads, of_group, all_heads) == (12 * tiles, -(-S // 192), 6, 1, 12)
+        assert (together, Sq, Sk, offset) == (12, S, S, S)
 
 
 @pytest.mark.parametrize(("together", "Sq"), [(1, 33), (3, 64), (5, 1)])

@@ -15,6 +15,16 @@ from .attention import padded_head_dim
 
 MULTIPROCESSORS = 132  # of an H200
 L2_SHARE = 32 << 20  # bytes of L2 that the tiles of concurrent programs may take
+# What a full work item of three consumers takes with rows for one or two of them, of what a whole one
+# does, by which balanced_plan orders the work.
+IDLE_SHARES = {1: 0.75, 2: 0.84, 3: 1.0}
+# Queries up to which consumers without rows sit out at head_dim 64.  Full rows, times as fast with it:
+# 1.08 at 1024, 1.02 at 2048, 1.00 at 4096, 1.01 at 8192.
+IDLE_QUERIES = 2048
+# Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
+# (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
+# 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
+MIXED_KEYS, MIXED_HEADS = 512, 16
 # Items for each program among heads that are mixed in the causal backward, so that a group's longest
 # ones do not end alone; in order and all downwards, so that they do not wait either.
 ROUNDS, ORDERED_ROUNDS = 2, 6
@@ -43,7 +53,8 @@ class HopperForward:
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
     registers for P twice; HALF: a consumer keeps half of its queries in registers; SKIP: halves of key
     tiles that none of a consumer's rows may see, and rows past the end, take no softmax; PACK: 1, or
-    the query heads of a key head, which a work item takes together, rounded up to a power of two.
+    the query heads of a key head, which a work item takes together, rounded up to a power of two; IDLE:
+    consumers all of whose rows are past the end sit out, needs CAUSAL and HALF off.
     """
 
     CAUSAL: bool
@@ -56,6 +67,12 @@ class HopperForward:
     HALF: bool = False
     SKIP: bool = False
     PACK: int = 1
+    IDLE: bool = False
+
+    @property
+    def PLANNED(self) -> bool:
+        """Whether the order of work comes from balanced_plan: where items are of different lengths."""
+        return self.CAUSAL or self.IDLE
 
     @property
     def BM(self) -> int:
@@ -176,7 +193,8 @@ def attention_forward_hopper(
 
     A work item takes as long as its keys are many, whether its rows are queries or padding: with few
     queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
-    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work.
+    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work.  Of
+    three, those that would have only padding in the last item of a head sit out.
     """
     config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
     pack = 1 << (group - 1).bit_length()
@@ -186,7 +204,14 @@ def attention_forward_hopper(
     items_of_one = heads * -(-Sq * pack // 64)
     if Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors):
         config = _few_queries(config.D, causal)
-    return replace(config, PACK=pack)
+    idle = config.W == 3 and not causal and pack == 1 and Sq <= IDLE_QUERIES
+    idle = idle and _last_consumers(config, Sq) < config.W
+    return replace(config, PACK=pack, IDLE=idle)
+
+
+def _last_consumers(config: HopperForward, Sq: int) -> int:
+    """How many consumers have rows in the last work item of a head."""
+    return -(-((Sq - 1) % config.BQ + 1) // config.CQ)
 
 
 def _few_queries(D: int, causal: bool) -> HopperForward:
@@ -238,8 +263,11 @@ def _even_groups(heads: int, fit: int) -> int:
 
 def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
     """Heads of work items (key heads if packed, else query heads) that are mixed: those whose keys and
-    values fit in L2 together."""
-    together = _even_groups(B * Hkv, L2_SHARE // (4 * Sk * config.D))
+    values fit in L2 together; under a causal mask no more than MIXED_HEADS, if rows are not short."""
+    fit = L2_SHARE // (4 * Sk * config.D)
+    if config.CAUSAL and Sk >= MIXED_KEYS:
+        fit = min(fit, MIXED_HEADS)
+    together = _even_groups(B * Hkv, fit)
     return together if config.PACK > 1 else together * (Hq // Hkv)
 
 
@@ -273,22 +301,32 @@ def heads_together_backward(
 def balanced_plan(
     config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int
 ) -> list[list[int]]:
-    """Work items of each program under a causal mask, heavy first within a group of `together` heads,
-    each to the program that is free first (list scheduling).
+    """Work items of each program, if PLANNED, heavy first within a group of `together` heads, each to
+    the program that is free first (list scheduling).
 
-    Items are numbered group by group and, within a group, from the last query tile to the first, the
-    heads of a tile one after the other.  An item costs its key tiles and one more.
+    Items are numbered group by group and, within a group, tile by tile in the order of item_costs, the
+    heads of a tile one after the other.
     """
-    tiles = -(-Sq // config.BQ)
-    free = [(0, program) for program in range(programs)]
+    costs = item_costs(config, Sq, Sk, offset)
+    free = [(0.0, program) for program in range(programs)]
     items: list[list[int]] = [[] for _ in range(programs)]
     item = 0
     for first in range(0, heads, together):
-        for tile in reversed(range(tiles)):
-            cost = max(-(-min(Sk, (tile + 1) * config.BQ + offset) // config.BN), 1) + 1
+        for cost in costs:
             for _ in range(min(together, heads - first)):
                 at, program = free[0]
                 heapq.heapreplace(free, (at + cost, program))
                 items[program].append(item)
                 item += 1
     return items
+
+
+def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int) -> list[float]:
+    """Of the work items of a head, heavy first: their key tiles and one more.  Under a causal mask from
+    the last query tile to the first; else from the first to the last, which has fewer consumers."""
+    tiles = range(-(-Sq // config.BQ))
+    if config.CAUSAL:
+        ends = [min(Sk, (tile + 1) * config.BQ + offset) for tile in reversed(tiles)]
+        return [float(max(-(-end // config.BN), 1) + 1) for end in ends]
+    whole = -(-Sk // config.BN) + 1
+    return [float(whole) for _ in tiles[1:]] + [whole * IDLE_SHARES[_last_consumers(config, Sq)]]

@@ -43,8 +43,8 @@ def eighths(strides: Shape) -> tuple[int, int, int]:
 
 
 class Order:
-    """The order of work under a causal mask as the kernel reads it: [rounds, programs] int32, item
-    numbers, each column ended by the number of items.
+    """The order of work, where the configuration has it PLANNED, as the kernel reads it: [rounds,
+    programs] int32, item numbers, each column ended by the number of items.
 
     configs.balanced_plan is made on the host, once for a shape, and kept: 4 bytes for a tile of a head.
     While a CUDA graph is captured nothing can be copied from the host; then a shape that never ran
@@ -129,7 +129,10 @@ def plan_forward(
     total = tiles * B * heads
     programs = min(total, most)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
-    order = order_of(config, B * heads, together, Sq, Sk, offset, programs, device) if causal else None
+    offset = offset if causal else Sk
+    order = None
+    if config.PLANNED:
+        order = order_of(config, B * heads, together, Sq, Sk, offset, programs, device)
     index = memory_index(device)
     keys = (1, 1, config.BN, config.D)
     q_boxes = boxes(index, dtype, *boxes_of_queries(config, q_shape, q_strides, group))

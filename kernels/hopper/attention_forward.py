@@ -8,6 +8,7 @@ The algorithm is that of kernels/attention_forward.py; what differs is who does 
     producer   one warpgroup of few registers keeps TMA busy: K and V tiles into rings of KS and VS
                buffers, Q tiles into one buffer for each consumer (attention_forward_work.py)
     consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
+               (attention_forward_consumers.py)
 
 A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought, and
 empty when every consumer has arrived at its named barrier (KB, VB, QB: see warpgroups.py).
@@ -34,282 +35,24 @@ query r // PACK of the tile: q is seen as [B, Hkv, Sq, group, D], of which TMA b
 heads, zeros past a group that is no power of two.  Row by row the arithmetic is the same.
 
 Under a causal mask items differ in length; the order in which each program takes them comes from a
-table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Masks are `visible` of scores.py,
-written so that a thread's comparisons are with constants.  The tile needs none where key_tiles of
-schedule.py says so.  A consumer's rows may see none of a tile that other consumers need, or its first
-half alone: with SKIP, what they do not see has no mask and no softmax either.
+table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Without one they are alike but for the
+last of each head, which may have rows for some of the consumers only: with IDLE the others sit out, so
+that it takes less time, and the order comes from a table too.
+
+Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
+needs none where key_tiles of schedule.py says so.  A consumer's rows may see none of a tile that other
+consumers need, or its first half alone: with SKIP, what they do not see has no mask and no softmax
+either.
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..schedule import key_tiles
-from .attention_forward_work import (
-    advance,
-    end_of_row,
-    head_of_row,
-    producer,
-    query_of_row,
-    tile_of,
-    work_index,
-)
-from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
-from .warpgroups import bar_arrive, hidden_zero, matrix, static_arrive, static_sync, wide_rows
-
-# --- a consumer ----------------------------------------------------------------------------------
-
-
-@gluon.jit
-def mask_scores(x, row, col, Sk, offset, CFG: gl.constexpr):
-    """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
-
-    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
-    visible column, the comparisons are with constants.
-    """
-    BN: gl.constexpr = x.shape[1]
-    R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
-    y = x.reshape([64, BN // 8, 4, 2])
-    L: gl.constexpr = y.type.layout
-    rows = gl.convert_layout(
-        limit, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))), assert_trivial=True
-    )
-    tile = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    seen = rows[:, None, None, None] - lane[None, None, :, None] * 2
-    y = gl.where(tile[None, :, None, None] * 8 + pair[None, None, None, :] <= seen, y, -float("inf"))
-    return gl.convert_layout(y.reshape([64, BN]), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
-    """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
-
-    With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
-    """
-    if CFG.SKIP:
-        H: gl.constexpr = CFG.BN // 2
-        L: gl.constexpr = x.type.layout
-        if 2 * j + 1 >= whole:
-            a, b = gl.split(x.reshape([64, 2, H]).permute((0, 2, 1)))
-            if (2 * j >= whole) & (2 * j < end):
-                a = mask_scores(a, row, j * CFG.BN, Sk, offset, CFG)
-            if 2 * j + 1 < end:
-                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, CFG)
-            x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
-            x = gl.convert_layout(x, L, assert_trivial=True)
-    else:
-        if j >= whole:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, CFG)
-    return x
-
-
-@gluon.jit
-def take_turn(c: gl.constexpr, CFG: gl.constexpr):
-    """Wait until the other consumers have issued their products."""
-    if CFG.W > 1:
-        static_sync(CFG.PB + c, 256)
-
-
-@gluon.jit
-def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
-    if CFG.W > 1:
-        static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
-
-
-@gluon.jit
-def kept_queries(q, CFG: gl.constexpr):
-    """With HALF the first half of each query of q [64, D], in registers."""
-    if CFG.HALF:
-        S: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
-        )
-        return q.slice(0, CFG.D // 2, dim=1).load(
-            gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
-        )
-    else:
-        return q
-
-
-@gluon.jit
-def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
-    """Issue Q K^T of a tile; z [64, BN] zeros."""
-    k = matrix(ks.index(slot), CFG.BN, CFG.D)
-    if CFG.HALF:
-        H: gl.constexpr = CFG.D // 2
-        x = warpgroup_mma(kept, k.slice(0, H, dim=1).permute((1, 0)), z, use_acc=False, is_async=True)
-        return warpgroup_mma(
-            q.slice(H, H, dim=1), k.slice(H, H, dim=1).permute((1, 0)), x, is_async=True
-        )
-    else:
-        return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG: gl.constexpr):
-    """lse [64] of queries from `row` on."""
-    L: gl.constexpr = lse.type.layout
-    rows = query_of_row(row, L, CFG)
-    gl.store(
-        lse_ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * Sq + rows,
-        lse,
-        mask=rows < end_of_row(GROUP, Sq, L, CFG),
-    )
-
-
-@gluon.jit
-def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG: gl.constexpr):
-    """64 rows of the output, queries from `row` on, in pieces of 16 bytes."""
-    D: gl.constexpr = acc.shape[1]
-    out = gl.convert_layout(acc.to(dt), wide_rows(D))
-    L: gl.constexpr = out.type.layout
-    R: gl.constexpr = gl.SliceLayout(1, L)
-    rows = query_of_row(row, R, CFG)
-    heads = head_of_row(h, GROUP, R, CFG)
-    ends = end_of_row(GROUP, Sq, R, CFG)
-    if CFG.PACK > 1:
-        heads = heads[:, None]
-    cols = gl.arange(0, D, gl.SliceLayout(0, L))
-    # not known to stay the same, or what follows from them would be kept in registers over all tiles;
-    # the lane's part of a column is moved to the other side, as in mask_scores
-    zero = hidden_zero()
-    base = o_ptr + (b.to(gl.int64) * (so_b + zero) + heads.to(gl.int64) * (so_h + zero)) * 8
-    gl.store(
-        base + rows.to(gl.int64)[:, None] * (so_s + zero) * 8 + cols[None, :],
-        out,
-        mask=(rows < ends)[:, None] & (cols // 32 * 4 < (D_out + zero) // 8 - cols // 8 % 4)[None, :],
-    )
-
-
-@gluon.jit
-def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
-    """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
-    (
-        o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
-    ) = args  # fmt: skip
-    BN: gl.constexpr = CFG.BN
-    D: gl.constexpr = CFG.D
-    S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
-    O: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
-    ALL: gl.constexpr = 128 * CFG.W + 128
-    R: gl.constexpr = gl.SliceLayout(1, S)
-    dt: gl.constexpr = qs.dtype
-    z = gl.zeros([64, BN], gl.float32, S)
-    q = matrix(qs.index(c), 64, D)
-
-    r = 0
-    t = work_index(0, plan, total, CFG)
-    following = work_index(1, plan, total, CFG)
-    b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
-    kslot = 0
-    kphase = 0
-    vslot = 0
-    vphase = 0
-    if c == CFG.W - 1:
-        pass_turn(c, CFG)
-    mbarrier.wait(k_full.index(0), 0)
-    mbarrier.wait(q_full.index(c), 0)
-    kept = kept_queries(q, CFG)
-    take_turn(c, CFG)
-    x = scores(q, kept, ks, 0, z, CFG)
-    pass_turn(c, CFG)
-    x = warpgroup_mma_wait(0, deps=(x,))
-    while t < total:
-        row = row0 + CFG.CQ * c
-        keys = Sk + hidden_zero()  # as in store_tile
-        r += 1
-        # where the next item is, early: the divisions would hold up the last product
-        t = following
-        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, CFG)
-        if t < total:
-            following = work_index(r + 1, plan, total, CFG)
-        whole, end = key_tiles(row, keys, offset, CFG.CQ, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
-        if CFG.SKIP:
-            end = gl.where(row < Sq, end, 0)
-        shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
-        l = gl.zeros([64, 4], gl.float32, lanes())
-        acc = gl.zeros([64, D], gl.float32, O)
-        # x: raw scores of the rightmost key tile
-        bar_arrive(CFG.KB + kslot, ALL)
-        if n == 1:
-            static_arrive(CFG.QB + c, 256)
-        kslot, kphase = advance(kslot, kphase, CFG.KS)
-        mbarrier.wait(k_full.index(kslot), kphase)
-        if CFG.OVERLAP:
-            x = masked(x, n - 1, row, whole, end, keys, offset, CFG)
-            shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
-            mbarrier.wait(v_full.index(vslot), vphase)
-        for i in range(0, n - 1):
-            if not CFG.OVERLAP:
-                x = masked(x, n - 1 - i, row, whole, end, keys, offset, CFG)
-                seen = end - 2 * (n - 1 - i)
-                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
-                mbarrier.wait(v_full.index(vslot), vphase)
-                acc = rescaled(acc, alpha)
-            take_turn(c, CFG)
-            x = scores(q, kept, ks, kslot, z, CFG)
-            acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
-            pass_turn(c, CFG)
-            x = warpgroup_mma_wait(1, deps=(x,))
-            bar_arrive(CFG.KB + kslot, ALL)
-            if i == n - 2:
-                static_arrive(CFG.QB + c, 256)
-            kslot, kphase = advance(kslot, kphase, CFG.KS)
-            mbarrier.wait(k_full.index(kslot), kphase)
-            used = vslot
-            vslot, vphase = advance(vslot, vphase, CFG.VS)
-            if CFG.OVERLAP:
-                if CFG.CAUSAL:  # otherwise only the rightmost tile is masked
-                    x = masked(x, n - 2 - i, row, whole, end, keys, offset, CFG)
-                seen = end - 2 * (n - 2 - i)
-                shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
-                mbarrier.wait(v_full.index(vslot), vphase)
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-            bar_arrive(CFG.VB + used, ALL)
-            if CFG.OVERLAP:
-                acc = rescaled(acc, alpha)
-        if not CFG.OVERLAP:
-            x = masked(x, 0, row, whole, end, keys, offset, CFG)
-            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
-            mbarrier.wait(v_full.index(vslot), vphase)
-            acc = rescaled(acc, alpha)
-        # the last P V of this work item, and the first scores of the next one under it
-        take_turn(c, CFG)
-        acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
-        mbarrier.wait(q_full.index(c), r & 1)
-        kept = kept_queries(q, CFG)
-        x = scores(q, kept, ks, kslot, z, CFG)
-        pass_turn(c, CFG)
-        lse, normaliser = softmax_finish(shift, l, R)
-        store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-        bar_arrive(CFG.VB + vslot, ALL)
-        vslot, vphase = advance(vslot, vphase, CFG.VS)
-        acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
-        store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
-        x = warpgroup_mma_wait(0, deps=(x,))
-        b = b1
-        h = h1
-        row0 = row1
-        n = n1
-
-
-# --- the kernel ----------------------------------------------------------------------------------
+from .attention_forward_consumers import consumer
+from .attention_forward_work import producer
 
 VARYING = (
     "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
@@ -321,7 +64,7 @@ def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
     k_desc, v_desc,  # [1, 1, BN, D]
     o_ptr, lse_ptr,
-    plan,  # [rounds, programs] int32 under a causal mask, else not read
+    plan,  # [rounds, programs] int32 if PLANNED, else not read
     total,  # work items: NT * BH
     NT,  # query tiles of a head
     H, GROUP, BH,  # query heads, or key heads if packed; query heads a key head; B * H

@@ -26,8 +26,8 @@ def advance(slot, phase, DEPTH: gl.constexpr):
 @gluon.jit
 def work_index(r, plan, total, CFG: gl.constexpr):
     """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
-    a causal mask, every num_programs-th otherwise."""
-    if CFG.CAUSAL:
+    a causal mask and with IDLE, every num_programs-th otherwise."""
+    if CFG.PLANNED:
         return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
     else:
         return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
@@ -37,15 +37,15 @@ def work_index(r, plan, total, CFG: gl.constexpr):
 def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
     BQ: gl.constexpr = CFG.BQ
-    if CFG.CAUSAL:
-        # the longest rows first among HG heads, whose keys and values share L2
+    if CFG.PLANNED:
+        # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = t // per
         r = t - grp * per
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = r // hg
         bh = grp * HG + (r - mi * hg)
-        row = (NT - 1 - mi) * BQ
+        row = (NT - 1 - mi if CFG.CAUSAL else mi) * BQ
     else:
         bh = t // NT
         row = (t - bh * NT) * BQ
@@ -76,7 +76,7 @@ def head_of_row(h, GROUP, R: gl.constexpr, CFG: gl.constexpr):
 def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
     """Where the queries of a consumer's 64 rows end: at once for heads that the group does not have."""
     if CFG.PACK > 1:
-        # the group is not known to stay the same, as in store_tile of attention_forward.py
+        # the group is not known to stay the same, as in store_tile of attention_forward_consumers.py
         return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + hidden_zero(), Sq, 0)
     else:
         return Sq
