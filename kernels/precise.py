@@ -29,7 +29,7 @@ def exponential(x):
     of 2^f, |f| <= 1/2, whose next term is below 2^-27."""
     x = tl.where(x < -110.0, -110.0, x)  # 0 either way; a NaN stays
     n = (x * LOG2E + INTEGERS) - INTEGERS
-    f = tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), -n) + x * LOG2E_LOW
+    f = tl.fma(x, LOG2E, -n) + x * LOG2E_LOW
     p = f * 1.5252734e-5 + 1.5403530e-4
     p = p * f + 1.3333558e-3
     p = p * f + 9.6181291e-3
@@ -42,30 +42,35 @@ def exponential(x):
 @triton.jit
 def hardware_exponential(x):
     """exp(x), off by the hardware's power of 2 and by a rounding of its argument."""
-    return tl.exp2(tl.fma(x, tl.full(x.shape, LOG2E, tl.float32), x * LOG2E_LOW))
+    return tl.exp2(tl.fma(x, LOG2E, x * LOG2E_LOW))
 
 
 @triton.jit
 def quotient(p, l):
-    """p / l [R, C], l the divisor of a row: the product with 1 / l, which is off by a unit in the last
-    place, and its remainder divided likewise."""
-    inverse = tl.broadcast_to(tl.div_rn(1.0, l)[:, None], p.shape)
+    """p / l, l [R, 1] or a scalar, the divisor of a row: the product with 1 / l, which is off by a unit
+    in the last place, and its remainder divided likewise."""
+    inverse = tl.div_rn(1.0, l)
     q = p * inverse
-    rest = tl.fma(-q, tl.broadcast_to(l[:, None], p.shape), p)
-    return tl.fma(rest, inverse, q)
+    return tl.fma(tl.fma(-q, l, p), inverse, q)
+
+
+@triton.jit
+def exact_part(p, COLUMNS: tl.constexpr):
+    """What p, 0 <= p <= 1, elements of rows of COLUMNS, a power of two, holds in multiples of a unit,
+    2^-24 times the columns but at least 2^-12.
+
+    That is added without a rounding, in any order, since the sums are at most 2^24 units; the rests are
+    so small that their roundings do not count.
+    """
+    columns: tl.constexpr = COLUMNS if COLUMNS > 4096 else 4096
+    middle: tl.constexpr = 0.75 * columns  # from columns / 2 to columns the last place is a unit
+    return (p + middle) - middle
 
 
 @triton.jit
 def sum_in_parts(p):
-    """(high, low) [R], whose sum is that of the rows of p, 0 <= p <= 1.
-
-    What p holds in multiples of a unit, 2^-24 times the columns but at least 2^-12, is added without a
-    rounding, in any order, since the sums are at most 2^24 units; the rests are so small that their
-    roundings do not count.
-    """
-    columns: tl.constexpr = p.shape[1] if p.shape[1] > 4096 else 4096
-    middle: tl.constexpr = 0.75 * columns  # from columns / 2 to columns the last place is a unit
-    high = (p + middle) - middle
+    """(high, low) [R], whose sum is that of the rows of p [R, C], 0 <= p <= 1; high is exact."""
+    high = exact_part(p, p.shape[1])
     return tl.sum(high, 1), tl.sum(p - high, 1)
 
 
@@ -93,10 +98,12 @@ def precise_update(m, l, l_low, x):
 
 
 @triton.jit
-def precise_join(words, splits):
-    """The state [1] of a row from those of its splits, packed in words [LANES]."""
+def precise_join(words, splits, lanes=None):
+    """The state [1] of a row from those of its splits, packed in words [LANES]; lanes: see collect."""
     m, l = unpack(words)
-    here = tl.arange(0, words.shape[0]) < splits
+    if lanes is None:
+        lanes = tl.arange(0, words.shape[0])
+    here = lanes < splits
     m = tl.where(here, m, -float("inf"))[None, :]
     whole = tl.max(m, 1)
     weights = tl.where(m == whole[:, None], 1.0, exponential(m - shift_of(whole)[:, None]))

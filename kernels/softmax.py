@@ -19,15 +19,16 @@ found in cache.
 PRECISE: of a softmax in float32, whose state and quotients are those of precise.py.
 
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
-their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words [M, splits]
-int64 and LANES, POLLS: see exchange.py; prologue, epilogue: arguments of the hooks, and ..._gradients
-where those of their operands go.  Any float dtype in memory, float32 in registers.
+their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words, used
+[M, splits] int64, used or None, and LANES, POLLS: see exchange.py; prologue, epilogue: arguments of the
+hooks, and ..._gradients where those of their operands go.  Any float dtype in memory, float32 in
+registers.
 """
 
 import triton
 import triton.language as tl
 
-from .exchange import collect, pack, publish, unpack
+from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .interpreter import INTERPRETED
 from .online_softmax import (
@@ -90,7 +91,7 @@ def normalized(x, m, l, LOG: tl.constexpr, PRECISE: tl.constexpr):
     if LOG:
         return (x - m[:, None]) - tl.log(l)[:, None]
     elif PRECISE:
-        return quotient(hardware_exponential(x - shift_of(m)[:, None]), l)
+        return quotient(hardware_exponential(x - shift_of(m)[:, None]), l[:, None])
     else:
         return exponentials(x, shift_of(m)[:, None], LOG2E, True) * tl.div_rn(1.0, l)[:, None]
 
@@ -276,7 +277,7 @@ def softmax_backward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_backward_split_kernel(
-    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, words_ptr, dy_stride, y_stride, x_stride, M, N,
+    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, words_ptr, used_ptr, dy_stride, y_stride, x_stride, M, N,
     prologue, prologue_gradients, epilogue, epilogue_gradients,
     LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
     EPILOGUE_BACKWARD: tl.constexpr, C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
@@ -287,6 +288,8 @@ def softmax_backward_split_kernel(
     own = tl.program_id(0) % splits
     lanes = tl.arange(0, C)[None, :]  # [1, C]
     words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
+    if used_ptr is not None:
+        clear(used_ptr + (tl.program_id(0) // splits).to(tl.int64) * splits, own)
     there = tl.full([1], 1.0, tl.float32)
     missing, split = splits, own
     while missing > 0:  # as in the forward kernel

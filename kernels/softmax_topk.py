@@ -9,18 +9,17 @@ for softmax", 2018, section 4).  For the chosen columns k, in descending order,
 
 and with RENORMALIZE, where v is the softmax of the chosen scores alone, p is v and 0 elsewhere.
 
-Scores are compared as keys: integers that order like (score, -column), so that all keys of a row
-differ and equal scores go by their columns.  A NaN's key is above all others.
-
-Two regimes.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider rows are split over
-programs, each of which keeps its K best while it loops over tiles [C], and passes over a tile whose
-largest score is no match for them; a second kernel joins the splits.
+Which scores are the largest is found as in topk.py.  Two regimes.  A tile [R, C] with C >= N holds R
+whole rows in registers.  There the largest scores of blocks of W columns, of which m is the largest,
+tell which K blocks hold the K largest of all; PART > 1: then which parts of those, of PART columns
+each.  Wider rows are split over programs, each of which keeps its K best while it loops over tiles [C],
+and passes over a tile whose largest score is no match for them; a second kernel joins the splits.
 
 Float32 scores have the state, and float32 values the exponential and quotient, of precise.py.
 
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], lse [M]
 float32, words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx [M, N] contiguous;
-KP a power of two, at least K.  Keys in registers are int32 where 16 bits hold a score and 16 a column.
+KP a power of two, at least K; SORT: see topk.py.
 """
 
 import triton
@@ -29,93 +28,70 @@ import triton.language as tl
 from .exchange import pack
 from .online_softmax import (
     LOG2E,
+    exponentials,
     online_softmax_finish,
     online_softmax_start,
     online_softmax_update,
     shift_of,
 )
-from .precise import exponential, precise_join, precise_state, precise_update, quotient, sum_in_parts
+from .precise import (
+    exponential,
+    hardware_exponential,
+    precise_join,
+    precise_update,
+    quotient,
+    sum_in_parts,
+)
 from .rows import load, store
-from .softmax import join, normalized, state_of
-
-# The lowest integers, of int32 and int64 keys: 64 and more below the key of any score.
-LOWEST32 = tl.constexpr(-(2**31))
-LOWEST = tl.constexpr(-(2**63))
-
-# From so many on sorting is faster than searching again and again.
-SORTED = tl.constexpr(16)
-
-
-@triton.jit
-def folded(bits, SIGN: tl.constexpr):
-    """Integers in the order of the floats with these bits, and back: its own inverse."""
-    return bits ^ ((bits >> SIGN) & ((1 << SIGN) - 1))
+from .softmax import join, kept, normalized, state_of
+from .topk import (
+    LOWEST,
+    LOWEST32,
+    in_row,
+    index_of,
+    keys_of,
+    largest_below,
+    scores_and_columns,
+    select,
+)
 
 
 @triton.jit
-def keys_of(x, cols, mask):
-    """Keys of scores x, of the dtype in memory: int32 for 16-bit scores, whose cols are below 2^16,
-    else int64.  The lowest integer outside the mask."""
-    value = x.to(tl.float32)
-    number = value == value
-    x = tl.where(value == 0.0, 0.0, value).to(x.dtype)  # -0.0 equals 0.0
-    if x.dtype.primitive_bitwidth == 16:
-        rank = folded(x.to(tl.int16, bitcast=True).to(tl.int32), 15)
-        rank = tl.where(number, rank, 0x7FFF)
-        return tl.where(mask, (rank << 16) | (0xFFFF - cols), LOWEST32)
+def block_maxima(x, W: tl.constexpr):
+    """The largest scores [R, C / W], float32, of blocks of W columns of x [R, C]."""
+    if W == 1:
+        return x.to(tl.float32)
     else:
-        rank = folded(x.to(tl.int32, bitcast=True), 31)
-        rank = tl.where(number, rank, 0x7FFFFFFF).to(tl.int64)
-        return tl.where(mask, (rank << 32) | (0xFFFFFFFF - cols.to(tl.int64)), LOWEST)
+        return tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // W, W]).to(tl.float32), 2)
 
 
 @triton.jit
-def in_row(keys, first):
-    """int64 keys, columns counted from the row's start, of keys whose columns count from `first`."""
-    if keys.dtype == tl.int32:
-        cols = first + 0xFFFF - (keys & 0xFFFF).to(tl.int64)
-        return ((keys >> 16).to(tl.int64) << 32) | (0xFFFFFFFF - cols)
+def sum_of(x, m):
+    """l [R] of rows x [R, C] whose largest scores are m."""
+    shift = shift_of(m)[:, None]
+    if x.dtype == tl.float32:
+        high, low = sum_in_parts(hardware_exponential(x - shift))
+        return high + low
     else:
-        return keys - first
+        return tl.sum(exponentials(kept(x).to(tl.float32), shift, LOG2E, True), 1)
 
 
 @triton.jit
-def scores_and_columns(keys, dtype: tl.constexpr):
-    """The scores (float32) and columns (int64) of int64 keys of a score of `dtype`."""
-    rank = (keys >> 32).to(tl.int32)
-    if dtype.primitive_bitwidth == 16:
-        x = folded(rank, 15).to(tl.int16).to(dtype, bitcast=True)
-    else:
-        x = folded(rank, 31).to(dtype, bitcast=True)
-    return x.to(tl.float32), 0xFFFFFFFF - (keys & 0xFFFFFFFF)
-
-
-@triton.jit
-def largest_below(keys, last):
-    """The largest of keys [R, C] below last [R]; the largest of all if last is the lowest integer.
-
-    Counting upwards from `last` without a sign, keys above it come first and those below it, having
-    wrapped around, last: one subtraction and one maximum an element.
-    """
-    unsigned: tl.constexpr = tl.uint32 if keys.dtype == tl.int32 else tl.uint64
-    above = (keys - last[:, None]).to(unsigned, bitcast=True)
-    return tl.max(above, 1).to(keys.dtype, bitcast=True) + last
-
-
-@triton.jit
-def select(keys, K, lowest, KP: tl.constexpr):
-    """The K largest of keys [R, C] in descending order [R, KP], one after another where they are few;
-    else runs of KP keys are sorted and merged in pairs, of which the better half is kept."""
-    if KP >= SORTED:
-        return tl.topk(keys, KP)
-    else:
-        lanes = tl.arange(0, KP)[None, :]
-        last = tl.zeros([keys.shape[0]], keys.dtype) + lowest
-        best = tl.zeros([keys.shape[0], KP], keys.dtype)
-        for k in range(0, K):
-            last = largest_below(keys, last)
-            best = tl.where(lanes == k, last[:, None], best)
-        return best
+def best_parts(
+    x_ptr, rows, blocks, x_stride, M, N, K,
+    W: tl.constexpr, PART: tl.constexpr, KP: tl.constexpr, SORT: tl.constexpr,
+):  # fmt: skip
+    """Keys [R, KP] of the K best parts, PART columns each, of blocks [R, B] of W columns in rows."""
+    R: tl.constexpr = blocks.shape[0]
+    P: tl.constexpr = blocks.shape[1] * (W // PART)
+    cols = blocks[:, :, None] * W + tl.arange(0, W)[None, None, :]  # [R, B, W]
+    mask = (rows < M)[:, None, None] & (cols < N)
+    x = tl.load(x_ptr + rows[:, None, None] * x_stride + cols, mask=mask, other=-float("inf"))
+    best = block_maxima(tl.reshape(x, [R, P * PART]), PART).to(x.dtype)
+    parts = blocks[:, :, None] * (W // PART) + tl.arange(0, W // PART)[None, None, :]
+    parts = tl.reshape(parts, [R, P])
+    keys = keys_of(best, parts, (rows[:, None] < M) & (parts * PART < N))
+    return select(keys, K, KP, SORT)
 
 
 @triton.jit
@@ -129,18 +105,22 @@ def store_result(
     x, cols = scores_and_columns(best, dtype)
     lse, _ = online_softmax_finish(m, l, LOG2E)
     tl.store(lse_ptr + rows, lse, mask=rows < M)
+    number = (l == l)[:, None]
     if values_ptr.dtype.element_ty == tl.float32:
         # Keys are in descending order, so that m is the score of the first also of those chosen.
         p = exponential(x - shift_of(m)[:, None])
         if RENORMALIZE:
             high, low = sum_in_parts(tl.where(lanes < K, p, 0.0))
-            l = tl.where(l == l, high + low, l)  # NaN where the row holds a NaN, chosen or not
-        v = quotient(p, l)
+            l = high + low
+        v = quotient(p, l[:, None])
     else:
         if RENORMALIZE:
-            m, chosen = state_of(tl.where(lanes < K, x, -float("inf")))
-            l = tl.where(l == l, chosen, l)
+            m, l = state_of(tl.where(lanes < K, x, -float("inf")))
         v = normalized(x, m, l, False, False)
+    if RENORMALIZE:
+        # A row that holds a NaN, chosen or not.  [R, 1]: of [R] the compiler would move the layout of
+        # the sum above to where it comes from, and add up the whole row a second time.
+        v = tl.where(number, v, float("nan"))
     offsets = rows[:, None] * K + lanes
     store(values_ptr, offsets, v, mask)
     tl.store(indices_ptr + offsets, cols, mask=mask)
@@ -149,20 +129,25 @@ def store_result(
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_kernel(
     x_ptr, values_ptr, indices_ptr, lse_ptr, x_stride, M, N, K,
-    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
+    KP: tl.constexpr, SORT: tl.constexpr,
 ):  # fmt: skip
-    """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
+    """Program i takes rows i * R to i * R + R - 1, held whole in registers.  C / W at least KP."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     cols = tl.arange(0, C)[None, :]  # [1, C]
     mask = (rows[:, None] < M) & (cols < N)
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask=mask, other=-float("inf"))
-    if x.dtype == tl.float32:
-        m, l = precise_state(x)
-    else:
-        m, l = state_of(x)
-    keys = keys_of(x, cols, mask)
-    lowest: tl.constexpr = LOWEST32 if keys.dtype == tl.int32 else LOWEST
-    best = in_row(select(keys, K, lowest, KP), 0)
+    best = block_maxima(x, W)  # [R, C / W]
+    m = tl.max(best, 1)
+    l = sum_of(x, m)
+    blocks = tl.arange(0, C // W)[None, :]
+    keys = keys_of(best.to(x.dtype), blocks, (rows[:, None] < M) & (blocks * W < N))
+    keys = select(keys, K, KP, SORT)
+    if W > 1:
+        keys = best_parts(x_ptr, rows, index_of(keys), x_stride, M, N, K, W, PART, KP, SORT)
+    if PART > 1:
+        keys = best_parts(x_ptr, rows, index_of(keys), x_stride, M, N, K, PART, 1, KP, SORT)
+    best = in_row(keys, 0)
     store_result(
         values_ptr, indices_ptr, lse_ptr, best, m, l, rows, M, K, x_ptr.dtype.element_ty,
         RENORMALIZE, KP,
@@ -209,14 +194,15 @@ def softmax_topk_split_kernel(
                 best = tl.max(largest_below(keys, best + tl.zeros([1], keys.dtype)), 0)
     words = pack(m, l + l_low)
     tl.store(words_ptr + tl.program_id(0) + tl.arange(0, 1), words)
-    kept = tl.where(chosen < lowest + KP, LOWEST, in_row(chosen, first))
-    tl.store(keys_ptr + tl.program_id(0).to(tl.int64) * K + lanes, kept, mask=lanes < K)
+    found = tl.where(chosen < lowest + KP, LOWEST, in_row(chosen, first))
+    tl.store(keys_ptr + tl.program_id(0).to(tl.int64) * K + lanes, found, mask=lanes < K)
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_join_kernel(
     x_ptr, keys_ptr, words_ptr, values_ptr, indices_ptr, lse_ptr, M, K, splits,
     RENORMALIZE: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+    SORT: tl.constexpr,
 ):  # fmt: skip
     """Program i joins the splits of row i; of x only the dtype is used.  LANES at least splits, C at
     least splits * K."""
@@ -229,7 +215,7 @@ def softmax_topk_join_kernel(
         m, l = join(words, splits)
     candidates = splits * K
     keys = tl.load(keys_ptr + row * candidates + cols, mask=cols < candidates, other=LOWEST)
-    best = select(keys, K, LOWEST, KP)
+    best = select(keys, K, KP, SORT)
     store_result(
         values_ptr, indices_ptr, lse_ptr, best, m, l, row + tl.arange(0, 1), M, K,
         x_ptr.dtype.element_ty, RENORMALIZE, KP,

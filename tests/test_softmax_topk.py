@@ -112,9 +112,25 @@ def test_equal_scores_by_index(device, dtype, N) -> None:
     check(device, x, 20)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("N", [1, 2, 7, 17, 64, 127, 200, 513, 1000, 1500, 3000, 4096])
+def test_order_in_and_between_blocks(device, dtype, N) -> None:
+    """Every block in order, or with as many equal ones around it, or with one score for all."""
+    i = torch.arange(N, device=device)
+    x = 3 * torch.randn(9, N, device=device)
+    x[0], x[1] = 20 * i / N, -20 * i / N
+    x[2], x[3] = i // 9 % 50, (i + 3) // 8 % 2
+    x[4], x[5] = x[4].round(), (x[5] > 1).float()
+    x[6] = -INF
+    x[6, :: max(N // 7, 1)] = 0.0
+    x[7], x[8] = x[7].sort().values, x[8].sort(descending=True).values
+    for k in sorted({1, min(N, 6), min(N, 20), min(N, 64)}):
+        check(device, x.to(dtype), k, renormalize=k == 20)
+
+
 @pytest.mark.parametrize("renormalize", [False, True], ids=["", "renormalize"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", [9, 33000])
+@pytest.mark.parametrize("N", [9, 500, 33000])
 def test_infinities_and_nan(device, N, dtype, renormalize) -> None:
     k = 4
     x = torch.randn(6, N, device=device).to(dtype)
@@ -229,3 +245,13 @@ def test_columns_fit_into_keys() -> None:
         assert all(configs.softmax_topk_span(N, k) <= 2**16 for k in (1, 64))
         config = configs.softmax_topk(N, 2, 8)
         assert config.split or config.columns <= 2**16
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_enough_blocks_to_choose_from(itemsize) -> None:
+    for N in (*range(1, 300), 511, 512, 513, 1000, 2049, 4096):
+        for k in range(1, min(N, 64) + 1):
+            config = configs.softmax_topk(N, itemsize, k)
+            assert config.rows >= 1 and config.columns >= N and not config.split
+            assert config.columns // config.block >= configs.power_of_two(k)
+            assert config.block % config.part == 0

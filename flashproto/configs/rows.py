@@ -45,6 +45,18 @@ class RowConfig:
     cluster: int = 1
 
 
+@dataclass(frozen=True)
+class TopkConfig(RowConfig):
+    """block: columns a block, whose largest scores are looked at first; 1 where all scores are.
+    part: columns of the parts of the best blocks that are looked at next, before their scores; 1: none.
+    sort: whether the largest are found by sorting, else one after another.
+    """
+
+    block: int = 1
+    part: int = 1
+    sort: bool = False
+
+
 def has_clusters(capability: tuple[int, int]) -> bool:
     """Whether clusters of 16 programs with all of a Hopper multiprocessor's shared memory fit."""
     return capability[0] in (9, 10)
@@ -83,8 +95,12 @@ def norm_forward(
     """Forward of the norms: x, perhaps a residual, and weight and bias beside it."""
     widest = 8192 if residual and itemsize == 4 else 16384
     if power_of_two(N) > widest:
+        if itemsize == 2 and N % 8 != 0 and N <= 65536:
+            return RowConfig(1, 2048, 2, split=True)
         if itemsize == 2:
             return RowConfig(1, 4096 if centered or N <= 65536 else 8192, 4, split=True)
+        if not residual:
+            return RowConfig(1, 4096, 4, split=True)
         return RowConfig(1, 4096, 8, split=True, max_registers=80)
     columns, chunks = (N // 4, 4) if N in (8192, 16384) else _chunks(N, 2048, (3, 5, 6, 7))
     if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
@@ -96,8 +112,8 @@ def norm_forward(
     if columns > 4096:
         return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
     per_warp, fewest = 1024 // itemsize, 4
-    if centered and 32 < columns <= 256:
-        per_warp, fewest = (2048 // itemsize if columns == 64 else 1024), 1
+    if centered and 16 * itemsize <= columns // 2 <= 128:
+        per_warp, fewest = 1024, 1
     elif centered and 256 < columns <= 1024:
         fewest = 2
     warps = min(max(columns // per_warp, fewest), 8)
@@ -254,9 +270,15 @@ def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
     """Forward of softmax and log_softmax on Hopper, whose rows lie in shared memory; None for rows that
     do not: narrow ones, and such as cannot all start at multiples of 16 bytes.
 
-    Up to 32768 columns a program takes a whole row; of wider ones as many as leave room for several
-    programs a multiprocessor.  At most 32 programs share a row, so that a warp looks at their words.
+    Up to 64 KiB a program takes a whole row; of wider ones as many as leave room for several programs a
+    multiprocessor.  A thread of it looks at one word of its row, or at two.
     """
+    if itemsize == 4:
+        if N % 4 != 0 or not 8192 < N <= WIDEST_SPLIT:
+            return None
+        if N <= 16384:
+            return RowConfig(1, -(-N // 512) * 512, 4, max_registers=96)
+        return RowConfig(1, 8192 if N <= 2**18 else 16384, 4, split=True, max_registers=128)
     if itemsize != 2 or N % 8 != 0 or not 16384 < N <= 2**19:
         return None
     if N <= 32768:
@@ -295,18 +317,32 @@ def logsumexp(N: int, itemsize: int) -> RowConfig:
 
 
 @kept
-def softmax_topk(N: int, itemsize: int, k: int) -> RowConfig:
-    """Forward of softmax_topk.  Where rows are split, a program loops over softmax_topk_span columns
-    in tiles; small ones, since that decides how many scores are looked at twice."""
-    columns = power_of_two(N)
+def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
+    """Forward of softmax_topk.
+
+    Rows of up to 4096 columns are held whole, by one warp where its registers have room, so that little
+    goes through shared memory.  Blocks are as wide as makes their number and that of the scores in the
+    best ones smallest in sum, up to a load of 16 bytes; parts make up for that bound where sorting is
+    much of the work.  Sorting costs more for each key, searching for each of the k: that suits many
+    16-bit scores, the largest of whose keys one instruction finds in a warp.
+
+    Where rows are split, a program loops over softmax_topk_span columns in tiles; small ones, since
+    that decides how many scores are looked at twice.
+    """
+    columns, largest = power_of_two(N), power_of_two(k)
     if columns > 4096:
         if N <= 131072:
-            return RowConfig(1, 1024, 2, split=True)
-        return RowConfig(1, 8192 // itemsize, 4, split=True)
+            return TopkConfig(1, 1024, 2, split=True)
+        return TopkConfig(1, 8192 // itemsize, 4, split=True)
     rows = min(max(2048 // itemsize // columns, 1), MAX_TILE_ROWS)
     if columns == 256 and k > 8:
         rows = 2
-    return RowConfig(rows, columns, max(columns // 1024, 1))
+    warps = max(columns * itemsize // 8192, 1)
+    blocks = [w for w in (1, 2, 4, 8) if w == 1 or columns >= 2 * w * largest]
+    block = min(blocks, key=lambda w: (columns // w + largest * w, abs(w - 4)))
+    part = 4 if block == 8 and k > 32 else 1
+    sort = itemsize == 4 or columns < 1024 or k > (32 if columns == 4096 else 16)
+    return TopkConfig(rows, columns, warps, block=block, part=part, sort=sort)
 
 
 @kept
@@ -322,9 +358,10 @@ def softmax_topk_span(N: int, k: int) -> int:
 
 
 @kept
-def softmax_topk_join(candidates: int) -> int:
-    """Warps that search the int64 keys which the splits of a row have kept."""
-    return min(max(candidates // 256, 1), 8)
+def softmax_topk_join(splits: int, k: int) -> TopkConfig:
+    """The int64 keys which the splits of a row have kept."""
+    candidates = power_of_two(splits * k)
+    return TopkConfig(1, candidates, min(max(candidates // 256, 1), 8), sort=k > 8)
 
 
 @kept

@@ -52,7 +52,8 @@ def softmax_topk_forward(
     if not config.split:
         launch_rows(
             cdiv(M, config.rows), x, values, indices, lse, x.stride(0), M, N, k, renormalize,
-            R=config.rows, C=config.columns, KP=KP, num_warps=config.num_warps,
+            R=config.rows, C=config.columns, W=config.block, PART=config.part, KP=KP, SORT=config.sort,
+            num_warps=config.num_warps,
         )  # fmt: skip
         return values, indices, lse
     span = configs.softmax_topk_span(N, k)
@@ -62,13 +63,12 @@ def softmax_topk_forward(
     launch_split(
         M * splits, x, keys, words, x.stride(0), M, N, k,
         SPAN=span, C=config.columns, KP=KP, num_warps=config.num_warps,
-        maxnreg=config.max_registers,
     )  # fmt: skip
-    candidates = configs.power_of_two(splits * k)
+    config = configs.softmax_topk_join(splits, k)
     launch_join(
         M, x, keys, words, values, indices, lse, M, k, splits, renormalize,
-        LANES=configs.power_of_two(splits), C=candidates, KP=KP,
-        num_warps=configs.softmax_topk_join(candidates),
+        LANES=configs.power_of_two(splits), C=config.columns, KP=KP, SORT=config.sort,
+        num_warps=config.num_warps,
     )  # fmt: skip
     return values, indices, lse
 
