@@ -22,6 +22,7 @@ from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from . import backends
+from .ops import words
 
 # What compiled code allocates with; a torch without CUDA has no such function, or none that works.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -83,6 +84,7 @@ def _is_plain(key: Hashable) -> bool:
 def forget() -> None:
     """All plans; for who changes at run time what plans follow from, as tests do."""
     _plans.clear()
+    words.forget()
 
 
 def maker(made: Tensor | None) -> Callable[[], Any]:

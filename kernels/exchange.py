@@ -6,7 +6,8 @@ row is read once.  All join the same partial results in the same order: nothing 
 
 A partial result is two float32 packed into one 64-bit word, which is written and read whole, so that
 no fence is needed.  A word of 0 says "not there yet": words must be 0 before the launch, and two
-zeros are published as -0.0 and 0.0.
+zeros are published as -0.0 and 0.0.  A launch cannot clear its own words, which a late program may
+still want, but it can clear those of the launch before, for the launch after: see `clear`.
 
 Programs of a row start together, but no GPU promises it, and the interpreter runs one program after
 another.  So a program waits for a bounded time only; then it reduces the missing tiles itself.
@@ -39,6 +40,16 @@ def publish(words_ptr, split, word):
     if word.type.is_block():
         split += tl.arange(0, 1)
     tl.atomic_xchg(words_ptr + split, tl.where(word == 0, -(2**63), word), sem="relaxed")
+
+
+@triton.jit
+def clear(words_ptr, split):
+    """Set the word of `split` back to 0, of words that a launch that has ended used.
+
+    A kernel that is given these, used_ptr, clears all of them: each program, for every word that it
+    publishes, the same one there.  The next launch publishes there, and clears what this one published.
+    """
+    tl.store(words_ptr + split, 0)
 
 
 @triton.jit

@@ -20,8 +20,9 @@ Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE afte
 is applied again to x where the sum with a residual has not kept its result.
 
 Legend: as in norm.py; dy, dtotal, input [M, N] with unit column stride and a row stride of their own;
-dx, dresidual [M, N] contiguous; P programs; G groups of programs; x is total where there is one, and
-input the x of the forward where the derivative of PROLOGUE reads it beside total.
+dx, dresidual [M, N] contiguous; used as words, or None; P programs; G groups of programs; x is total
+where there is one, and input the x of the forward where the derivative of PROLOGUE reads it beside
+total.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -30,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .cluster import cluster_begin, cluster_exchange
-from .exchange import collect, pack, publish, unpack
+from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .interpreter import INTERPRETED
 from .norm import SHORT, columns_of, mean_of_chunks, scaled
@@ -269,7 +270,7 @@ def norm_backward_split_kernel(
     dy_ptr, dtotal_ptr, x_ptr, input_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,  # in
     dx_ptr, dresidual_ptr,  # out
     dweight_ptr, dbias_ptr,  # out [G, N] float32, one row of partial sums a group
-    words_ptr,
+    words_ptr, used_ptr,
     dy_stride, dtotal_stride, x_stride, input_stride, M, N, G,
     prologue, prologue_gradients, epilogue, epilogue_gradients,
     CENTERED: tl.constexpr, CASTING: tl.constexpr,
@@ -313,6 +314,8 @@ def norm_backward_split_kernel(
         row = tl.cast(number, tl.int64) + one
         rows = row[:, None]
         row_words_ptr = words_ptr + tl.cast(number, tl.int64) * splits
+        if used_ptr is not None:
+            clear(used_ptr + tl.cast(number, tl.int64) * splits, own)
         later = row + 2 * tl.cast(G, tl.int64)
         mean_later, rstd_later = load_statistics(mean_ptr, rstd_ptr, later, M)
         x_later, dy_later = load_tile(

@@ -66,7 +66,7 @@ def forward(
 
 def backward(
     arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
-    hooked: bool = False, **constexprs: Any,
+    hooked: bool = False, clears: bool = False, **constexprs: Any,
 ) -> Case:  # fmt: skip
     itemsize = 4 if hooked else ITEMSIZE[x]
     config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10))
@@ -80,14 +80,15 @@ def backward(
     if residual:
         pointers["dtotal_ptr"] = x
     if config.split:
-        pointers["words_ptr"] = "*i64"
+        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
     kernel = split if config.split else whole
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
 
 def forward_shared(
-    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False, casting="torch"
-) -> Case:
+    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
+    casting: str = "torch", clears: bool = False,
+) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_forward
 
@@ -103,20 +104,23 @@ def forward_shared(
         pointers |= {"residual_ptr": x, "total_ptr": x}
     if config.split:
         kernel = norm_forward.norm_forward_shared_split_kernel
-        pointers["words_ptr"] = "*i64"
+        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
     constexprs = {"CENTERED": centered, "CASTING": casting, "WHOLE": N % config.columns == 0}
     return case(name, kernel, N, pointers, constexprs, config)
 
 
 def backward_shared(
-    name: str, N: int, x: str, centered: bool, weight: str = "", casting="torch"
-) -> Case:
+    name: str, N: int, x: str, centered: bool, weight: str = "", casting: str = "torch",
+    clears: bool = False,
+) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_backward as shared
 
     config = configs.norm_backward_shared(N, ITEMSIZE[x], centered)
     assert config is not None
     pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32", "words_ptr": "*i64"}
+    if clears:
+        pointers["used_ptr"] = "*i64"
     if weight:
         pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
         pointers |= {"dbias_ptr": "*fp32"} if centered else {}
@@ -177,6 +181,21 @@ def norm_cases(arch: int) -> list[Case]:
         backward_shared("layer-shared-backward-ragged", 100008, "*bf16", True, "*fp32"),
         backward_shared("layer-shared-backward-alone", 131072, "*bf16", True),
     ]
+    for name, N, x, centered, weight in (
+        ("rms-shared-split-clears", 65536, "*bf16", False, "*bf16"),
+        ("layer-shared-split-clears", 131072, "*fp16", True, "*fp16"),
+        ("layer-shared-split-ragged-clears", 50264, "*bf16", True, "*fp32"),
+        ("rms-shared-split-wide-clears", 262144, "*bf16", False, "*bf16"),
+    ):
+        shared.append(forward_shared(name, N, x, centered, weight, clears=True))
+    for name, N, x, centered, weight in (
+        ("rms-shared-backward-clears", 131072, "*bf16", False, "*bf16"),
+        ("rms-shared-backward-ragged-clears", 2**19 - 8, "*bf16", False, "*fp32"),
+        ("layer-shared-backward-clears", 262144, "*fp16", True, "*fp16"),
+        ("layer-shared-backward-ragged-clears", 100008, "*bf16", True, "*fp32"),
+        ("layer-shared-backward-alone-clears", 131072, "*bf16", True, ""),
+    ):
+        shared.append(backward_shared(name, N, x, centered, weight, clears=True))
     return (shared if arch == 90 else []) + [
         forward(arch, "layer-64", 64, "*bf16", True, "*bf16"),
         forward(arch, "layer-48-fp32", 48, "*fp32", True, "*fp32"),
@@ -213,9 +232,13 @@ def norm_cases(arch: int) -> list[Case]:
         backward(arch, "layer-65536-backward-alone", 65536, "*bf16", True),
         backward(arch, "rms-split-backward-ragged", 50257, "*bf16", False, "*bf16"),
         backward(arch, "rms-split-backward-262144-add", 262144, "*bf16", False, "*bf16", True),
+        backward(
+            arch, "rms-split-backward-262144-clears", 262144, "*bf16", False, "*bf16", True, clears=True
+        ),
         backward(arch, "layer-split-backward-262144", 262144, "*bf16", True, "*bf16"),
         backward(arch, "layer-split-backward-add", 131072, "*bf16", True, "*bf16", True),
         backward(arch, "rms-split-backward-fp32", 131072, "*fp32", False, "*fp32"),
+        backward(arch, "layer-split-backward-clears", 131072, "*fp32", True, "*fp32", clears=True),
         backward(arch, "gemma-4096-backward", 4096, "*bf16", False, "*bf16", CASTING="gemma"),
         with_hook(
             forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16", hooked=True),

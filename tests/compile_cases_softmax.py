@@ -77,6 +77,9 @@ def softmax_cases(arch: int) -> list[Case]:
             config = configs.softmax_backward(N, size, polls < 2)
             name = f"{name}-backward"
             cases.append(split_case(name, SPLIT_BACKWARD, backward, no_log, N, config, polls))
+            if polls == 1024:
+                clearing, name = backward | {"used_ptr": "*i64"}, f"{name}-clears"
+                cases.append(split_case(name, SPLIT_BACKWARD, clearing, no_log, N, config))
         config = configs.softmax_forward(LOOPED, size)
         name, kernel = f"softmax-looped-{x[1:]}", softmax.softmax_forward_looped_kernel
         cases.append(case(name, kernel, forward, no_log, config))
@@ -89,22 +92,30 @@ def softmax_cases(arch: int) -> list[Case]:
 def shared_cases() -> list[Case]:
     """Rows in shared memory, on Hopper: numbers are in units of 16 bytes, and any."""
     cases = []
-    for x, log, N in itertools.product(
-        ("*bf16", "*fp16"), (False, True), (16392, 24576, 32768, 32776, 65536, 2**19, 2**19 - 8)
-    ):
+    kinds = [
+        *itertools.product(("*bf16", "*fp16"), (16392, 24576, 32768, 32776, 65536, 2**19, 2**19 - 8))
+    ]
+    kinds += itertools.product(
+        ["*fp32"], (8196, 10000, 12292, 16384, 32768, 50260, 65536, 10**6, 2**20)
+    )
+    for (x, N), log, clears in itertools.product(kinds, (False, True), (False, True)):
         config = configs.softmax_forward_shared(N, ITEMSIZE[x])
         assert config is not None
+        if clears and (not config.split or x == "*fp16"):
+            continue
         kernel = softmax_forward.softmax_forward_shared_kernel
         pointers = {"x_ptr": x, "y_ptr": x}
         constexprs = {"LOG": log, "WHOLE": N % config.columns == 0, "C": config.columns}
         if config.split:
             kernel = softmax_forward.softmax_forward_shared_split_kernel
-            pointers["words_ptr"] = "*i64"
+            pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
             constexprs |= {"LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024}
+            constexprs |= {} if clears else {"used_ptr": None}
         signature = pointers | {"x_stride": "i32", "M": "i32", "N": "i32"}
         cases.append(
             Case(
-                f"softmax-shared-{N}{'-log' * log}-{x[1:]}", kernel, signature, constexprs,
+                f"softmax-shared-{N}{'-log' * log}{'-clears' * clears}-{x[1:]}",
+                kernel, signature, constexprs,
                 tuple(pointers), config.num_warps, max_registers=config.max_registers,
             )
         )  # fmt: skip
@@ -214,21 +225,22 @@ def softmax_topk_cases() -> list[Case]:
     for x in ("*bf16", "*fp32"):
         size = ITEMSIZE[x]
         results = {"values_ptr": "*fp32", "indices_ptr": "*i64", "lse_ptr": "*fp32"}
-        for N, KP in ((64, 8), (256, 64), (4096, 64)):
-            config, constants = configs.softmax_topk(N, size, KP), {"RENORMALIZE": True, "KP": KP}
-            name, kernel = f"topk-{N}-{KP}-{x[1:]}", softmax_topk.softmax_topk_kernel
+        for N, k in ((64, 8), (128, 8), (256, 8), (256, 64), (1024, 64), (4096, 8), (4096, 64)):
+            config = configs.softmax_topk(N, size, k)
+            constants = {"RENORMALIZE": True, "KP": k}
+            constants |= {"W": config.block, "PART": config.part, "SORT": config.sort}
+            name, kernel = f"topk-{N}-{k}-{x[1:]}", softmax_topk.softmax_topk_kernel
             cases.append(case(name, kernel, {"x_ptr": x} | results, constants, config))
-        for KP in (8, 64):
-            config = configs.softmax_topk(SPLIT, size, KP)
-            constants = {"SPAN": configs.softmax_topk_span(SPLIT, KP), "KP": KP}
+        for k in (8, 64):
+            config = configs.softmax_topk(SPLIT, size, k)
+            constants = {"SPAN": configs.softmax_topk_span(SPLIT, k), "KP": k}
             partial = {"keys_ptr": "*i64", "words_ptr": "*i64"}
-            name, kernel = f"topk-split-{KP}-{x[1:]}", softmax_topk.softmax_topk_split_kernel
+            name, kernel = f"topk-split-{k}-{x[1:]}", softmax_topk.softmax_topk_split_kernel
             cases.append(case(name, kernel, {"x_ptr": x} | partial, constants, config))
-            splits = WIDEST_SPLIT // configs.softmax_topk_span(WIDEST_SPLIT, KP)
-            warps = configs.softmax_topk_join(splits * KP)
-            constants = {"RENORMALIZE": False, "LANES": splits, "C": splits * KP, "KP": KP}
-            name, kernel = f"topk-join-{KP}-{x[1:]}", softmax_topk.softmax_topk_join_kernel
-            config = RowConfig(1, splits * KP, warps)
+            splits = WIDEST_SPLIT // configs.softmax_topk_span(WIDEST_SPLIT, k)
+            config = configs.softmax_topk_join(splits, k)
+            constants = {"RENORMALIZE": False, "LANES": splits, "KP": k, "SORT": config.sort}
+            name, kernel = f"topk-join-{k}-{x[1:]}", softmax_topk.softmax_topk_join_kernel
             cases.append(case(name, kernel, {"x_ptr": x} | partial | results, constants, config))
         del results["values_ptr"]
         pointers = {"x_ptr": x, "dx_ptr": x, "dvalues_ptr": "*fp32"} | results

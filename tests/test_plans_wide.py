@@ -1,10 +1,14 @@
 """Plans of calls of wide rows, whose launches want more than tensors: words that are zero, where rows
-are split over programs, and rows that begin at multiples of 16 bytes, where they are in shared
-memory."""
+are split over programs, and rows that begin at multiples of 16 bytes, where they are in shared memory.
+
+Launches that clear the words of the launch before (flashproto/ops/words.py) are given other rows each
+time: with words that are not zero, a row has the statistics of another.
+"""
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +21,7 @@ from flashproto import plans
 
 pytest.importorskip("triton")
 
-from flashproto.ops import norm_plan, softmax_plan
+from flashproto.ops import norm_plan, softmax_plan, words
 
 # On Hopper: rows in registers of a cluster or of split programs, and in shared memory of one or more.
 WIDTHS = [16_400, 40_008, 65_544, 131_072]
@@ -44,8 +48,10 @@ def no_plans() -> Iterator[None]:
     plans.forget()
 
 
-def tensors_of(kinds: str, N: int, device: str, dtype: torch.dtype = torch.bfloat16) -> list[Tensor]:
-    shapes = ((ROWS, N) if kind == "x" else (N,) for kind in kinds)
+def tensors_of(
+    kinds: str, N: int, device: str, dtype: torch.dtype = torch.bfloat16, rows: int = ROWS
+) -> list[Tensor]:
+    shapes = ((rows, N) if kind == "x" else (N,) for kind in kinds)
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
 
@@ -182,3 +188,114 @@ def test_streams_share_no_words(device, N) -> None:
         torch.cuda.synchronize()
         for a, b in zip(got, wanted, strict=True):
             assert_same(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("N", WIDTHS)
+def test_many_calls_in_a_row(device, N, name) -> None:
+    call, kinds = CALLS[name]
+    sets = [tensors_of(kinds, N, device) for _ in range(3)]
+    wanted = [ordinary(call, tensors) for tensors in sets]
+    make_plan(call, sets[0])
+    got = [results(call, sets[i % 3]) for i in range(24)]
+    for i, outputs in enumerate(got):
+        assert_same(outputs, wanted[i % 3])
+
+
+@pytest.mark.gpu
+def test_kernels_with_as_many_words_in_turn(device) -> None:
+    """One pair serves kernels of all kinds, where the rows of one are half as wide as those of another
+    and twice as many."""
+    cases = [
+        (CALLS[name][0], tensors_of(CALLS[name][1], N, device, rows=rows))
+        for N, rows in ((65_536, 16), (131_072, 8), (262_144, 4), (262_144, 8))
+        for name in CALLS
+    ]
+    wanted = [ordinary(*case) for case in cases]
+    for _ in range(6):
+        order = random.sample(range(len(cases)), len(cases))
+        got = [results(*cases[i]) for i in order]
+        for i, outputs in zip(order, got, strict=True):
+            assert_same(outputs, wanted[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["rms_norm", "softmax"])
+def test_two_streams_at_once(device, name) -> None:
+    call, kinds = CALLS[name]
+    sets = [tensors_of(kinds, 131_072, device) for _ in range(3)]
+    wanted = [ordinary(call, tensors) for tensors in sets]
+    make_plan(call, sets[0])
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    got = []
+    for i in range(30):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                got.append((i % 3, results(call, sets[i % 3])))
+    torch.cuda.synchronize()
+    for i, outputs in got:
+        assert_same(outputs, wanted[i])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["layer_norm", "softmax"])
+def test_threads_launch_on_one_stream(device, name) -> None:
+    call, kinds = CALLS[name]
+    sets = [tensors_of(kinds, 65_544, device) for _ in range(4)]
+    wanted = [ordinary(call, tensors) for tensors in sets]
+    make_plan(call, sets[0])
+    torch.cuda.synchronize()
+    got: list[list[list[Tensor]]] = [[] for _ in sets]
+
+    def work(i: int) -> None:
+        got[i] = [results(call, sets[i]) for _ in range(40)]
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(sets))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.cuda.synchronize()
+    for outputs, expected in zip(got, wanted, strict=True):
+        assert len(outputs) == 40
+        for output in outputs:
+            assert_same(output, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_replays_and_calls_in_turn(device, name) -> None:
+    call, kinds = CALLS[name]
+    sets = [tensors_of(kinds, 65_544, device) for _ in range(3)]
+    wanted = [ordinary(call, tensors) for tensors in sets]
+    tensors = [t.clone() for t in sets[0]]
+    make_plan(call, tensors)
+    stream = torch.cuda.Stream()  # all on one, that of the capture too
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            captured = planned(call, tensors)
+        for i in range(20):
+            for t, source in zip(tensors, sets[i % 3], strict=True):
+                t.copy_(source)
+            graph.replay()
+            if i % 2:
+                assert_same(planned(call, sets[(i + 1) % 3]), wanted[(i + 1) % 3])
+            assert_same(captured, wanted[i % 3])
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_calls_of_one_shape_keep_one_pair_of_words(device) -> None:
+    call, kinds = CALLS["softmax"]
+    tensors = tensors_of(kinds, 65_544, device)
+    make_plan(call, tensors)
+    for _ in range(3):
+        planned(call, tensors, False)
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert len(words._pairs) == int(hopper)
+    plans.forget()
+    assert not words._pairs

@@ -21,6 +21,10 @@ OPERATORS = ("softmax", "log_softmax")
 DTYPES = (torch.float16, torch.bfloat16)
 # A row a program, two programs and more; whole chunks and parts of them; multiples of 8, not of 16.
 WIDTHS = [16_392, 24_576, 32_768, 32_776, 40_008, 65_536, 128_256, 131_072, 262_144, 2**19 - 8]
+# The same of float32; multiples of 4, not of 8.
+FLOAT32_WIDTHS = [8196, 10_000, 16_384, 16_388, 32_768, 50_260, 65_536, 262_144, 10**6, 2**20]
+KINDS = [(dtype, N) for dtype in DTYPES for N in WIDTHS]
+KINDS += [(torch.float32, N) for N in FLOAT32_WIDTHS]
 INF, NAN = math.inf, math.nan
 
 
@@ -35,8 +39,7 @@ def scores(device, M: int, N: int, dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", WIDTHS)
+@pytest.mark.parametrize(("dtype", "N"), KINDS, ids=str)
 def test_against_float64(device, monkeypatch, N, dtype, operator) -> None:
     poison(monkeypatch)
     f, eager = function(operator), getattr(torch, operator)
@@ -47,13 +50,14 @@ def test_against_float64(device, monkeypatch, N, dtype, operator) -> None:
         if operator == "softmax":  # each as exact as its dtype has it, small ones too
             seen = exact > 1e-3
             relative = ((y.double() - exact).abs() / exact)[seen]
-            assert not relative.numel() or relative.max().item() <= 0.51 * torch.finfo(dtype).eps
+            # In float32 that is a few units: the rounding of its logarithm, and the power of 2.
+            units = 8 if dtype is torch.float32 else 0.51
+            assert not relative.numel() or relative.max().item() <= units * torch.finfo(dtype).eps
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("N", WIDTHS)
+@pytest.mark.parametrize(("dtype", "N"), KINDS, ids=str)
 def test_infinities_and_nan_as_in_torch(device, N, dtype, operator) -> None:
     x = scores(device, 37, N, dtype)
     x[0] = -INF
@@ -70,10 +74,10 @@ def test_infinities_and_nan_as_in_torch(device, N, dtype, operator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("N", WIDTHS)
-def test_bits_depend_on_the_row_alone(device, N, operator) -> None:
+@pytest.mark.parametrize(("dtype", "N"), KINDS[len(WIDTHS) :], ids=str)
+def test_bits_depend_on_the_row_alone(device, N, dtype, operator) -> None:
     """Not on its neighbours, nor on where it lies, nor on time."""
-    f, x = function(operator), scores(device, 300, N, torch.bfloat16)
+    f, x = function(operator), scores(device, 300, N, dtype)
     y = f(x)
     for _ in range(100):
         assert torch.equal(f(x), y)
@@ -90,7 +94,10 @@ def test_bits_depend_on_the_row_alone(device, N, operator) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize(("x_dtype", "y_dtype"), [DTYPES, DTYPES[::-1], (DTYPES[0], torch.float32)])
+@pytest.mark.parametrize(
+    ("x_dtype", "y_dtype"),
+    [DTYPES, DTYPES[::-1], (DTYPES[0], torch.float32), (torch.float32, DTYPES[0])],
+)
 def test_results_of_another_dtype(device, x_dtype, y_dtype, operator) -> None:
     for N in (24_576, 65_536):
         x = scores(device, 40, N, x_dtype)
@@ -110,15 +117,17 @@ def test_gradients(device) -> None:
         )
 
 
-def test_chunks_are_whole_slices() -> None:
+@pytest.mark.parametrize(("itemsize", "narrowest", "widest"), [(2, 16_392, 2**19), (4, 8196, 2**20)])
+def test_chunks_are_whole_slices(itemsize, narrowest, widest) -> None:
     """A thread holds 16 bytes of a slice; no chunk lies wholly behind the end of a row."""
-    for N in (*WIDTHS, *range(16_392, 2**19 + 1, 1_000)):
-        config = configs.softmax_forward_shared(N, 2)
+    per_unit = 16 // itemsize
+    for N in (*range(narrowest, widest, 1000 * per_unit), widest):
+        config = configs.softmax_forward_shared(N, itemsize)
         assert config is not None
-        assert config.columns % (config.num_warps * 32 * 8) == 0
+        assert config.columns % (config.num_warps * 32 * per_unit) == 0
         chunks = -(-N // config.columns)
-        assert chunks <= 32 if config.split else chunks == 1
-    for N, itemsize in ((16_384, 2), (20_001, 2), (2**19 + 8, 2), (65_536, 4)):
+        assert chunks <= 64 if config.split else chunks == 1
+    for N in (narrowest - per_unit, 20_001, 40_000 + per_unit // 2, widest + per_unit):
         assert configs.softmax_forward_shared(N, itemsize) is None
 
 
@@ -126,16 +135,16 @@ def test_chunks_are_whole_slices() -> None:
 def test_rows_are_handed_over_aligned(layout) -> None:
     from flashproto.ops.softmax_hopper import forward_launch_hopper
 
-    for N in (16_392, 40_008):
-        x = torch.randn(3, N).bfloat16()
+    for N, dtype in ((16_392, torch.bfloat16), (40_008, torch.bfloat16), (40_004, torch.float32)):
+        x = torch.randn(3, N).to(dtype)
         if layout == "padded":
             laid = torch.zeros(3, N + 1, dtype=x.dtype)[:, :N].copy_(x)
         else:
             laid = in_memory(x, layout)
-        config = configs.softmax_forward_shared(N, 2)
+        config = configs.softmax_forward_shared(N, dtype.itemsize)
         assert config is not None
         launch = forward_launch_hopper(ops.as_rows(laid), torch.empty_like(x), False, config)
         handed = launch.arguments[0]
         assert torch.equal(handed, x)
         assert handed.data_ptr() % 16 == 0
-        assert handed.stride(0) % 8 == 0
+        assert handed.stride(0) % (16 // dtype.itemsize) == 0

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .. import backends
 from . import triton_entry
+from .words import with_new, with_pairs
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
@@ -223,6 +224,7 @@ class Launch(NamedTuple):
 
     words: the last of them, where programs exchange partial results (kernels/exchange.py), all zero.
     aligned: whether the kernel takes only rows that begin at multiples of 16 bytes.
+    clears: whether it takes, behind words, those of the launch before to clear, or None as here.
     """
 
     launch: Callable[..., None]
@@ -231,22 +233,23 @@ class Launch(NamedTuple):
     options: dict[str, Any]
     words: Tensor | None = None
     aligned: bool = False
+    clears: bool = False
 
     def __call__(self) -> None:
         self.launch(self.programs, *self.arguments, **self.options)
 
     def bound(self) -> Callable[..., None]:
         """The launch as a function of its descriptors and tensors, but for words: a launch leaves its
-        own behind, so that each has new ones."""
-        bound = cast(Launcher, self.launch).bind(self.programs, *self.arguments, **self.options)
+        own behind, so that each has others, see words.py."""
+        bind = functools.partial(cast(Launcher, self.launch).bind, self.programs, **self.options)
+        bound = bind(*self.arguments)
         if self.words is None:
             return bound
-        count, device = self.words.numel(), self.words.device
-
-        def with_words(*tensors: Any) -> None:
-            bound(*tensors, torch.zeros(count, dtype=torch.int64, device=device))
-
-        return with_words
+        if not self.clears:
+            return with_new(bound, self.words)
+        at = next(i for i, x in enumerate(self.arguments) if x is self.words) + 1
+        clearing = bind(*self.arguments[:at], self.words, *self.arguments[at + 1 :])
+        return with_pairs(clearing, bound, self.words)
 
     def bind(self, *tensors: Tensor | None) -> Callable[..., None] | None:
         """The launch as a function of `tensors`, of which its own are views; None if one is a copy."""

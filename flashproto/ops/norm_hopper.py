@@ -29,8 +29,8 @@ from .norm_launch import (
 from .rows import as_rows
 
 launch_forward_shared = launcher(norm_forward_shared_kernel, tensors=8)
-launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=9)
-launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=9)
+launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=10)
+launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=10)
 
 LAG = 2  # rows between one whose sums are made known and the one that is written in the same step
 
@@ -76,8 +76,10 @@ def forward_launch_hopper(
         return Launch(launch_forward_shared, programs, (*tensors, *numbers), options, aligned=True)
     splits, words, lanes = exchange(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
-    arguments = (*tensors, words, *numbers)
-    return Launch(launch_forward_shared_split, programs * splits, arguments, options, words, True)
+    return Launch(
+        launch_forward_shared_split, programs * splits, (*tensors, words, None, *numbers), options,
+        words, aligned=True, clears=True,
+    )  # fmt: skip
 
 
 def backward_launches_hopper(
@@ -95,7 +97,7 @@ def backward_launches_hopper(
     partials = partial_sums(P, N, dweight, dbias)
     tensors = (
         dy, x, contiguous(weight),
-        contiguous(mean) if how.centered else None, rstd.contiguous(), dx, *partials, words,
+        contiguous(mean) if how.centered else None, rstd.contiguous(), dx, *partials,
     )  # fmt: skip
     units = N * x.element_size() // 16
     whole = N % config.columns == 0
@@ -105,7 +107,10 @@ def backward_launches_hopper(
         "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
-    first = Launch(launch_backward_shared, P * splits, (*tensors, *numbers), options, words, True)
+    first = Launch(
+        launch_backward_shared, P * splits, (*tensors, words, None, *numbers), options,
+        words, aligned=True, clears=True,
+    )  # fmt: skip
     if dweight is None and dbias is None:
         return [first]
     return [first, column_sums_launch(*partials, dweight, dbias)]

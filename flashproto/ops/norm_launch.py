@@ -27,7 +27,7 @@ from .rows import as_rows
 launch_forward, launch_forward_hooked = launchers(norm_forward_kernel, tensors=8)
 launch_forward_split, launch_forward_split_hooked = launchers(norm_forward_split_kernel, tensors=9)
 launch_backward, launch_backward_hooked = launchers(norm_backward_kernel, tensors=12)
-launch_backward_split, launch_backward_split_hooked = launchers(norm_backward_split_kernel, tensors=13)
+launch_backward_split, launch_backward_split_hooked = launchers(norm_backward_split_kernel, tensors=14)
 launch_column_sums = launcher(column_sums_kernel, tensors=4)
 
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
@@ -311,8 +311,8 @@ def backward_launches(
         partials = partial_sums(P, N, dweight, dbias)
         launch = launch_backward_split_hooked if hooked else launch_backward_split
         options |= {"WHOLE": N % config.columns == 0, "LANES": lanes, "POLLS": POLLS}
-        arguments = (*tensors, *partials, words, *numbers, P, *hooks)
-        first = Launch(launch, P * splits, arguments, options, words)
+        arguments = (*tensors, *partials, words, None, *numbers, P, *hooks)
+        first = Launch(launch, P * splits, arguments, options, words, clears=True)
     else:
         tiles = cdiv(M, config.rows)
         P = min(tiles, programs) if sums or config.cluster > 1 else tiles

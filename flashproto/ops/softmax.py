@@ -37,7 +37,7 @@ launch_forward_looped = launchers(softmax_forward_looped_kernel, tensors=3)
 launch_forward_split = launchers(softmax_forward_split_kernel, tensors=4)
 launch_backward = launchers(softmax_backward_kernel, tensors=5)
 launch_backward_looped = launchers(softmax_backward_looped_kernel, tensors=5)
-launch_backward_split = launchers(softmax_backward_split_kernel, tensors=6)
+launch_backward_split = launchers(softmax_backward_split_kernel, tensors=7)
 launch_logsumexp_forward = launcher(logsumexp_forward_kernel, tensors=2)
 launch_logsumexp_forward_split = launcher(logsumexp_forward_split_kernel, tensors=3)
 launch_logsumexp_backward = launcher(logsumexp_backward_kernel, tensors=4)
@@ -200,7 +200,8 @@ def backward_launch(
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip
     if config.split:
-        return launch_of_splits(launch_backward_split[hooked], config, tensors, numbers)
+        split = launch_of_splits(launch_backward_split[hooked], config, tensors, (None, *numbers))
+        return split._replace(clears=True)
     if config.looped:
         return Launch(launch_backward_looped[hooked], M, (*tensors, *numbers), options)
     programs, options = cdiv(M, config.rows), {"R": config.rows, **options}

@@ -18,7 +18,7 @@ from .launch import Launch, launcher
 from .softmax import launch_of_splits
 
 launch_forward_shared = launcher(softmax_forward_shared_kernel, tensors=2)
-launch_forward_shared_split = launcher(softmax_forward_shared_split_kernel, tensors=3)
+launch_forward_shared_split = launcher(softmax_forward_shared_split_kernel, tensors=4)
 
 
 def forward_launch_hopper(x: Tensor, y: Tensor, log: bool, config: configs.RowConfig) -> Launch:
@@ -33,8 +33,8 @@ def forward_launch_hopper(x: Tensor, y: Tensor, log: bool, config: configs.RowCo
     M, N = x.shape
     numbers = x.stride(0) // per_unit, M, N // per_unit, log, N % config.columns == 0
     if config.split:
-        split = launch_of_splits(launch_forward_shared_split, config, (x, y), numbers)
-        return split._replace(aligned=True)
+        split = launch_of_splits(launch_forward_shared_split, config, (x, y), (None, *numbers))
+        return split._replace(aligned=True, clears=True)
     options = {
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip

@@ -14,7 +14,7 @@ The words of row i are loaded at the start of a step and looked at when the sums
 done.  So neither the memory nor the exchange is waited for, unless a program falls behind by LAG rows.
 
 Legend: as in kernels/norm_backward.py; x, dy, dx of 16-bit floats; C the columns of a program, K slices
-[S] of rows_in_shared.py; x_stride, dy_stride and N are in units of 16 bytes.
+[S] of rows_in_shared.py; used as words, or None; x_stride, dy_stride and N are in units of 16 bytes.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from ..exchange import pack, publish, unpack
+from ..exchange import clear, pack, publish, unpack
 from ..norm_backward import add_both, normalize, through_scale
 from .gluon_names import copy_to_shared
 from .rows_in_shared import (
@@ -161,7 +161,7 @@ def norm_backward_shared_kernel(
     dy_ptr, x_ptr, weight_ptr, mean_ptr, rstd_ptr,  # in
     dx_ptr,  # out
     dweight_ptr, dbias_ptr,  # out [G, N] float32, one row of partial sums a group
-    words_ptr,
+    words_ptr, used_ptr,
     dy_stride, x_stride, M, N, G,
     CENTERED: gl.constexpr, CASTING: gl.constexpr, C: gl.constexpr, WHOLE: gl.constexpr,
     TURNS: gl.constexpr, LAG: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
@@ -207,6 +207,8 @@ def norm_backward_shared_kernel(
     turn = 0
     for row in range(group, M, G):
         row_words_ptr = words_ptr + row * splits
+        if used_ptr is not None:
+            clear(used_ptr + row * splits, own)
         words = look(row_words_ptr, splits, LANES)
         mean_later, rstd_later = statistics(mean_ptr, rstd_ptr, row + (LAG + 1) * G, M)
 

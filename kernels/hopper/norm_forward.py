@@ -10,8 +10,8 @@ to deliver them beside x.
 
 Legend: as in kernels/norm.py, without hooks; x, residual, y and total are of one 16-bit dtype; the C
 columns of a program are K slices [S] of rows_in_shared.py, WHOLE says that the last program's are all
-there; words [M, splits] int64 and LANES, POLLS: see kernels/exchange.py.  Strides and N are in units of
-16 bytes.
+there; words, used [M, splits] int64, used or None, and LANES, POLLS: see kernels/exchange.py.  Strides
+and N are in units of 16 bytes.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -19,7 +19,7 @@ there; words [M, splits] int64 and LANES, POLLS: see kernels/exchange.py.  Strid
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..exchange import collect, pack, publish
+from ..exchange import clear, collect, pack, publish
 from ..moments import moments_finish
 from ..norm import elements_of, join_moments, scaled
 from .gluon_names import barrier
@@ -202,7 +202,7 @@ def norm_forward_shared_kernel(
 @gluon.jit(do_not_specialize=["M"])
 def norm_forward_shared_split_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr,  # out
+    y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr, used_ptr,  # out
     x_stride, residual_stride, M, N, eps,
     CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
     C: gl.constexpr, R: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
@@ -216,6 +216,9 @@ def norm_forward_shared_split_kernel(
     splits = gl.cdiv(N, C)
     tile, own = gl.program_id(0) // splits, gl.program_id(0) % splits
     smem = buffers_of_rows(x_ptr.dtype.element_ty, C, R, residual_ptr is not None)
+    if used_ptr is not None:
+        for r in gl.static_range(R):
+            clear(used_ptr + row_of(tile, r, M, R) * splits, own)
     missing, split = splits, own
     while missing > 0:  # once, unless others are late: then their splits too, and its own again
         first = split * C
