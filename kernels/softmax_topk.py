@@ -35,6 +35,7 @@ from .online_softmax import (
     shift_of,
 )
 from .precise import (
+    exact_part,
     exponential,
     hardware_exponential,
     precise_join,
@@ -53,6 +54,7 @@ from .topk import (
     largest_below,
     scores_and_columns,
     select,
+    summed,
 )
 
 
@@ -110,12 +112,14 @@ def store_result(
         # Keys are in descending order, so that m is the score of the first also of those chosen.
         p = exponential(x - shift_of(m)[:, None])
         if RENORMALIZE:
-            high, low = sum_in_parts(tl.where(lanes < K, p, 0.0))
-            l = high + low
+            chosen = tl.where(lanes < K, p, 0.0)
+            high = exact_part(chosen, KP)
+            l = summed(high) + summed(chosen - high)
         v = quotient(p, l[:, None])
     else:
         if RENORMALIZE:
-            m, l = state_of(tl.where(lanes < K, x, -float("inf")))
+            p = exponentials(x, shift_of(m)[:, None], LOG2E, True)
+            l = summed(tl.where(lanes < K, p, 0.0))
         v = normalized(x, m, l, False, False)
     if RENORMALIZE:
         # A row that holds a NaN, chosen or not.  [R, 1]: of [R] the compiler would move the layout of

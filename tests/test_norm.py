@@ -200,8 +200,9 @@ def test_short_rows_of_nearly_equal_elements(device, monkeypatch, N) -> None:
     largest = xhat.amax(-1, keepdim=True)
     terms = (largest * w.abs().max(), (g * w.abs()).amax(-1, keepdim=True) * rstd, (g * largest).sum(0))
     for name, a, b, c in zip(("y", "dx", "dweight"), got, wanted, terms, strict=True):
-        error = ((a.double() - b).abs() / c).max().item()
-        assert error <= 4 * torch.finfo(f32).eps, f"{name} is off by {error:.3g} of its terms"
+        # terms of rows of equal elements are 0, and so is the error of those
+        excess = ((a.double() - b).abs() - 4 * torch.finfo(f32).eps * c).max().item()
+        assert excess <= 0, f"{name} is off by {excess:.3g} more than its terms allow"
 
 
 @pytest.mark.parametrize("N", [100, 17000])

@@ -254,8 +254,8 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     if hooked and N > WIDEST_SPLIT:
         return RowConfig(1, 8192 // itemsize, 8, looped=True)
     if N > 16384 or 8192 < N <= 12288:
-        held = 56 if N <= 65536 else 64
-        return _split(N, itemsize, 65536, None if hooked or itemsize == 4 else held)
+        held = 80 if itemsize == 4 else 56 if N <= 65536 else 64
+        return _split(N, itemsize, 65536, None if hooked else held)
     rows = min(max(2 * per_warp // columns, 1), MAX_TILE_ROWS)
     warps = max(rows * columns // per_warp, 2)
     if itemsize == 2 and N == 8192:
