@@ -5,7 +5,7 @@ nor anything else of the row's length is written (Milakov and Gimelshein, "Onlin
 for softmax", 2018, section 4).  For the chosen columns k, in descending order,
 
     v_k = exp(x_k - m) / l             dx_i = [i chosen] p_i dv_i - p_i * total
-    p_i = exp(x_i - lse)               total = sum over k of dv_k p_k
+    p_i = exp(x_i - m) / l             total = sum over k of dv_k p_k
 
 and with RENORMALIZE, where v is the softmax of the chosen scores alone, p is v and 0 elsewhere.
 
@@ -17,9 +17,9 @@ and passes over a tile whose largest score is no match for them; a second kernel
 
 Float32 scores have the state, and float32 values the exponential and quotient, of precise.py.
 
-Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], lse [M]
-float32, words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx [M, N] contiguous;
-KP a power of two, at least K; SORT: see topk.py.
+Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], states
+[2, M] float32 (m, then l), words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx
+[M, N] contiguous; KP a power of two, at least K; SORT: see topk.py.
 """
 
 import triton
@@ -29,7 +29,6 @@ from .exchange import pack
 from .online_softmax import (
     LOG2E,
     exponentials,
-    online_softmax_finish,
     online_softmax_start,
     online_softmax_update,
     shift_of,
@@ -98,15 +97,15 @@ def best_parts(
 
 @triton.jit
 def store_result(
-    values_ptr, indices_ptr, lse_ptr, best, m, l, rows, M, K, dtype: tl.constexpr,
+    values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, dtype: tl.constexpr,
     RENORMALIZE: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Values and indices of the int64 keys best [R, KP] of rows [R] with the state m, l [R]."""
     lanes = tl.arange(0, KP)[None, :]
     mask = (rows[:, None] < M) & (lanes < K)
     x, cols = scores_and_columns(best, dtype)
-    lse, _ = online_softmax_finish(m, l, LOG2E)
-    tl.store(lse_ptr + rows, lse, mask=rows < M)
+    tl.store(states_ptr + rows, m, mask=rows < M)
+    tl.store(states_ptr + M + rows, l, mask=rows < M)
     number = (l == l)[:, None]
     if values_ptr.dtype.element_ty == tl.float32:
         # Keys are in descending order, so that m is the score of the first also of those chosen.
@@ -132,7 +131,7 @@ def store_result(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_kernel(
-    x_ptr, values_ptr, indices_ptr, lse_ptr, x_stride, M, N, K,
+    x_ptr, values_ptr, indices_ptr, states_ptr, x_stride, M, N, K,
     RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
     KP: tl.constexpr, SORT: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +152,7 @@ def softmax_topk_kernel(
         keys = best_parts(x_ptr, rows, index_of(keys), x_stride, M, N, K, PART, 1, KP, SORT)
     best = in_row(keys, 0)
     store_result(
-        values_ptr, indices_ptr, lse_ptr, best, m, l, rows, M, K, x_ptr.dtype.element_ty,
+        values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, x_ptr.dtype.element_ty,
         RENORMALIZE, KP,
     )  # fmt: skip
 
@@ -204,7 +203,7 @@ def softmax_topk_split_kernel(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_join_kernel(
-    x_ptr, keys_ptr, words_ptr, values_ptr, indices_ptr, lse_ptr, M, K, splits,
+    x_ptr, keys_ptr, words_ptr, values_ptr, indices_ptr, states_ptr, M, K, splits,
     RENORMALIZE: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
     SORT: tl.constexpr,
 ):  # fmt: skip
@@ -221,14 +220,14 @@ def softmax_topk_join_kernel(
     keys = tl.load(keys_ptr + row * candidates + cols, mask=cols < candidates, other=LOWEST)
     best = select(keys, K, KP, SORT)
     store_result(
-        values_ptr, indices_ptr, lse_ptr, best, m, l, row + tl.arange(0, 1), M, K,
+        values_ptr, indices_ptr, states_ptr, best, m, l, row + tl.arange(0, 1), M, K,
         x_ptr.dtype.element_ty, RENORMALIZE, KP,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_backward_kernel(
-    dvalues_ptr, indices_ptr, x_ptr, lse_ptr, dx_ptr, x_stride, M, N, K,
+    dvalues_ptr, indices_ptr, x_ptr, states_ptr, dx_ptr, x_stride, M, N, K,
     RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
     """Program (r, c) writes the tile [R, C] of dx at rows r * R, columns c * C."""
@@ -246,8 +245,9 @@ def softmax_topk_backward_kernel(
         m, l = state_of(x)
         p = tl.where(here, normalized(x, m, l, False, True), 0.0)
     else:
-        lse = tl.load(lse_ptr + row, mask=row < M, other=0.0)[:, None]
-        p = tl.exp(x - lse)
+        m = tl.load(states_ptr + row, mask=row < M, other=0.0)[:, None]
+        inverse = (1.0 / tl.load(states_ptr + M + row, mask=row < M, other=1.0))[:, None]
+        p = tl.exp(x - m) * inverse
     total = tl.sum(p * dv, 1)[:, None]
     if R == 1:  # a scalar suits tiles of any layout, where [1, 1] is first spread over C, then moved
         total = tl.sum(total)
@@ -255,7 +255,7 @@ def softmax_topk_backward_kernel(
         dx = tl.zeros([R, C], tl.float32)
     else:
         x = load(x_ptr, rows * x_stride + cols, (rows < M) & (cols < N), -float("inf"))
-        dx = -tl.exp(x - lse) * total
+        dx = -tl.exp(x - m) * inverse * total
     store(dx_ptr, rows * N + cols, dx, (rows < M) & (cols < N))
     tl.debug_barrier()  # the chosen ones are written over
     here = here & (chosen >= first) & (chosen < first + C)

@@ -224,7 +224,7 @@ def softmax_topk_cases() -> list[Case]:
     cases = []
     for x in ("*bf16", "*fp32"):
         size = ITEMSIZE[x]
-        results = {"values_ptr": "*fp32", "indices_ptr": "*i64", "lse_ptr": "*fp32"}
+        results = {"values_ptr": "*fp32", "indices_ptr": "*i64", "states_ptr": "*fp32"}
         for N, k in ((64, 8), (128, 8), (256, 8), (256, 64), (1024, 64), (4096, 8), (4096, 64)):
             config = configs.softmax_topk(N, size, k)
             constants = {"RENORMALIZE": True, "KP": k}

@@ -1,7 +1,8 @@
 """The k largest of a softmax over the last dimension: launches of the kernels, autograd.Function and
 torch.library ops.
 
-Legend: x, dx [..., N], seen as [M, N]; values, indices, dvalues [..., k]; lse [...] float32.
+Legend: x, dx [..., N], seen as [M, N]; values, indices, dvalues [..., k]; states [2, ...] float32, the
+rows' m and l.
 """
 
 from __future__ import annotations
@@ -41,21 +42,21 @@ def softmax_topk(x: Tensor, k: int, renormalize: bool, dtype: torch.dtype) -> tu
 def softmax_topk_forward(
     x: Tensor, k: int, renormalize: bool, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward kernels; returns values, indices and lse."""
-    values, indices, lse = _results(x, k, dtype)
+    """Launch the forward kernels; returns values, indices and states."""
+    values, indices, states = _results(x, k, dtype)
     if x.numel() == 0:
-        return values, indices, lse
+        return values, indices, states
     x = as_rows(x)
     M, N = x.shape
     KP = configs.power_of_two(k)
     config = configs.softmax_topk(N, x.element_size(), k)
     if not config.split:
         launch_rows(
-            cdiv(M, config.rows), x, values, indices, lse, x.stride(0), M, N, k, renormalize,
+            cdiv(M, config.rows), x, values, indices, states, x.stride(0), M, N, k, renormalize,
             R=config.rows, C=config.columns, W=config.block, PART=config.part, KP=KP, SORT=config.sort,
             num_warps=config.num_warps,
         )  # fmt: skip
-        return values, indices, lse
+        return values, indices, states
     span = configs.softmax_topk_span(N, k)
     splits = cdiv(N, span)
     keys = x.new_empty(M, splits, k, dtype=torch.int64)
@@ -66,23 +67,23 @@ def softmax_topk_forward(
     )  # fmt: skip
     config = configs.softmax_topk_join(splits, k)
     launch_join(
-        M, x, keys, words, values, indices, lse, M, k, splits, renormalize,
+        M, x, keys, words, values, indices, states, M, k, splits, renormalize,
         LANES=configs.power_of_two(splits), C=config.columns, KP=KP, SORT=config.sort,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return values, indices, lse
+    return values, indices, states
 
 
 def _results(x: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     shape = (*x.shape[:-1], k)
     values, indices = x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
-    return values, indices, x.new_empty(x.shape[:-1], dtype=torch.float32)
+    return values, indices, x.new_empty((2, *x.shape[:-1]), dtype=torch.float32)
 
 
 def softmax_topk_backward(
-    dvalues: Tensor, indices: Tensor, x: Tensor, lse: Tensor, renormalize: bool
+    dvalues: Tensor, indices: Tensor, x: Tensor, states: Tensor, renormalize: bool
 ) -> Tensor:
-    """Launch the backward kernel; indices and lse are what the forward returned."""
+    """Launch the backward kernel; indices and states are what the forward returned."""
     dx = x.new_empty(x.shape)
     if dx.numel() == 0:
         return dx
@@ -92,7 +93,7 @@ def softmax_topk_backward(
     config = configs.softmax_topk_backward(N, x.element_size())
     launch_backward(
         cdiv(M, config.rows) * cdiv(N, config.columns),
-        dvalues.contiguous(), indices.contiguous(), x, lse.contiguous(), dx, x.stride(0), M, N, k,
+        dvalues.contiguous(), indices.contiguous(), x, states.contiguous(), dx, x.stride(0), M, N, k,
         renormalize, R=config.rows, C=config.columns, KP=configs.power_of_two(k),
         num_warps=config.num_warps,
     )  # fmt: skip
@@ -103,7 +104,7 @@ def softmax_topk_backward(
 
 
 class SoftmaxTopkFunction(KernelFunction):
-    """softmax_topk; returns values, indices and lse, of which values alone have a gradient."""
+    """softmax_topk; returns values, indices and states, of which values alone have a gradient."""
 
     @staticmethod
     def forward(x, k, renormalize, dtype):
@@ -112,12 +113,12 @@ class SoftmaxTopkFunction(KernelFunction):
     @staticmethod
     def setup_context(ctx, inputs, output):
         x, _, ctx.renormalize, _ = inputs
-        _, indices, lse = output
-        ctx.mark_non_differentiable(indices, lse)
-        ctx.save_for_backward(indices, x, lse)
+        _, indices, states = output
+        ctx.mark_non_differentiable(indices, states)
+        ctx.save_for_backward(indices, x, states)
 
     @staticmethod
-    def backward(ctx, dvalues, dindices, dlse):
+    def backward(ctx, dvalues, dindices, dstates):
         dx = SoftmaxTopkBackwardFunction.apply(dvalues, *ctx.saved_tensors, ctx.renormalize)
         return dx, None, None, None
 
@@ -142,7 +143,7 @@ softmax_topk_backward_op = torch.library.custom_op(
     "flashproto::softmax_topk_backward",
     softmax_topk_backward,
     mutates_args=(),
-    schema="(Tensor dvalues, Tensor indices, Tensor x, Tensor lse, bool renormalize) -> Tensor",
+    schema="(Tensor dvalues, Tensor indices, Tensor x, Tensor states, bool renormalize) -> Tensor",
 )
 
 
@@ -152,17 +153,17 @@ def _(x, k, renormalize, dtype):
 
 
 @softmax_topk_backward_op.register_fake
-def _(dvalues, indices, x, lse, renormalize):
+def _(dvalues, indices, x, states, renormalize):
     return x.new_empty(x.shape)
 
 
 def _setup_context(ctx, inputs, output):
     x, _, ctx.renormalize, _ = inputs
-    _, indices, lse = output
-    ctx.save_for_backward(indices, x, lse)
+    _, indices, states = output
+    ctx.save_for_backward(indices, x, states)
 
 
-def _backward(ctx, dvalues, dindices, dlse):
+def _backward(ctx, dvalues, dindices, dstates):
     dx = torch.ops.flashproto.softmax_topk_backward(dvalues, *ctx.saved_tensors, ctx.renormalize)
     return dx, None, None, None
 
