@@ -75,9 +75,10 @@ def sum_in_parts(p):
 
 
 @triton.jit
-def precise_state(x):
-    """The state (m, l) of scores x [R, C]."""
-    m = tl.max(x, 1)
+def precise_state(x, m=None):
+    """The state (m, l) of scores x [R, C]; m [R] if it is known."""
+    if m is None:
+        m = tl.max(x, 1)
     high, low = sum_in_parts(hardware_exponential(x - shift_of(m)[:, None]))
     return m, high + low
 

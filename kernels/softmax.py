@@ -60,13 +60,14 @@ def kept(x):
 
 
 @triton.jit
-def state_of(x, PRECISE: tl.constexpr = False):
+def state_of(x, PRECISE: tl.constexpr = False, m=None):
     """The state (m, l) [R] of a tile x [R, C] of any float dtype: online_softmax_update of an empty
-    one."""
+    one; m if it is known."""
     if PRECISE:
-        return precise_state(x.to(tl.float32))
+        return precise_state(x.to(tl.float32), m)
     else:
-        m = tl.max(x.to(tl.float32), 1)
+        if m is None:
+            m = tl.max(x.to(tl.float32), 1)
         x = kept(x).to(tl.float32)
         return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
 

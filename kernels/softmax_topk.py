@@ -36,14 +36,12 @@ from .online_softmax import (
 from .precise import (
     exact_part,
     exponential,
-    hardware_exponential,
     precise_join,
     precise_update,
     quotient,
-    sum_in_parts,
 )
 from .rows import load, store
-from .softmax import join, kept, normalized, state_of
+from .softmax import join, normalized, state_of
 from .topk import (
     LOWEST,
     LOWEST32,
@@ -53,7 +51,7 @@ from .topk import (
     largest_below,
     scores_and_columns,
     select,
-    summed,
+    totals,
 )
 
 
@@ -64,17 +62,6 @@ def block_maxima(x, W: tl.constexpr):
         return x.to(tl.float32)
     else:
         return tl.max(tl.reshape(x, [x.shape[0], x.shape[1] // W, W]).to(tl.float32), 2)
-
-
-@triton.jit
-def sum_of(x, m):
-    """l [R] of rows x [R, C] whose largest scores are m."""
-    shift = shift_of(m)[:, None]
-    if x.dtype == tl.float32:
-        high, low = sum_in_parts(hardware_exponential(x - shift))
-        return high + low
-    else:
-        return tl.sum(exponentials(kept(x).to(tl.float32), shift, LOG2E, True), 1)
 
 
 @triton.jit
@@ -113,12 +100,12 @@ def store_result(
         if RENORMALIZE:
             chosen = tl.where(lanes < K, p, 0.0)
             high = exact_part(chosen, KP)
-            l = summed(high) + summed(chosen - high)
+            l = totals(high, True) + totals(chosen - high, True)
         v = quotient(p, l[:, None])
     else:
         if RENORMALIZE:
             p = exponentials(x, shift_of(m)[:, None], LOG2E, True)
-            l = summed(tl.where(lanes < K, p, 0.0))
+            l = totals(tl.where(lanes < K, p, 0.0), True)
         v = normalized(x, m, l, False, False)
     if RENORMALIZE:
         # A row that holds a NaN, chosen or not.  [R, 1]: of [R] the compiler would move the layout of
@@ -141,8 +128,7 @@ def softmax_topk_kernel(
     mask = (rows[:, None] < M) & (cols < N)
     x = tl.load(x_ptr + rows[:, None] * x_stride + cols, mask=mask, other=-float("inf"))
     best = block_maxima(x, W)  # [R, C / W]
-    m = tl.max(best, 1)
-    l = sum_of(x, m)
+    m, l = state_of(x, x.dtype == tl.float32, tl.max(best, 1))
     blocks = tl.arange(0, C // W)[None, :]
     keys = keys_of(best.to(x.dtype), blocks, (rows[:, None] < M) & (blocks * W < N))
     keys = select(keys, K, KP, SORT)

@@ -102,7 +102,7 @@ def largest_below(keys, last):
 
 @triton.jit
 def searched(keys, K, KP: tl.constexpr):
-    """select, of one row (of more, see `largest`); 0 in the places beyond K."""
+    """select, of one row (of more, see `totals`); 0 in the places beyond K."""
     tl.static_assert(keys.shape[0] == 1)
     lanes = tl.arange(0, KP)[None, :]
     lowest: tl.constexpr = LOWEST32 if keys.dtype == tl.int32 else LOWEST
@@ -122,7 +122,7 @@ def sorted_best(keys, KP: tl.constexpr):
     of a cube [2] * n, n bits of a number, row first.
     """
     if KP == 1:
-        return largest(keys)[:, None]
+        return totals(keys, False)[:, None]
     else:
         stages: tl.constexpr = log2(KP)
         last: tl.constexpr = log2(keys.shape[1])
@@ -136,27 +136,17 @@ def sorted_best(keys, KP: tl.constexpr):
         return tl.reshape(cube, [keys.shape[0], KP])
 
 
-# Of rows that reshapes have left in lanes that are no neighbours, tl.max and tl.sum take other elements
-# too (triton 3.6.0).  One dimension of two after the other they are right.
-
-
 @triton.jit
-def largest(x):
-    """The maxima [R] of rows of x [R, C]."""
+def totals(x, SUM: tl.constexpr):
+    """The sums, or else the maxima, [R] of rows of x [R, C].
+
+    Of rows that reshapes have left in lanes that are no neighbours, tl.sum and tl.max take other
+    elements too (triton 3.6.0).  One dimension of two after the other they are right.
+    """
     n: tl.constexpr = log2(x.shape[1])
     x = tl.reshape(x, [x.shape[0]] + [2] * n)
     for i in tl.static_range(n):
-        x = tl.max(x, n - i, keep_dims=True)
-    return tl.reshape(x, [x.shape[0]])
-
-
-@triton.jit
-def summed(x):
-    """The sums [R] of rows of x [R, C]."""
-    n: tl.constexpr = log2(x.shape[1])
-    x = tl.reshape(x, [x.shape[0]] + [2] * n)
-    for i in tl.static_range(n):
-        x = tl.sum(x, n - i, keep_dims=True)
+        x = tl.sum(x, n - i, keep_dims=True) if SUM else tl.max(x, n - i, keep_dims=True)
     return tl.reshape(x, [x.shape[0]])
 
 
