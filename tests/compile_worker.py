@@ -5,8 +5,9 @@
 
 Runs in a process of its own, since kernels are either interpreted or compiled for a whole process.
 Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
-program), max_stack, serialised (ptxas's warnings that it serialised wgmma), with --sass or for cases
-that want them the number of HGMMA (wgmma) instructions, or else "error".
+program), max_stack, serialised (ptxas's warnings that it serialised wgmma), apart (the reductions that
+this Triton gets wrong, see lanes.py), with --sass or for cases that want them the number of HGMMA
+(wgmma) instructions, or else "error".
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import lanes
 from compile_case import Case
 
 FAMILIES = {
@@ -103,6 +105,7 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
         # ptxas says so when it makes wgmmas wait for one another, by C7510, C7514 and their neighbours
         line["serialised"] = sorted(set(re.findall(r"C75\d\d", ptxas_log.getvalue())))
         line["shared"] = kernel.metadata.shared
+        line["apart"] = lanes.apart(kernel.asm["ttgir"]) if lanes.WRONG else []
     except Exception as error:
         line["error"] = f"{type(error).__name__}: {error}"
     return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import compile_worker
+import lanes
 import pytest
 
 pytest.importorskip("triton")
@@ -48,6 +50,7 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
         found.append(f"{line['name']}: no wgmma")
     if line["wants_hgmma"] and line["serialised"]:
         found.append(f"{line['name']}: ptxas serialised wgmma: {line['serialised']}")
+    found += [f"{line['name']}: reduces {which}" for which in line["apart"]]
     return found
 
 
@@ -65,8 +68,48 @@ def test_compiles_within_budget(family: str, shard: int, arch: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@functools.cache
+def selftest(arch: int) -> dict[str, Any]:
+    return compile_family("selftest", arch)
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_harness_sees_spills(arch: int) -> None:
-    lines = compile_family("selftest", arch)
+    lines = selftest(arch)
     assert complaints(lines["fits"], arch) == []
     assert "stack" in complaints(lines["spills"], arch)[0]
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_harness_sees_lanes_apart(arch: int) -> None:
+    lines = selftest(arch)
+    assert complaints(lines["neighbours"], arch) == []
+    for name in ("lanes-apart", "apart-across-warps"):
+        found = complaints(lines[name], arch)
+        assert ["reduces axis" in text for text in found] == [True] * lanes.WRONG, name
+
+
+@pytest.mark.parametrize(
+    ("lane", "warp", "rightly"),
+    [
+        ("00111", "00", True),
+        ("11000", "00", True),  # some bits up
+        ("01101", "00", False),  # row bits between
+        ("-0-11", "--", True),  # steps that only some bits make
+        ("1-011", "00", False),
+        ("11-10", "00", False),  # lanes that hold the same
+        ("01100", "00", True),  # in one warp what is on either side does not count
+        ("01100", "10", False),  # across warps it does
+        ("0110-", "1-", False),
+        ("-1100", "10", True),
+        ("111-0", "01", True),
+        ("11111", "010", False),
+        ("11111", "101", False),
+        ("11111", "1-1", True),
+    ],
+)
+def test_which_reductions_are_right(lane: str, warp: str, rightly: bool) -> None:
+    """Of layouts whose bits, highest first, move along axis 1, along 0 or not at all."""
+    steps = {"0": [1, 0], "1": [0, 1], "-": [0, 0]}
+    lane_bases, warp_bases = ([steps[bit] for bit in reversed(bits)] for bits in (lane, warp))
+    assert lanes.reduces(lane_bases, warp_bases, axis=1) == rightly
