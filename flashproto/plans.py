@@ -88,14 +88,20 @@ def forget() -> None:
 
 
 def maker(made: Tensor | None) -> Callable[[], Any]:
-    """A function that returns uninitialised memory like `made`; None where that is None.
+    """A function that returns uninitialised memory like `made`; None where that is None."""
+    if made is None:
+        return lambda: None
+    return maker_of(tuple(made.shape), made.stride(), made.dtype, made.device)
+
+
+def maker_of(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Callable[[], Any]:
+    """A function that returns uninitialised memory.
 
     On the current GPU it asks where compiled code asks, past torch's dispatcher, which would take
     longer than the launch.
     """
-    if made is None:
-        return lambda: None
-    shape, strides, dtype, device = tuple(made.shape), made.stride(), made.dtype, made.device
 
     def anywhere() -> Tensor:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import configs
+from .. import configs, plans
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
@@ -230,6 +230,7 @@ def plan_backward(
     words = rows * D, 2 * rows, turns
     total = sum(words)
     to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])
+    new_scratch = plans.maker_of((total,), (1,), torch.float32, device)
 
     index = memory_index(device)
     queries, keys = (1, 1, BM, D), (1, 1, BN, D)
@@ -263,7 +264,7 @@ def plan_backward(
         if (at_q | at_k | at_v | at_dout) & 15:
             attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, settings)
             return
-        scratch = lse.new_empty(total)
+        scratch = new_scratch()
         at_sums = scratch.data_ptr()
         at_rows, at_turns, at_lse = at_sums + to_rows, at_sums + to_turns, lse.data_ptr()
         at_dlse = at_lse if dlse is None else dlse.data_ptr()
