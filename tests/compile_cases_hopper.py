@@ -22,6 +22,8 @@ HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as leave consumers
 # without rows
 QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (1024, 1024, 1))
+# At head_dim 256, more heads packed, by one consumer and by two.
+MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
@@ -74,8 +76,8 @@ def forward_configs() -> list[configs.HopperForward]:
     """Each once, over the head dims, lengths, masks and groups that tell them apart."""
     chosen = (
         configs.attention_forward_hopper(D, Sk, causal, *queries)
-        for queries in QUERIES
-        for D in HEAD_DIMS
+        for queries in QUERIES + MORE_HEADS
+        for D in (HEAD_DIMS if queries in QUERIES else (256,))
         for Sk in LENGTHS
         for causal in (False, True)
     )

@@ -58,6 +58,28 @@ def test_packs_where_that_leaves_fewer_work_items(
     assert (config.PACK, config.W) == (PACK, W)
 
 
+@pytest.mark.parametrize(
+    ("Sq", "group", "PACK", "W"),
+    [
+        (4, 16, 16, 1),
+        (40, 8, 8, 2),
+        (24, 9, 16, 1),  # two consumers would have more stack than is allowed
+        (40, 16, 16, 1),
+        (40, 32, 32, 1),
+        (40, 33, 64, 2),
+        (56, 16, 16, 1),
+        (60, 16, 1, 1),  # as many items as unpacked
+        (65, 16, 1, 2),
+    ],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_heads_packed_at_head_dim_256_take_one_consumer(
+    Sq: int, group: int, PACK: int, W: int, causal: bool
+) -> None:
+    config = configs.attention_forward_hopper(256, 8192, causal, Sq, 512, group, MULTIPROCESSORS)
+    assert (config.PACK, config.W) == (PACK, W)
+
+
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
@@ -73,7 +95,8 @@ def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
         assert config.PACK in (1, 1 << (group - 1).bit_length())
         assert config.CQ * config.PACK == 64
         if config.W < usual.W:
-            assert Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
+            alone = D == 256 and config.PACK in (16, 32)
+            assert alone or Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
         else:
             assert replace(config, PACK=1, IDLE=False) == usual
         rounds, usual_rounds = (-(-n // MULTIPROCESSORS) for n in (items, unpacked))

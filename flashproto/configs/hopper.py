@@ -30,6 +30,9 @@ MIXED_KEYS, MIXED_HEADS = 512, 16
 ROUNDS, ORDERED_ROUNDS = 2, 6
 # Packed work items over unpacked ones, at most: a smaller gain is not worth another kernel to compile.
 PACKED_SHARE = 7 / 8
+# Heads packed at head_dim 256 with which two consumers have 40 bytes of stack or 48, as ptxas of Triton
+# 3.9 makes them; with fewer 32 at most, of one consumer none.
+ALONE_PACKED = (16, 32)
 # In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
 # With fewer, the items of a head start too close together not to wait; more share too little in L2.
 # What rows of 4096 took more than in no order, with so many heads:
@@ -193,16 +196,18 @@ def attention_forward_hopper(
 
     A work item takes as long as its keys are many, whether its rows are queries or padding: with few
     queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
-    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work.  Of
-    three, those that would have only padding in the last item of a head sit out.
+    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work; 16 or
+    32 heads packed at head_dim 256 leave two no registers (ALONE_PACKED).  Of three, those that would
+    have only padding in the last item of a head sit out.
     """
     config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
     pack = 1 << (group - 1).bit_length()
-    packed, unpacked = -(-Sq * pack // config.BM), group * -(-Sq // config.BM)
+    alone = config.D == 256 and pack in ALONE_PACKED
+    packed, unpacked = -(-Sq * pack // (64 if alone else config.BM)), group * -(-Sq // config.BM)
     if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
-        pack = 1
+        pack, alone = 1, False
     items_of_one = heads * -(-Sq * pack // 64)
-    if Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors):
+    if alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors):
         config = _few_queries(config.D, causal)
     idle = config.W == 3 and not causal and pack == 1 and Sq <= IDLE_QUERIES
     idle = idle and _last_consumers(config, Sq) < config.W
