@@ -126,7 +126,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                     f"backward-{D}-{'causal' if causal else 'full'}"
                     f"{'-ordered' * config.ORDERED}{'-alternate' * config.ALTERNATE}"
                     f"{'-zeros' * (not config.FIRST)}"
-                    f"{'-pairs' * config.PAIRS}",
+                    f"{'-pairs' * config.PAIRS}{'-early' * config.EARLY}",
                     attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip
     for D in HEAD_DIMS:

@@ -90,6 +90,16 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 @gluon.jit
+def scores(kc, qs, it, LAYOUT: gl.constexpr, CFG: gl.constexpr):
+    """Begin K Q^T [64, BM] of step `it`, ahead of it."""
+    BM: gl.constexpr = CFG.BM
+    D: gl.constexpr = CFG.D
+    q = matrix(qs.index(it & 1), BM, D)
+    z = gl.zeros([64, BM], gl.float32, LAYOUT)
+    return warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile."""
     (
@@ -135,7 +145,12 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         low = m0 * BM + offset - row
         high = M * BM + offset - row
         outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        if CFG.EARLY:
+            gl.static_assert(D == 64 and CFG.LATE)  # kc stays, and lse is read when needed
+            x = scores(kc, qs, it, ST, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
+        if CFG.EARLY:
+            x = warpgroup_mma_wait(0, deps=(x,))
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
@@ -148,9 +163,11 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     kc = k.slice(64 * c, 64, 0)
                     vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
                 z = gl.zeros([64, BM], gl.float32, ST)
-                x = warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                if not CFG.EARLY:
+                    x = warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
                 dp = warpgroup_mma(vc, do.permute((1, 0)), z, use_acc=False, is_async=True)
-                x = warpgroup_mma_wait(1, deps=(x,))
+                if not CFG.EARLY:
+                    x = warpgroup_mma_wait(1, deps=(x,))
                 x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
                 if CFG.LATE:
                     lse = lds.index(slot).slice(0, BM).load(CL)
@@ -165,6 +182,9 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 ds = score_gradient(p, dp, delta[None, :]).to(dt)
                 dsw = dss.index(slot)
                 dsw.slice(64 * c, 64, 0).store(ds)
+                if CFG.EARLY:
+                    # work for the tensor cores until both warpgroups have written dS
+                    dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
                 fence_async_shared()
                 static_sync(CFG.DS, 256)
                 zq = gl.zeros([64, 64], gl.float32, QA)
@@ -176,19 +196,33 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     dq = warpgroup_mma(
                         dsw.slice(64 * c, 64, 1).permute((1, 0)), k, zq, use_acc=False, is_async=True
                     )
-                dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-                # The next lse comes before the adds, or it queues behind them; both waits also hold
-                # ptxas from waiting earlier for what is in flight.
                 it += 1
-                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                if not CFG.LATE:
-                    lse = lds.index(it & 1).slice(0, BM).load(CL)
-                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-                bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
-                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                bar_arrive(CFG.QB + slot, 384)
+                if CFG.EARLY:
+                    mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                    dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
+                    bar_arrive(CFG.OB + slot, 384)
+                    # The next scores while dQ leaves, with this item's keys: after its last step for
+                    # nothing.  They are waited for here, as ptxas serialises what is in flight over
+                    # the end of a loop.
+                    x = scores(kc, qs, it, ST, CFG)
+                    dq = warpgroup_mma_wait(1, deps=(dq,))
+                    put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+                    bar_arrive(CFG.QB + slot, 384)
+                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                    x = warpgroup_mma_wait(0, deps=(x,))
+                else:
+                    dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+                    # The next lse comes before the adds, or it queues behind them; both waits also hold
+                    # ptxas from waiting earlier for what is in flight.
+                    mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                    if not CFG.LATE:
+                        lse = lds.index(it & 1).slice(0, BM).load(CL)
+                    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                    bar_arrive(CFG.OB + slot, 384)
+                    put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                    dk = warpgroup_mma_wait(0, deps=(dk,))
+                    bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
             tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
         # read and worked out again, so as to take no registers in the loop
