@@ -66,6 +66,32 @@ def moments_join(n, mean, M2):
 
 
 @triton.jit
+def inverse_of(n):
+    """1 / n, n a float32 that counts elements, rounded to nearest."""
+    inverse = 1.0 / n
+    return tl.fma(tl.fma(inverse, -n, 1.0), inverse, inverse)
+
+
+@triton.jit
+def average(total, n):
+    """total / n, n as in inverse_of, rounded to nearest."""
+    inverse = inverse_of(n)
+    q = total * inverse
+    return tl.fma(tl.fma(q, -n, total), inverse, q)
+
+
+@triton.jit
+def reciprocal_root(x):
+    """1 / sqrt(x) within a unit in the last place: the hardware's, and one step of Newton's method.
+
+    A root and a division that are rounded to nearest branch: a tile's rows would wait for one another.
+    """
+    y = tl.rsqrt(x)
+    better = y + 0.5 * y * (1.0 - x * y * y)
+    return tl.where(better == better, better, y)  # those of 0 and of infinity are exact
+
+
+@triton.jit
 def moments_finish(n, M2, eps):
     """1 / sqrt(M2 / n + eps), the reciprocal deviation of LayerNorm (or RMSNorm) [R]."""
-    return tl.div_rn(1.0, tl.sqrt_rn(tl.div_rn(M2, n) + tl.cast(eps, tl.float32)))
+    return reciprocal_root(M2 * inverse_of(n) + tl.cast(eps, tl.float32))

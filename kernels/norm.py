@@ -37,7 +37,7 @@ import triton.language as tl
 
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook
-from .moments import moments_finish, moments_join
+from .moments import average, moments_finish, moments_join
 from .rows import load, load_own, rounded, store
 
 SHORT = tl.constexpr(64)
@@ -70,18 +70,32 @@ def scaled(xhat, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_total(
+def load_sum(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
     rows, cols, mask, M, N,
 ):  # fmt: skip
     """What is normalized [R, C]: x as in memory, or in float32 after its hook; with a residual their
-    sum, as stored in total."""
+    sum, as it is to be stored in total."""
     x = load_own(x_ptr, rows * x_stride + cols, mask)
     if PROLOGUE is not None:
         x = apply_hook(PROLOGUE, prologue, x.to(tl.float32), rows, cols, M, N)
     if residual_ptr is not None:
         residual = load_own(residual_ptr, rows * residual_stride + cols, mask).to(tl.float32)
         x = rounded(x.to(tl.float32) + residual, total_ptr.dtype.element_ty)
+    return x
+
+
+@triton.jit
+def load_total(
+    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
+    rows, cols, mask, M, N,
+):  # fmt: skip
+    """load_sum, and with a residual its result stored in total."""
+    x = load_sum(
+        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
+        rows, cols, mask, M, N,
+    )  # fmt: skip
+    if residual_ptr is not None:
         tl.store(total_ptr + rows * N + cols, x, mask=mask)
     return x
 
@@ -94,7 +108,7 @@ def mean_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
         _, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
         sums += x if WHOLE else tl.where(inside, x, 0.0)
-    return tl.div_rn(tl.sum(sums, 1), n)
+    return average(tl.sum(sums, 1), n)
 
 
 @triton.jit
@@ -117,26 +131,40 @@ def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTER
 
 
 @triton.jit
-def y_of(
-    xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
-    rows, cols, inside, M, N, dtype: tl.constexpr,
+def load_parameters(weight_ptr, bias_ptr, cols, inside):
+    """Weight and bias of columns, in the dtype of memory, where given."""
+    weight, bias = 0.0, 0.0
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols, mask=inside, other=0.0)
+    return weight, bias
+
+
+@triton.jit
+def y_from(
+    xhat, weight_ptr, bias_ptr, weight, bias, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
+    rows, cols, M, N, dtype: tl.constexpr,
 ):  # fmt: skip
-    """y [R, C] from xhat: weight and bias where given, then the hook."""
+    """y [R, C] from xhat: what load_parameters has returned, then the hook."""
     y = xhat
     if weight_ptr is not None:
-        y = scaled(y, load(weight_ptr, cols, inside), CASTING, dtype)
+        y = scaled(y, weight.to(tl.float32), CASTING, dtype)
     if bias_ptr is not None:
-        y += load(bias_ptr, cols, inside)
+        y += bias.to(tl.float32)
     return apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
 
 
 @triton.jit
-def store_y(
-    y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
+def y_of(
+    xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
     rows, cols, inside, M, N, dtype: tl.constexpr,
 ):  # fmt: skip
-    y = y_of(xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N, dtype)
-    store(y_ptr, rows * N + cols, y, (rows < M) & inside)
+    """y [R, C] from xhat, weight and bias not loaded before."""
+    weight, bias = load_parameters(weight_ptr, bias_ptr, cols, inside)
+    return y_from(
+        xhat, weight_ptr, bias_ptr, weight, bias, epilogue, EPILOGUE, CASTING, rows, cols, M, N, dtype
+    )
 
 
 @triton.jit
@@ -145,16 +173,20 @@ def hold_rows(
     rows, M, N, eps,
     CENTERED: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What load_total returns of whole rows [R, 1], in K tiles [R, C], shifted if they are short, and
-    [R] each the mean and rstd of the tiles, and the mean of the rows."""
+    """What load_sum returns of whole rows [R, 1], in K tiles [R, C], shifted if they are short, and [R]
+    each the mean and rstd of the tiles, and the mean of the rows."""
     chunks = ()
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
-        x = load_total(
+        x = load_sum(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
             rows, cols, (rows < M) & inside, M, N,
         )  # fmt: skip
         chunks = chunks + (x,)
+    if residual_ptr is not None:  # only now: no load is moved above a store
+        for k in tl.static_range(K):
+            cols, inside = columns_of(k, N, C, WHOLE)
+            tl.store(total_ptr + rows * N + cols, chunks[k], mask=(rows < M) & inside)
     n = tl.zeros([rows.shape[0]], tl.float32) + N
     SHIFTED: tl.constexpr = CENTERED and K * C <= SHORT and chunks[0].dtype == tl.float32
     if SHIFTED:
@@ -177,22 +209,31 @@ def norm_forward_kernel(
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
+    # Weights of narrow rows are on their way before x is, and as tiles [R, C]: those of one row [1, C]
+    # would go through shared memory into the layout of x.
+    EARLY: tl.constexpr = K == 1 and C <= 1024
+    if EARLY:
+        cols, inside = columns_of(0, N, C, WHOLE)
+        weight, bias = load_parameters(weight_ptr, bias_ptr, cols + tl.zeros([R, 1], tl.int32), inside)
     chunks, mean, rstd, row_mean = hold_rows(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, eps, CENTERED, C, K, WHOLE,
     )  # fmt: skip
-    if CENTERED and mean_ptr is not None:
-        tl.store(mean_ptr + row, row_mean, mask=row < M)
-    if rstd_ptr is not None:
-        tl.store(rstd_ptr + row, rstd, mask=row < M)
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
         xhat = (x - mean[:, None] if CENTERED else x) * rstd[:, None]
-        store_y(
-            y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
-            rows, cols, inside, M, N, x_ptr.dtype.element_ty,
+        if not EARLY:
+            weight, bias = load_parameters(weight_ptr, bias_ptr, cols, inside)
+        y = y_from(
+            xhat, weight_ptr, bias_ptr, weight, bias, epilogue, EPILOGUE, CASTING,
+            rows, cols, M, N, x_ptr.dtype.element_ty,
         )  # fmt: skip
+        store(y_ptr, rows * N + cols, y, (rows < M) & inside)
+    if CENTERED and mean_ptr is not None:
+        tl.store(mean_ptr + row, row_mean, mask=row < M)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=row < M)
 
 
 @triton.jit
@@ -292,7 +333,8 @@ def norm_forward_split_kernel(
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
     xhat = (x - mean if CENTERED else x) * rstd
-    store_y(
-        y_ptr, xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
+    y = y_of(
+        xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
         rows, cols, inside, M, N, x_ptr.dtype.element_ty,
     )  # fmt: skip
+    store(y_ptr, rows * N + cols, y, inside)
