@@ -69,7 +69,7 @@ def backward(
     hooked: bool = False, clears: bool = False, **constexprs: Any,
 ) -> Case:  # fmt: skip
     itemsize = 4 if hooked else ITEMSIZE[x]
-    config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10))
+    config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10), residual)
     whole, split = norm_backward.norm_backward_kernel, norm_backward.norm_backward_split_kernel
     pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -224,6 +224,9 @@ def norm_cases(arch: int) -> list[Case]:
         backward(arch, "layer-8192-backward-fp32", 8192, "*fp32", True, "*fp32", True),
         backward(arch, "layer-12288-backward", 12288, "*bf16", True, "*bf16"),
         backward(arch, "layer-16384-backward", 16384, "*bf16", True, "*bf16"),
+        backward(arch, "layer-16384-backward-add", 16384, "*bf16", True, "*bf16", True),
+        backward(arch, "rms-14336-backward-add", 14336, "*bf16", False, "*bf16", True),
+        backward(arch, "layer-14336-backward-add-fp32", 14336, "*bf16", True, "*fp32", True),
         backward(arch, "rms-12288-backward", 12288, "*bf16", False, "*bf16"),
         backward(arch, "layer-20480-backward-add", 20480, "*bf16", True, "*bf16", True),
         backward(arch, "rms-20480-backward-add", 20480, "*bf16", False, "*bf16", True),

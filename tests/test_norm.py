@@ -386,7 +386,8 @@ def test_configurations() -> None:
             for config in (
                 configs.norm_forward(N, itemsize, False, True, (9, 0)),
                 *(
-                    configs.norm_backward(N, itemsize, sums, centered, capability)
+                    configs.norm_backward(N, itemsize, sums, centered, capability, residual)
+                    for residual in (False, True)
                     for sums in (False, True)
                     for centered in (False, True)
                     for capability in ((8, 0), (9, 0))
@@ -416,6 +417,15 @@ def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
     poison(monkeypatch)
     assert configs.norm_backward(8464, 2, True, True, (9, 0)).cluster == 4
     check(device, (5, 8464), COMBINATIONS[combination])
+
+
+@pytest.mark.parametrize("combination", [3, 6])
+def test_rows_and_residuals_shared_by_clusters(device, monkeypatch, combination) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(norm_launch, "capability", lambda device: (9, 0))
+    poison(monkeypatch)
+    assert configs.norm_backward(14352, 2, True, True, (9, 0), True).cluster == 8
+    check(device, (3, 14352), COMBINATIONS[combination])
 
 
 # --- on a GPU only -------------------------------------------------------------------------------

@@ -145,10 +145,12 @@ def norm_forward_shared(N: int, itemsize: int, residual: bool, centered: bool) -
 
 @kept
 def norm_backward(
-    N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int]
-) -> RowConfig:
-    """Backward of the norms: x and dy; with weight_gradients two tiles of partial sums beside them,
-    and a few programs a multiprocessor, each of which takes many tiles.
+    N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
+    residual: bool = False,
+) -> RowConfig:  # fmt: skip
+    """Backward of the norms: x and dy, perhaps the gradient that reaches a sum with a residual; with
+    weight_gradients two tiles of partial sums beside them, and a few programs a multiprocessor, each of
+    which takes many tiles.
 
     All programs of a split row have to run at once: the caps on registers make sure that as many fit
     as `programs` says, and the widest rows are split less.
@@ -157,7 +159,7 @@ def norm_backward(
     if clusters and not centered and N % 4096 == 0 and 65536 < N <= 131072:
         return RowConfig(1, 4096, 8, split=True, programs=2, max_registers=128)
     if clusters and 8192 < N <= 131072 and N % 16 == 0:
-        return _cluster(N, centered)
+        return _cluster(N, centered, residual)
     columns, chunks = _chunks(N, 2048, (3, 5, 6))
     if N in (5 * 2048, 6 * 2048) and itemsize == 2:
         return RowConfig(1, columns, 16, chunks=chunks, stages=2 if weight_gradients else 1)
@@ -196,9 +198,17 @@ def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | N
     return RowConfig(1, 4096, warps, split=True, stages=6, programs=2, max_registers=cap)
 
 
-def _cluster(N: int, centered: bool) -> RowConfig:
+def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:
     """Rows shared by a cluster of as few programs as hold them in four chunks each, or in five; eight
-    bytes a load, so that the partial sums are stored as they are added up."""
+    bytes a load, so that the partial sums are stored as they are added up.
+
+    A residual brings a third tensor: rows of four small programs a multiprocessor are under way then,
+    each in loads of 16 bytes, which go past L1.
+    """
+    if residual and 12288 < N <= 16384:
+        return RowConfig(
+            1, 1024, 4, chunks=2, stages=4, programs=4, max_registers=128, cluster=8
+        )  # fmt: skip
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
     most = 16384 if centered else 20480

@@ -295,7 +295,9 @@ def backward_launches(
     sums = dweight is not None or dbias is not None
     hooked = how.hooked
     itemsize = 4 if hooked else x.element_size()
-    config = configs.norm_backward(N, itemsize, sums, centered, capability(x.device))
+    config = configs.norm_backward(
+        N, itemsize, sums, centered, capability(x.device), dtotal is not None
+    )
     if split_rows:
         config = configs.norm_split(N, itemsize)
     options: dict[str, Any] = {
