@@ -66,32 +66,22 @@ def moments_join(n, mean, M2):
 
 
 @triton.jit
-def inverse_of(n):
-    """1 / n, n a float32 that counts elements, rounded to nearest."""
-    inverse = 1.0 / n
-    return tl.fma(tl.fma(inverse, -n, 1.0), inverse, inverse)
+def average(total, n, COUNT: tl.constexpr = 0):
+    """total / n rounded to nearest.  COUNT is n where it is known at compile time, else 0: for a power
+    of two a product gives the same without a division, which branches."""
+    if COUNT > 0 and COUNT & (COUNT - 1) == 0:
+        return total * (1.0 / COUNT)
+    else:
+        return tl.div_rn(total, n)
 
 
 @triton.jit
-def average(total, n):
-    """total / n, n as in inverse_of, rounded to nearest."""
-    inverse = inverse_of(n)
-    q = total * inverse
-    return tl.fma(tl.fma(q, -n, total), inverse, q)
-
-
-@triton.jit
-def reciprocal_root(x):
-    """1 / sqrt(x) within a unit in the last place: the hardware's, and one step of Newton's method.
-
-    A root and a division that are rounded to nearest branch: a tile's rows would wait for one another.
-    """
-    y = tl.rsqrt(x)
-    better = y + 0.5 * y * (1.0 - x * y * y)
-    return tl.where(better == better, better, y)  # those of 0 and of infinity are exact
+def reciprocal_deviation(variance, eps):
+    """1 / sqrt(variance + eps) [R]."""
+    return tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
 
 
 @triton.jit
 def moments_finish(n, M2, eps):
-    """1 / sqrt(M2 / n + eps), the reciprocal deviation of LayerNorm (or RMSNorm) [R]."""
-    return reciprocal_root(M2 * inverse_of(n) + tl.cast(eps, tl.float32))
+    """reciprocal_deviation of M2 / n, as in LayerNorm (or RMSNorm) [R]."""
+    return reciprocal_deviation(average(M2, n), eps)

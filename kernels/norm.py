@@ -37,7 +37,7 @@ import triton.language as tl
 
 from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook
-from .moments import average, moments_finish, moments_join
+from .moments import average, moments_finish, moments_join, reciprocal_deviation
 from .rows import load, load_own, rounded, store
 
 SHORT = tl.constexpr(64)
@@ -108,7 +108,7 @@ def mean_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
         _, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
         sums += x if WHOLE else tl.where(inside, x, 0.0)
-    return average(tl.sum(sums, 1), n)
+    return average(tl.sum(sums, 1), n, len(chunks) * C if WHOLE else 0)
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def hold_rows(
         shift = mean_of_chunks(chunks, n, N, C, WHOLE)
         chunks = (chunks[0] - shift[:, None],)
     mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
-    rstd = moments_finish(n, M2, eps)
+    rstd = reciprocal_deviation(average(M2, n, K * C if WHOLE else 0), eps)
     return chunks, mean, rstd, shift + mean if SHIFTED else mean
 
 
@@ -211,7 +211,7 @@ def norm_forward_kernel(
     rows = row[:, None]
     # Weights of narrow rows are on their way before x is, and as tiles [R, C]: those of one row [1, C]
     # would go through shared memory into the layout of x.
-    EARLY: tl.constexpr = K == 1 and C <= 1024
+    EARLY: tl.constexpr = K == 1 and C <= 512
     if EARLY:
         cols, inside = columns_of(0, N, C, WHOLE)
         weight, bias = load_parameters(weight_ptr, bias_ptr, cols + tl.zeros([R, 1], tl.int32), inside)

@@ -419,6 +419,16 @@ def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
     check(device, (5, 8464), COMBINATIONS[combination])
 
 
+@pytest.mark.parametrize("centered", [False, True])
+def test_variance_below_normal_numbers(device, centered) -> None:
+    x = torch.randn(5, 256, device=device) * 1e-20
+    y, _, _, rstd = norm_launch.norm_forward(x, None, None, None, 1, 0.0, centered)
+    row = x.double() - x.double().mean(1, keepdim=True) * centered
+    want = row.square().mean(1).rsqrt()
+    torch.testing.assert_close(rstd.double(), want, rtol=1e-4, atol=0)
+    torch.testing.assert_close(y.double(), row * want[:, None], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("combination", [3, 6])
 def test_rows_and_residuals_shared_by_clusters(device, monkeypatch, combination) -> None:
     if device == "cpu":
