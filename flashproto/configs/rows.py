@@ -112,7 +112,7 @@ def norm_forward(
     if columns > 4096:
         return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
     per_warp, fewest = 1024 // itemsize, 4
-    if centered and 16 * itemsize <= columns // 2 <= 128:
+    if 16 * itemsize <= columns // 2 <= 128 and (centered or (columns == 256 and itemsize == 2)):
         per_warp, fewest = 1024, 1
     elif centered and 256 < columns <= 1024:
         fewest = 2
@@ -202,21 +202,19 @@ def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:
     """Rows shared by a cluster of as few programs as hold them in four chunks each, or in five; eight
     bytes a load, so that the partial sums are stored as they are added up.
 
-    A residual brings a third tensor: rows of four small programs a multiprocessor are under way then,
-    each in loads of 16 bytes, which go past L1.
+    The third tensor that a residual brings wants more rows under way: twice as many programs share one.
     """
-    if residual and 12288 < N <= 16384:
-        return RowConfig(
-            1, 1024, 4, chunks=2, stages=4, programs=4, max_registers=128, cluster=8
-        )  # fmt: skip
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
     most = 16384 if centered else 20480
-    cluster = 4 if most >= N else 8 if N <= 32768 else 16
+    small = residual and 12288 < N <= 16384
+    cluster = 8 if small else 4 if most >= N else 8 if N <= 32768 else 16
     chunks = -(-N // (1024 * cluster))
     tile = RowConfig(1, 1024, 8, chunks=chunks, stages=3, programs=2, cluster=cluster)
     if chunks <= 3:  # more rows at once, so that as many bytes are on their way
-        return replace(tile, stages=4) if centered else replace(tile, programs=3, max_registers=80)
+        if centered and not small:
+            return replace(tile, stages=4)
+        return replace(tile, programs=3, max_registers=80)
     return tile
 
 
