@@ -166,9 +166,14 @@ def norm_backward_kernel(
     CENTERED: tl.constexpr, CASTING: tl.constexpr,
     PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr, EPILOGUE_BACKWARD: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CLUSTER: tl.constexpr = 1,
+    CLUSTER: tl.constexpr = 1, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program p takes every P-th tile of R rows, starting with tile p."""
+    """Program p takes every P-th tile of R rows, starting with tile p.
+
+    PDL: once all programs run, those of a dependent launch may begin, column_sums_kernel's.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
     HELD: tl.constexpr = K * C <= 8192
     program = tl.program_id(0)
@@ -378,14 +383,14 @@ def norm_backward_split_kernel(
 
 
 @triton.jit
-def column_sum(partial_ptr, out_ptr, P, N, R: tl.constexpr, C: tl.constexpr):
-    """out [N] = the sum over the P rows of partial [P, N], columns of this program."""
-    cols = tl.program_id(0) * C + tl.arange(0, C)[None, :]  # [1, C]
+def column_sum(partial_ptr, out_ptr, tile, P, N, R: tl.constexpr, C: tl.constexpr):
+    """out [N] = the sum over the P rows of partial [P, N], columns tile * C to tile * C + C - 1."""
+    cols = tile * C + tl.arange(0, C)[None, :]  # [1, C]
     total = tl.zeros([R, C], tl.float32)
     for start in range(0, P, R):
         rows = start + tl.arange(0, R)[:, None]
         total += load(partial_ptr, rows.to(tl.int64) * N + cols, (rows < P) & (cols < N))
-    col = tl.program_id(0) * C + tl.arange(0, C)
+    col = tile * C + tl.arange(0, C)
     store(out_ptr, col, tl.sum(total, 0), col < N)
 
 
@@ -393,10 +398,20 @@ def column_sum(partial_ptr, out_ptr, P, N, R: tl.constexpr, C: tl.constexpr):
 def column_sums_kernel(
     dweight_partial_ptr, dbias_partial_ptr,  # in [P, N] float32
     dweight_ptr, dbias_ptr,  # out [N]
-    P, N, R: tl.constexpr, C: tl.constexpr,
+    P, N, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """The second step of dweight and dbias: program c adds up columns c * C to c * C + C - 1."""
+    """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
+
+    PDL: the launch is a dependent one (launch_pdl), and waits for the end of the one before.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tile = tl.program_id(0)
+    tiles = tl.cdiv(N, C)
     if dweight_ptr is not None:
-        column_sum(dweight_partial_ptr, dweight_ptr, P, N, R, C)
+        if tile < tiles:
+            column_sum(dweight_partial_ptr, dweight_ptr, tile, P, N, R, C)
+        tile -= tiles
     if dbias_ptr is not None:
-        column_sum(dbias_partial_ptr, dbias_ptr, P, N, R, C)
+        if tile >= 0:
+            column_sum(dbias_partial_ptr, dbias_ptr, tile, P, N, R, C)

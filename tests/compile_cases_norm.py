@@ -34,6 +34,7 @@ def case(
         "STAGES": config.stages, "CLUSTER": config.cluster,
         "WHOLE": N % config.columns == 0 if config.split else held == N,
         "LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024, "CASTING": "torch",
+        "PDL": False,
     }  # fmt: skip
     scalars = {n: "i32" for n in names if n in ("M", "N", "P", "G") or n.endswith("_stride")}
     signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
@@ -82,6 +83,8 @@ def backward(
     if config.split:
         pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
     kernel = split if config.split else whole
+    if not config.split:
+        constexprs |= {"PDL": bool(weight) and arch >= 90}
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
 
@@ -200,6 +203,7 @@ def norm_cases(arch: int) -> list[Case]:
         forward(arch, "layer-64", 64, "*bf16", True, "*bf16"),
         forward(arch, "layer-48-fp32", 48, "*fp32", True, "*fp32"),
         forward(arch, "layer-256", 256, "*bf16", True, "*bf16"),
+        forward(arch, "rms-256", 256, "*bf16", False, "*bf16"),
         forward(arch, "layer-768", 768, "*bf16", True, "*bf16"),
         forward(arch, "rms-2048", 2048, "*bf16", False, "*bf16"),
         forward(arch, "rms-4096-add", 4096, "*bf16", False, "*fp32", "*fp32"),
@@ -259,6 +263,6 @@ def norm_cases(arch: int) -> list[Case]:
             backward(arch, "layer-4096-add-backward", 4096, "*bf16", True, "*bf16", True, hooked=True),
             "prologue", "scalar", ("fp32",), **dropout_backward,
         ),
-        case("column-sums", norm_backward.column_sums_kernel, 131072, sums, {},
+        case("column-sums", norm_backward.column_sums_kernel, 131072, sums, {"PDL": arch >= 90},
              configs.column_sums(131072)),
     ]  # fmt: skip

@@ -33,7 +33,7 @@ from .words import with_new, with_pairs
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
 KEPT_NUMBERS = 4096  # sets of numbers whose specialization a launcher keeps
 
 
@@ -57,6 +57,13 @@ def multiprocessors(device: torch.device) -> int:
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether `device` takes the kernels of kernels/hopper."""
     return not backends.device_reasons("hopper", device)
+
+
+@functools.cache
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether a launch with launch_pdl may begin under the end of the one before, for which all its
+    programs have to wait themselves."""
+    return not backends.INTERPRETED and capability(device)[0] >= 9
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:

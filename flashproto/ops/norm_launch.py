@@ -21,7 +21,15 @@ from ..kernels.norm_backward import (
 )
 from .exchange import POLLS, exchange, programs_at_once
 from .hook_arguments import NO_HOOK, HookArguments, launchers
-from .launch import Launch, Launcher, capability, cdiv, has_hopper_kernels, launcher
+from .launch import (
+    Launch,
+    Launcher,
+    capability,
+    cdiv,
+    has_dependent_launches,
+    has_hopper_kernels,
+    launcher,
+)
 from .rows import as_rows
 
 launch_forward, launch_forward_hooked = launchers(norm_forward_kernel, tensors=8)
@@ -322,6 +330,7 @@ def backward_launches(
         launch = launch_backward_hooked if hooked else launch_backward
         options |= tile_options(config, N) | {"STAGES": config.stages, "CLUSTER": config.cluster}
         options["num_ctas"] = config.cluster if config.cluster > 1 else None
+        options["PDL"] = sums and has_dependent_launches(x.device)
         first = Launch(launch, P, (*tensors, *partials, *numbers, *hooks), options)
     return [first, column_sums_launch(*partials, dweight, dbias)] if sums else [first]
 
@@ -344,9 +353,15 @@ def column_sums(dweight_partial, dbias_partial, dweight, dbias) -> None:
 
 def column_sums_launch(dweight_partial, dbias_partial, dweight, dbias) -> Launch:
     """The launch that adds up the partial sums [P, N] in a fixed order."""
-    P, N = (dbias_partial if dweight_partial is None else dweight_partial).shape
+    partial = dbias_partial if dweight_partial is None else dweight_partial
+    P, N = partial.shape
     config = configs.column_sums(N)
     columns = 1024 if backends.INTERPRETED else config.columns  # it takes a millisecond a program
-    options = {"R": config.rows, "C": columns, "num_warps": config.num_warps}
+    dependent = has_dependent_launches(partial.device)
+    options: dict[str, Any] = {
+        "R": config.rows, "C": columns, "num_warps": config.num_warps,
+        "PDL": dependent, "launch_pdl": dependent or None,
+    }  # fmt: skip
     tensors = dweight_partial, dbias_partial, dweight, dbias
-    return Launch(launch_column_sums, cdiv(N, columns), (*tensors, P, N), options)
+    programs = sum(t is not None for t in (dweight, dbias)) * cdiv(N, columns)
+    return Launch(launch_column_sums, programs, (*tensors, P, N), options)
