@@ -93,9 +93,10 @@ def forward_shared(
     casting: str = "torch", clears: bool = False,
 ) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
-    from flashproto.kernels.hopper import norm_forward
+    from flashproto.kernels.hopper import norm_forward, norm_forward_ring
 
-    config = configs.norm_forward_shared(N, ITEMSIZE[x], residual, centered)
+    parameters = ITEMSIZE[weight] * (2 if centered else 1) if weight else 0
+    config = configs.norm_forward_shared(N, ITEMSIZE[x], residual, centered, parameters)
     assert config is not None
     kernel = norm_forward.norm_forward_shared_kernel
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
@@ -109,6 +110,9 @@ def forward_shared(
         kernel = norm_forward.norm_forward_shared_split_kernel
         pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
     constexprs = {"CENTERED": centered, "CASTING": casting, "WHOLE": N % config.columns == 0}
+    if config.stages > 1:
+        kernel = norm_forward_ring.norm_forward_ring_kernel
+        constexprs |= {"TURNS": config.stages, "LAG": 1}
     return case(name, kernel, N, pointers, constexprs, config)
 
 
@@ -172,8 +176,11 @@ def norm_cases(arch: int) -> list[Case]:
         forward_shared("rms-shared-32768", 32768, "*bf16", False, "*bf16"),
         forward_shared("layer-shared-32768", 32768, "*fp16", True, "*fp16"),
         forward_shared("layer-shared-ragged", 20488, "*bf16", True, "*fp32"),
-        forward_shared("llama-shared-split", 65536, "*bf16", False, "*bf16", casting="llama"),
-        forward_shared("layer-shared-split", 131072, "*bf16", True, "*bf16"),
+        forward_shared("llama-ring", 65536, "*bf16", False, "*bf16", casting="llama"),
+        forward_shared("layer-ring", 131072, "*bf16", True, "*bf16"),
+        forward_shared("rms-ring", 2**19, "*fp16", False, "*fp32"),
+        forward_shared("llama-shared-split", 65544, "*bf16", False, "*bf16", casting="llama"),
+        forward_shared("layer-shared-split", 131072, "*bf16", True, "*fp32"),
         forward_shared("layer-shared-split-ragged", 50264, "*bf16", True, "*fp32"),
         forward_shared("rms-shared-add", 16384, "*bf16", False, "*bf16", True),
         forward_shared("layer-shared-add-ragged", 14344, "*fp16", True, "*fp32", True),
@@ -185,10 +192,11 @@ def norm_cases(arch: int) -> list[Case]:
         backward_shared("layer-shared-backward-alone", 131072, "*bf16", True),
     ]
     for name, N, x, centered, weight in (
-        ("rms-shared-split-clears", 65536, "*bf16", False, "*bf16"),
-        ("layer-shared-split-clears", 131072, "*fp16", True, "*fp16"),
+        ("rms-ring-clears", 65536, "*bf16", False, "*bf16"),
+        ("layer-ring-clears", 131072, "*fp16", True, "*fp16"),
+        ("layer-shared-split-clears", 131072, "*fp16", True, "*fp32"),
         ("layer-shared-split-ragged-clears", 50264, "*bf16", True, "*fp32"),
-        ("rms-shared-split-wide-clears", 262144, "*bf16", False, "*bf16"),
+        ("rms-shared-split-wide-clears", 2**19 - 8, "*bf16", False, "*bf16"),
     ):
         shared.append(forward_shared(name, N, x, centered, weight, clears=True))
     for name, N, x, centered, weight in (

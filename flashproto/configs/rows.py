@@ -121,13 +121,18 @@ def norm_forward(
 
 
 @kept
-def norm_forward_shared(N: int, itemsize: int, residual: bool, centered: bool) -> RowConfig | None:
+def norm_forward_shared(
+    N: int, itemsize: int, residual: bool, centered: bool, parameters: int
+) -> RowConfig | None:
     """Forward of the norms on Hopper, whose rows lie in shared memory; None for such as do not: narrow
     ones, and those that cannot all start at multiples of 16 bytes.
 
     Up to 32768 columns, or 16384 of x and a residual, a program takes a whole row; of wider ones as
     many as leave room for several programs a multiprocessor.  At most 32 programs share a row, so that
     a warp looks at their words.
+
+    parameters: bytes of weight and bias a column.  Where a program's registers have room for its own,
+    it stays for many rows, `stages` of which lie there.
     """
     if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
         return None
@@ -138,6 +143,8 @@ def norm_forward_shared(N: int, itemsize: int, residual: bool, centered: bool) -
     if N <= 32768 and not residual:
         cap = 80 if centered and N > 16384 else 64
         return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=cap)
+    if N % 8192 == 0 and not residual and parameters <= 4:
+        return RowConfig(1, 8192, 4, split=True, stages=4, programs=3, max_registers=168)
     columns = 8192 if N <= 2**18 else 16384
     cap = 96 if N % columns else 80
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=cap)

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import configs
 from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
 from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
+from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
 from .exchange import POLLS, exchange, programs_at_once
 from .launch import Launch, cdiv, launcher
 from .norm_launch import (
@@ -30,9 +31,11 @@ from .rows import as_rows
 
 launch_forward_shared = launcher(norm_forward_shared_kernel, tensors=8)
 launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=10)
+launch_forward_ring = launcher(norm_forward_ring_kernel, tensors=10)
 launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=10)
 
-LAG = 2  # rows between one whose sums are made known and the one that is written in the same step
+# Rows between one whose partial results are made known and the one that is written in the same step.
+FORWARD_LAG, BACKWARD_LAG = 1, 2
 
 
 def aligned_rows(x: Tensor, normalized_ndim: int) -> tuple[Tensor, int]:
@@ -66,20 +69,33 @@ def forward_launch_hopper(
     )  # fmt: skip
     whole = N % config.columns == 0
     units = N * x.element_size() // 16
-    numbers = (x_stride, residual_stride, M, units, how.eps, how.centered, how.casting, whole)
+    numbers = x_stride, residual_stride, M, units
+    constants = how.eps, how.centered, how.casting, whole
     options: dict[str, Any] = {
-        "C": config.columns, "R": config.rows,
-        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip
-    programs = cdiv(M, config.rows)
     if not config.split:
-        return Launch(launch_forward_shared, programs, (*tensors, *numbers), options, aligned=True)
+        arguments = (*tensors, *numbers, *constants)
+        options["R"] = config.rows
+        programs = cdiv(M, config.rows)
+        return Launch(launch_forward_shared, programs, arguments, options, aligned=True)
     splits, words, lanes = exchange(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
-    return Launch(
-        launch_forward_shared_split, programs * splits, (*tensors, words, None, *numbers), options,
-        words, aligned=True, clears=True,
-    )  # fmt: skip
+    if config.stages > 1:
+        options |= {"TURNS": config.stages, "LAG": FORWARD_LAG}
+        groups = even_groups(M, programs_at_once(x.device, config) // splits)
+        launch, arguments = launch_forward_ring, (*tensors, words, None, *numbers, groups, *constants)
+    else:
+        options["R"] = config.rows
+        groups = cdiv(M, config.rows)
+        launch, arguments = launch_forward_shared_split, (*tensors, words, None, *numbers, *constants)
+    return Launch(launch, groups * splits, arguments, options, words, aligned=True, clears=True)
+
+
+def even_groups(M: int, most: int) -> int:
+    """Into how many groups, at most `most` or one, M rows go so that the largest is as small as can be;
+    no more than that takes."""
+    return cdiv(M, cdiv(M, max(most, 1)))
 
 
 def backward_launches_hopper(
@@ -103,7 +119,7 @@ def backward_launches_hopper(
     whole = N % config.columns == 0
     numbers = (dy_stride, x_stride, M, units, P, how.centered, how.casting)
     options: dict[str, Any] = {
-        "C": config.columns, "WHOLE": whole, "TURNS": config.stages, "LAG": LAG,
+        "C": config.columns, "WHOLE": whole, "TURNS": config.stages, "LAG": BACKWARD_LAG,
         "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip

@@ -127,7 +127,7 @@ def forward_launch(inputs: Inputs, outputs: Outputs, how: How) -> Launch:
     x, residual, _, _ = inputs
     y, total, mean, rstd = outputs
     M, N = sizes(x, how.normalized_ndim)
-    shared = shared_config(x, residual, N, how)
+    shared = shared_config(inputs, N, how)
     if shared is not None:
         from .norm_hopper import forward_launch_hopper
 
@@ -182,11 +182,13 @@ def forward_config(x: Tensor, residual: Tensor | None, N: int, how: How) -> conf
     return configs.norm_forward(N, itemsize, residual is not None, how.centered, capability(x.device))
 
 
-def shared_config(x: Tensor, residual: Tensor | None, N: int, how: How) -> configs.RowConfig | None:
+def shared_config(inputs: Inputs, N: int, how: How) -> configs.RowConfig | None:
     """Tiles of the kernel that keeps rows in shared memory, for calls that it takes."""
+    x, residual, *parameters = inputs
     if how.hooked or how.split_rows or (residual is not None and residual.dtype != x.dtype):
         return None
-    config = configs.norm_forward_shared(N, x.element_size(), residual is not None, how.centered)
+    held = sum(p.element_size() for p in parameters if p is not None)
+    config = configs.norm_forward_shared(N, x.element_size(), residual is not None, how.centered, held)
     return config if config is not None and has_hopper_kernels(x.device) else None
 
 

@@ -3,15 +3,8 @@
 The algorithm is that of norm_backward_split_kernel in kernels/norm_backward.py: a program keeps to C
 columns and walks down the rows; the programs of a row exchange their parts of the two averages.  There
 rows wait in registers, of which there are too few: the memory idles while a program asks for the words
-of a row.  Here they lie in shared memory (rows_in_shared.py), in a ring of TURNS rows, and no step of a
-row waits for the one before it:
-
-    row i + TURNS - 1   is requested
-    row i + LAG         is here: the sums of its columns are made known
-    row i               has been summed up by all programs, LAG steps ago: dx is written
-
-The words of row i are loaded at the start of a step and looked at when the sums of row i + LAG are
-done.  So neither the memory nor the exchange is waited for, unless a program falls behind by LAG rows.
+of a row.  Here they lie in shared memory, in a ring of TURNS rows; see rings.py, which also says what
+LAG is.
 
 Legend: as in kernels/norm_backward.py; x, dy, dx of 16-bit floats; C the columns of a program, K slices
 [S] of rows_in_shared.py; used as words, or None; x_stride, dy_stride and N are in units of 16 bytes.
@@ -25,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
 from ..norm_backward import add_both, normalize, through_scale
-from .gluon_names import copy_to_shared
+from .rings import at, held, look, request, ring
 from .rows_in_shared import (
     columns_of,
     slice_count,
@@ -35,51 +28,6 @@ from .rows_in_shared import (
     units,
     widened,
 )
-
-
-@gluon.jit
-def ring(dtype: gl.constexpr, C: gl.constexpr, TURNS: gl.constexpr):
-    """Shared memory for chunks of C columns of TURNS rows: K slices [TURNS, S]."""
-    S: gl.constexpr = units(dtype) * 32 * gl.num_warps()
-    gl.static_assert(C % S == 0)
-    LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    smem = ()
-    for _ in gl.static_range(C // S):
-        smem = smem + (gl.allocate_shared_memory(dtype, [TURNS, S], LAYOUT),)
-    return smem
-
-
-@gluon.jit
-def at(smem, turn):
-    """The chunk of one row of a ring."""
-    chunk = ()
-    for k in gl.static_range(len(smem)):
-        chunk = chunk + (smem[k].index(turn),)
-    return chunk
-
-
-@gluon.jit
-def request(smem, x_ptr, first, N, WHOLE: gl.constexpr):
-    """Begin to copy a chunk of the row at x_ptr; 0 behind its end."""
-    for k in gl.static_range(slice_count(smem)):
-        cols = first + columns_of(smem, k)
-        if WHOLE:
-            copy_to_shared(smem[k], x_ptr + cols)
-        else:
-            copy_to_shared(smem[k], x_ptr + cols, mask=cols < N)
-
-
-@gluon.jit
-def weights_of(weight_ptr, smem, first, N):
-    """The weights of a chunk that begins at column `first`, slices in the dtype of memory."""
-    weights = ()
-    for k in gl.static_range(slice_count(smem)):
-        if weight_ptr is not None:
-            cols = first + columns_of(smem, k)
-            weights = weights + (gl.load(weight_ptr + cols, mask=cols < N, other=0.0),)
-        else:
-            weights = weights + (0.0,)
-    return weights
 
 
 @gluon.jit
@@ -113,16 +61,6 @@ def publish_sums(
     else:
         a = gl.sum(g_xhat, 0)
         publish(words_ptr, split, pack(a, a))
-
-
-@gluon.jit
-def look(words_ptr, splits, LANES: gl.constexpr):
-    """The words of a row as they are now, each as one thread sees it; two zeros behind the last."""
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    # No two threads may see different words: there is a lane for each.
-    lanes = gl.arange(0, LANES if LANES > THREADS else THREADS, LAYOUT)
-    return gl.load(words_ptr + lanes, mask=lanes < splits, other=-(2**63), volatile=True)
 
 
 @gluon.jit
@@ -177,7 +115,7 @@ def norm_backward_shared_kernel(
     xs, dys = ring(x_ptr.dtype.element_ty, C, TURNS), ring(dy_ptr.dtype.element_ty, C, TURNS)
     LAYOUT: gl.constexpr = slice_layout(x_ptr.dtype.element_ty, gl.num_warps())
     S: gl.constexpr = UNITS * 32 * gl.num_warps()
-    weights = weights_of(weight_ptr, at(xs, 0), first, N)
+    weights = held(weight_ptr, at(xs, 0), first, N)
     dweights, dbiases = (), ()
     for _ in gl.static_range(C // S):
         if dweight_ptr is not None:
@@ -240,7 +178,7 @@ def norm_backward_shared_kernel(
             async_copy.wait_group(0)
             publish_sums(
                 row_words_ptr, split, chunk_x, chunk_dy,
-                weight_ptr, weights_of(weight_ptr, chunk_x, split * C, N), mean, rstd,
+                weight_ptr, held(weight_ptr, chunk_x, split * C, N), mean, rstd,
                 CENTERED, CASTING,
             )  # fmt: skip
             if split == own:

@@ -120,30 +120,57 @@ def moments_of(smem, first, n, N, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
 
 
 @gluon.jit
+def result(
+    x, mean, rstd, weight_ptr, weight, bias_ptr, bias,
+    CENTERED: gl.constexpr, CASTING: gl.constexpr, dtype: gl.constexpr,
+):  # fmt: skip
+    """y of a slice x in float32, of `dtype`; weight and bias as in memory, where there are any."""
+    y = (x - mean if CENTERED else x) * rstd
+    if weight_ptr is not None:
+        y = scaled(y, widened(weight), CASTING, dtype)
+    if bias_ptr is not None:
+        y += widened(bias)
+    return y.to(dtype)
+
+
+@gluon.jit
 def parameter(ptr, smem, k: gl.constexpr, first, N, WHOLE: gl.constexpr):
-    """(the slice of weight or bias that goes with slice k,), as in memory; () where there is none."""
-    if ptr is None or k >= slice_count(smem):
+    """(the slice of weight or bias that goes with slice k,), as in memory; (0.0,) where there is none,
+    () where there is no slice k."""
+    if k >= slice_count(smem):
         return ()
+    elif ptr is None:
+        return (0.0,)
     else:
         cols = first + columns_of(smem, k)
         return (gl.load(ptr + cols) if WHOLE else gl.load(ptr + cols, mask=cols < N, other=0.0),)
 
 
 @gluon.jit
+def first_parameters(weight_ptr, bias_ptr, smem, first, N, WHOLE: gl.constexpr):
+    """The first slices of weight and bias, which come while x does."""
+    weights, biases = (), ()
+    for k in gl.static_range(slices_ahead(weight_ptr) // 2):
+        weights = weights + parameter(weight_ptr, smem, k, first, N, WHOLE)
+        biases = biases + parameter(bias_ptr, smem, k, first, N, WHOLE)
+    return weights, biases
+
+
+@gluon.jit
 def store_result(
-    weight_ptr, bias_ptr, y_ptr, smem, means, rstds, tile, first, M, N,
+    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
     CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """y of a tile whose columns begin at `first`, of rows with the statistics means, rstds.
+    """y of a tile whose columns begin at `first`, of rows with the statistics means, rstds; weights,
+    biases: first_parameters.
 
-    Weight and bias are loaded some slices before their turn: the compiler moves no load over a store.
+    The others are loaded some slices before their turn: the compiler moves no load over a store.
     """
     AHEAD: gl.constexpr = slices_ahead(weight_ptr)
     R: gl.constexpr = slice_count(smem)
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     chunk = smem[0][0]
-    weights, biases = (), ()
-    for k in gl.static_range(AHEAD):
+    for k in gl.static_range(slice_count(weights), AHEAD):
         weights = weights + parameter(weight_ptr, chunk, k, first, N, WHOLE)
         biases = biases + parameter(bias_ptr, chunk, k, first, N, WHOLE)
     barrier()  # as in moments_of
@@ -152,17 +179,15 @@ def store_result(
         biases = biases + parameter(bias_ptr, chunk, k + AHEAD, first, N, WHOLE)
         cols = first + columns_of(chunk, k)
         for r in gl.static_range(R):
-            y = widened(slice_of(smem[r][0], k))
-            y = (y - means[r] if CENTERED else y) * rstds[r]
-            if weight_ptr is not None:
-                y = scaled(y, widened(weights[k]), CASTING, dtype)
-            if bias_ptr is not None:
-                y += widened(biases[k])
+            y = result(
+                widened(slice_of(smem[r][0], k)), means[r], rstds[r],
+                weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
+            )  # fmt: skip
             row_ptr = y_ptr + row_of(tile, r, M, R) * N
             if WHOLE:
-                gl.store(row_ptr + cols, y.to(dtype))
+                gl.store(row_ptr + cols, y)
             else:
-                gl.store(row_ptr + cols, y.to(dtype), mask=cols < N)
+                gl.store(row_ptr + cols, y, mask=cols < N)
 
 
 @gluon.jit
@@ -188,6 +213,7 @@ def norm_forward_shared_kernel(
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     tile, N = gl.program_id(0), N * UNITS
     smem = buffers_of_rows(x_ptr.dtype.element_ty, C, R, residual_ptr is not None)
+    weights, biases = first_parameters(weight_ptr, bias_ptr, smem[0][0], 0, N, WHOLE)
     fetch(smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride, tile, 0, M, N, WHOLE)
     means, rstds = (), ()
     for r in gl.static_range(R):
@@ -195,8 +221,9 @@ def norm_forward_shared_kernel(
         means, rstds = means + (mean,), rstds + (moments_finish(N.to(gl.float32), M2, eps),)
     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
     store_result(
-        weight_ptr, bias_ptr, y_ptr, smem, means, rstds, tile, 0, M, N, CENTERED, CASTING, WHOLE
-    )
+        weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, 0, M, N,
+        CENTERED, CASTING, WHOLE,
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -219,6 +246,7 @@ def norm_forward_shared_split_kernel(
     if used_ptr is not None:
         for r in gl.static_range(R):
             clear(used_ptr + row_of(tile, r, M, R) * splits, own)
+    weights, biases = first_parameters(weight_ptr, bias_ptr, smem[0][0], own * C, N, WHOLE)
     missing, split = splits, own
     while missing > 0:  # once, unless others are late: then their splits too, and its own again
         first = split * C
@@ -239,7 +267,7 @@ def norm_forward_shared_split_kernel(
                 if own == 0:
                     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
                 store_result(
-                    weight_ptr, bias_ptr, y_ptr, smem, means, rstds, tile, first, M, N,
+                    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
                     CENTERED, CASTING, WHOLE,
                 )  # fmt: skip
         split = gl.where(split + 1 < splits, split + 1, 0)
