@@ -146,8 +146,7 @@ def norm_forward_shared(
     if N % 8192 == 0 and not residual and parameters <= 4:
         return RowConfig(1, 8192, 4, split=True, stages=4, programs=3, max_registers=168)
     columns = 8192 if N <= 2**18 else 16384
-    cap = 96 if N % columns else 80
-    return RowConfig(1, columns, columns // 4096, split=True, max_registers=cap)
+    return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
 
 
 @kept

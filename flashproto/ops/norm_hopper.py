@@ -71,6 +71,7 @@ def forward_launch_hopper(
     units = N * x.element_size() // 16
     numbers = x_stride, residual_stride, M, units
     constants = how.eps, how.centered, how.casting, whole
+    arguments: tuple[Any, ...]
     options: dict[str, Any] = {
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
     }  # fmt: skip
