@@ -73,28 +73,27 @@ def forward_launch_hopper(
     constants = how.eps, how.centered, how.casting, whole
     arguments: tuple[Any, ...]
     options: dict[str, Any] = {
-        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
+        "C": config.columns, "R": config.rows,
+        "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
+    tiles = cdiv(M, config.rows)
     if not config.split:
         arguments = (*tensors, *numbers, *constants)
-        options["R"] = config.rows
-        programs = cdiv(M, config.rows)
-        return Launch(launch_forward_shared, programs, arguments, options, aligned=True)
+        return Launch(launch_forward_shared, tiles, arguments, options, aligned=True)
     splits, words, lanes = exchange(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
     if config.stages > 1:
         options |= {"TURNS": config.stages, "LAG": FORWARD_LAG}
-        groups = even_groups(M, programs_at_once(x.device, config) // splits)
+        groups = even_groups(tiles, programs_at_once(x.device, config) // splits)
         launch, arguments = launch_forward_ring, (*tensors, words, None, *numbers, groups, *constants)
     else:
-        options["R"] = config.rows
-        groups = cdiv(M, config.rows)
+        groups = tiles
         launch, arguments = launch_forward_shared_split, (*tensors, words, None, *numbers, *constants)
     return Launch(launch, groups * splits, arguments, options, words, aligned=True, clears=True)
 
 
 def even_groups(M: int, most: int) -> int:
-    """Into how many groups, at most `most` or one, M rows go so that the largest is as small as can be;
+    """Into how many groups, at most `most` or one, M tiles go so that the largest is as small as can be;
     no more than that takes."""
     return cdiv(M, cdiv(M, max(most, 1)))
 

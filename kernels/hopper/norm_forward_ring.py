@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ..exchange import clear, pack, publish, unpack
 from ..moments import moments_finish
 from ..norm_backward import add_both
-from .norm_forward import result
+from .norm_forward import result, row_of, store_statistics
 from .rings import at, held, lanes_of, look, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
 
@@ -67,14 +67,18 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 
 
 @gluon.jit
-def moments_of_words(words, splits, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr):
+def moments_of_words(words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr):
     """mean and M2 of a row, as moments_join, from the words of its splits, if none are missing; and how
-    many are."""
+    many are; reciprocal: 1 / splits."""
     means, M2 = unpack(words)
     missing = (words == 0).to(gl.int32)
     if CENTERED:
         total, missing = gl.reduce((means, missing), 0, add_both)
-        mean = gl.div_rn(total, splits.to(gl.float32))
+        # The quotient rounded to nearest (Markstein), without the branches of a division, which would
+        # keep the instructions around it apart.
+        n = splits.to(gl.float32)
+        mean = total * reciprocal
+        mean = gl.fma(gl.fma(-mean, n, total), reciprocal, mean)
         deviation = gl.where(lanes_of(LANES) < splits, means - mean, 0.0)
         return mean, gl.sum(M2 + deviation * deviation * C, 0), missing
     else:
@@ -82,88 +86,127 @@ def moments_of_words(words, splits, C: gl.constexpr, LANES: gl.constexpr, CENTER
         return M2 * 0.0, M2, missing
 
 
+@gluon.jit
+def request_tile(smem, turn, x_ptr, x_step, tile, first, M, N, R: gl.constexpr):
+    """Begin to copy the columns from `first` on of a tile of R rows to a turn of the ring."""
+    for r in gl.static_range(R):
+        request(at(smem, turn * R + r), x_ptr + row_of(tile, r, M, R) * x_step, first, N, True)
+
+
+@gluon.jit
+def moments_of_tile(smem, turn, C: gl.constexpr, R: gl.constexpr, CENTERED: gl.constexpr):
+    """The words of what a program has of a tile."""
+    words = ()
+    for r in gl.static_range(R):
+        mean, M2 = moments_of(at(smem, turn * R + r), C, CENTERED)
+        words = words + (pack(mean, M2),)
+    return words
+
+
+@gluon.jit
+def publish_tile(words_ptr, words, tile, split, splits, M):
+    R: gl.constexpr = slice_count(words)
+    for r in gl.static_range(R):
+        publish(words_ptr + row_of(tile, r, M, R) * splits, split, words[r])
+
+
+@gluon.jit
+def look_at_tile(words_ptr, tile, splits, M, R: gl.constexpr, LANES: gl.constexpr):
+    words = ()
+    for r in gl.static_range(R):
+        words = words + (look(words_ptr + row_of(tile, r, M, R) * splits, splits, LANES),)
+    return words
+
+
+@gluon.jit
+def join_tile(words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr):
+    """moments_of_words of the rows of a tile, and how many words are missing of all."""
+    means, M2s, missing = (), (), 0
+    for r in gl.static_range(slice_count(words)):
+        mean, M2, absent = moments_of_words(words[r], splits, reciprocal, C, LANES, CENTERED)
+        means, M2s, missing = means + (mean,), M2s + (M2,), missing + absent
+    return means, M2s, missing
+
+
 @gluon.jit(do_not_specialize=["M", "G"])
 def norm_forward_ring_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
     y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr, used_ptr,  # out
     x_stride, residual_stride, M, N, G, eps,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-    C: gl.constexpr, TURNS: gl.constexpr, LAG: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
+    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr,
+    R: gl.constexpr, TURNS: gl.constexpr, LAG: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
 ):  # fmt: skip
-    """Program i takes split i % splits of every G-th row, starting with row i // splits."""
+    """Program i takes split i % splits of every G-th tile of R rows, starting with tile i // splits."""
     gl.static_assert(TURNS > LAG + 1)
     gl.static_assert(WHOLE and residual_ptr is None)
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     N *= UNITS
-    splits = N // C
+    splits, tiles = N // C, gl.cdiv(M, R)
     group, own = (gl.program_id(0) // splits).to(gl.int64), gl.program_id(0) % splits
-    first = own * C
+    first, reciprocal = own * C, gl.div_rn(1.0, splits.to(gl.float32))
     x_step = x_stride.to(gl.int64) * UNITS
-    xs = ring(x_ptr.dtype.element_ty, C, TURNS)
+    xs = ring(x_ptr.dtype.element_ty, C, TURNS * R)
 
     for i in gl.static_range(TURNS - 1):
-        row = group + i * G
-        if row < M:
-            request(at(xs, i), x_ptr + row * x_step, first, N, WHOLE)
+        if group + i * G < tiles:
+            request_tile(xs, i, x_ptr, x_step, group + i * G, first, M, N, R)
         async_copy.commit_group()
     weights, biases = held(weight_ptr, at(xs, 0), first, N), held(bias_ptr, at(xs, 0), first, N)
     async_copy.wait_group(TURNS - 1 - LAG)
     for i in gl.static_range(LAG):
-        row = group + i * G
-        if row < M:
-            mean, M2 = moments_of(at(xs, i), C, CENTERED)
-            publish(words_ptr + row * splits, own, pack(mean, M2))
+        if group + i * G < tiles:
+            words = moments_of_tile(xs, i, C, R, CENTERED)
+            publish_tile(words_ptr, words, group + i * G, own, splits, M)
 
     turn = 0
-    for row in range(group, M, G):
-        row_words_ptr = words_ptr + row * splits
+    for tile in range(group, tiles, G):
         if used_ptr is not None:
-            clear(used_ptr + row * splits, own)
-        words = look(row_words_ptr, splits, LANES)
+            for r in gl.static_range(R):
+                clear(used_ptr + row_of(tile, r, M, R) * splits, own)
+        words = look_at_tile(words_ptr, tile, splits, M, R, LANES)
 
-        later = row + (TURNS - 1) * G
-        turn_later = gl.where(turn == 0, TURNS - 1, turn - 1)
-        if later < M:
-            request(at(xs, turn_later), x_ptr + later * x_step, first, N, WHOLE)
+        later = tile + (TURNS - 1) * G
+        if later < tiles:
+            turn_later = gl.where(turn == 0, TURNS - 1, turn - 1)
+            request_tile(xs, turn_later, x_ptr, x_step, later, first, M, N, R)
         async_copy.commit_group()
 
-        # Behind the last row what was there before: a branch would keep these instructions, which wait
-        # for one another, from mixing with those that join the words.
         async_copy.wait_group(TURNS - 1 - LAG)
-        ahead = row + LAG * G
+        ahead = tile + LAG * G
         turn_ahead = gl.where(turn + LAG < TURNS, turn + LAG, turn + LAG - TURNS)
-        mean_ahead, M2_ahead = moments_of(at(xs, turn_ahead), C, CENTERED)
-        mean, M2, missing = moments_of_words(words, splits, C, LANES, CENTERED)
-        if ahead < M:
-            publish(words_ptr + ahead * splits, own, pack(mean_ahead, M2_ahead))
+        if ahead < tiles:
+            words_ahead = moments_of_tile(xs, turn_ahead, C, R, CENTERED)
+            publish_tile(words_ptr, words_ahead, ahead, own, splits, M)
 
-        chunk = at(xs, turn)
+        means, M2s, missing = join_tile(words, splits, reciprocal, C, LANES, CENTERED)
         polls, split = 1, own
         while missing > 0:
             if polls == POLLS:  # others are late: their splits too, its own again, and so on
                 split = gl.where(split + 1 < splits, split + 1, 0)
-                request(chunk, x_ptr + row * x_step, split * C, N, WHOLE)
+                request_tile(xs, turn, x_ptr, x_step, tile, split * C, M, N, R)
                 async_copy.commit_group()
                 async_copy.wait_group(0)
-                mean, M2 = moments_of(chunk, C, CENTERED)
-                publish(row_words_ptr, split, pack(mean, M2))
+                publish_tile(
+                    words_ptr, moments_of_tile(xs, turn, C, R, CENTERED), tile, split, splits, M
+                )
                 polls = gl.where(split == own, 0, polls)
             if polls < POLLS:
-                words = look(row_words_ptr, splits, LANES)
-                mean, M2, missing = moments_of_words(words, splits, C, LANES, CENTERED)
+                words = look_at_tile(words_ptr, tile, splits, M, R, LANES)
+                means, M2s, missing = join_tile(words, splits, reciprocal, C, LANES, CENTERED)
                 polls += 1
-        rstd = moments_finish(N.to(gl.float32), M2, eps)
+        rstds = ()
+        for r in gl.static_range(R):
+            rstds = rstds + (moments_finish(N.to(gl.float32), M2s[r], eps),)
         if own == 0:
-            if mean_ptr is not None:
-                gl.store(mean_ptr + row, mean)
-            if rstd_ptr is not None:
-                gl.store(rstd_ptr + row, rstd)
+            store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
 
-        for k in gl.static_range(slice_count(chunk)):
-            y = result(
-                widened(slice_of(chunk, k)), mean, rstd, weight_ptr, weights[k], bias_ptr, biases[k],
-                CENTERED, CASTING, dtype,
-            )  # fmt: skip
-            gl.store(y_ptr + row * N + first + columns_of(chunk, k), y)
+        for k in gl.static_range(slice_count(xs)):
+            for r in gl.static_range(R):
+                chunk = at(xs, turn * R + r)
+                y = result(
+                    widened(slice_of(chunk, k)), means[r], rstds[r],
+                    weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
+                )  # fmt: skip
+                gl.store(y_ptr + row_of(tile, r, M, R) * N + first + columns_of(chunk, k), y)
         turn = gl.where(turn + 1 < TURNS, turn + 1, 0)
