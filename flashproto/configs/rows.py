@@ -132,7 +132,8 @@ def norm_forward_shared(
     a warp looks at their words.
 
     parameters: bytes of weight and bias a column.  Where a program's registers have room for its own,
-    it stays for many rows, `stages` of which lie there.
+    it stays for many rows, `stages` of which lie there.  It is small then, since its warps wait for one
+    another several times a row, though not so small that the words of a row outweigh its elements.
     """
     if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
         return None
@@ -144,7 +145,9 @@ def norm_forward_shared(
         cap = 80 if centered and N > 16384 else 64
         return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=cap)
     if N % 8192 == 0 and not residual and parameters <= 4:
-        return RowConfig(1, 8192, 4, split=True, stages=4, programs=3, max_registers=168)
+        if centered and N <= 2**18:
+            return RowConfig(1, 2048, 1, split=True, stages=4, programs=12, max_registers=168)
+        return RowConfig(1, 4096, 2, split=True, stages=4, programs=6, max_registers=168)
     columns = 8192 if N <= 2**18 else 16384
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
 

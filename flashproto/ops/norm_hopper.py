@@ -92,10 +92,10 @@ def forward_launch_hopper(
     return Launch(launch, groups * splits, arguments, options, words, aligned=True, clears=True)
 
 
-def even_groups(M: int, most: int) -> int:
-    """Into how many groups, at most `most` or one, M tiles go so that the largest is as small as can be;
+def even_groups(tiles: int, most: int) -> int:
+    """Into how many groups, at most `most` or one, tiles go so that the largest is as small as can be;
     no more than that takes."""
-    return cdiv(M, cdiv(M, max(most, 1)))
+    return cdiv(tiles, cdiv(tiles, max(most, 1)))
 
 
 def backward_launches_hopper(

@@ -6,7 +6,8 @@ program keeps to C columns and walks down the rows, in a ring of TURNS of them: 
 loaded once, and nothing is waited for; see rings.py, which also says what LAG is.
 
 What takes the time then is a step's instructions, and its chain of reductions.  So the elements of a
-row are read twice and not three times, and a program may be one warp, which has no barriers.
+row are read twice and not three times, a step has few branches, and a program may be one warp, whose
+reductions have no barriers.
 
 Legend: as in norm_forward.py, without a residual; C a power of two that divides the row; strides and N
 are in units of 16 bytes.
@@ -30,9 +31,11 @@ from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units
 def join_equals(s1, q1, s2, q2):
     """moments_merge of two states of n elements each, as s = mean * n / C and q = M2 * n / C^2:
     so it needs no n, and of all C elements s is the mean and q is M2 / C.
+
+    Products are added by fma here, so that the compiler has no choice, wherever this is inlined.
     """
     difference = s1 - s2
-    return s1 + s2, 2.0 * (q1 + q2) + difference * difference
+    return s1 + s2, gl.fma(difference, difference, 2.0 * (q1 + q2))
 
 
 @gluon.jit
@@ -54,20 +57,22 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
         squares = deviation * deviation
         for k in gl.static_range(1, slice_count(chunk)):
             deviation = xs[k] - means[:, None]
-            squares += deviation * deviation
+            squares = gl.fma(deviation, deviation, squares)
         M2 = gl.sum(squares, 1)
         mean, variance = gl.reduce((means * (1 / THREADS), M2 * (1 / (C * THREADS))), 0, join_equals)
         return mean, variance * C
     else:
         squares = xs[0] * xs[0]
         for k in gl.static_range(1, slice_count(chunk)):
-            squares += xs[k] * xs[k]
+            squares = gl.fma(xs[k], xs[k], squares)
         M2 = gl.sum(gl.sum(squares, 1), 0)
         return M2 * 0.0, M2
 
 
 @gluon.jit
-def moments_of_words(words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr):
+def moments_of_words(
+    words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
+):
     """mean and M2 of a row, as moments_join, from the words of its splits, if none are missing; and how
     many are; reciprocal: 1 / splits."""
     means, M2 = unpack(words)
