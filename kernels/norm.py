@@ -15,7 +15,8 @@ Two regimes, by the width alone.  norm_forward_kernel holds R whole rows in regi
 of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.  Wider rows are split
 over programs, which take C columns of a row each and exchange their moments (exchange.py) while their
 columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).  On
-Hopper they wait in shared memory instead: hopper/norm_forward.py.
+Hopper they wait in shared memory instead: hopper/norm_forward.py, or norm_forward_unaligned.py where N
+is no multiple of 16 bytes.
 
 A mean rounded to float32 is off by up to 2^-24 of itself, and xhat by rstd times that: much where the
 elements of a row are large and nearly equal.  dx is off by as much of the averages of g and of g * xhat

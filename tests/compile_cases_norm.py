@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import triton
 from compile_case import Case
 
 from flashproto import configs
@@ -12,6 +14,8 @@ from flashproto.kernels import hooks, norm, norm_backward
 
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 HOOK_ARGUMENTS = ("prologue", "prologue_gradients", "epilogue", "epilogue_gradients")
+# None with Triton 3.6; the ptxas that came later keeps a few words outside the unrolled slices.
+CENTERED_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FUNCTIONS = ("PROLOGUE", "PROLOGUE_BACKWARD", "EPILOGUE", "EPILOGUE_BACKWARD")
 
 
@@ -116,6 +120,36 @@ def forward_shared(
     return case(name, kernel, N, pointers, constexprs, config)
 
 
+def forward_unaligned(
+    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
+    casting: str = "torch", clears: bool = False,
+) -> Case:  # fmt: skip
+    """On Hopper, from Triton 3.6 on; strides and N are no multiples of anything."""
+    from flashproto.kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
+    from flashproto.ops.norm_hopper import SLICES_AHEAD, WORDS_A_THREAD
+
+    config = configs.norm_forward_unaligned(N, ITEMSIZE[x], residual, centered)
+    assert config is not None
+    pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32", "words_ptr": "*i64"}
+    pointers |= {"used_ptr": "*i64"} if clears else {}
+    if weight:
+        pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    if residual:
+        pointers |= {"residual_ptr": x, "total_ptr": x}
+    constexprs = {
+        "CENTERED": centered, "CASTING": casting, "C": config.columns + 8,
+        "V": WORDS_A_THREAD, "AHEAD": SLICES_AHEAD,
+        "LANES": max(configs.power_of_two(-(-N // config.columns)), 32),
+    }  # fmt: skip
+    made = case(name, norm_forward_unaligned_kernel, N, pointers, constexprs, config)
+    return replace(
+        made, divisible_by_16=tuple(n for n in made.divisible_by_16 if n in pointers),
+        max_stack=CENTERED_STACK if centered else 0,
+    )  # fmt: skip
+
+
 def backward_shared(
     name: str, N: int, x: str, centered: bool, weight: str = "", casting: str = "torch",
     clears: bool = False,
@@ -185,6 +219,15 @@ def norm_cases(arch: int) -> list[Case]:
         forward_shared("rms-shared-add", 16384, "*bf16", False, "*bf16", True),
         forward_shared("layer-shared-add-ragged", 14344, "*fp16", True, "*fp32", True),
         forward_shared("layer-shared-split-add", 131072, "*bf16", True, "*bf16", True),
+        forward_unaligned("rms-unaligned", 50257, "*bf16", False, "*bf16"),
+        forward_unaligned("llama-unaligned", 50257, "*fp16", False, "*fp16", False, "llama", True),
+        forward_unaligned("layer-unaligned", 12291, "*bf16", True, "*fp32"),
+        forward_unaligned("layer-unaligned-clears", 50257, "*bf16", True, "*bf16", clears=True),
+        forward_unaligned("rms-unaligned-add", 65535, "*bf16", False, "*fp32", True),
+        forward_unaligned("layer-unaligned-add", 50257, "*fp16", True, "*fp16", True),
+        forward_unaligned("rms-unaligned-wide", 2**18 + 1, "*bf16", False, "*bf16"),
+        forward_unaligned("layer-unaligned-wide", 2**19 - 1, "*bf16", True, "*bf16", clears=True),
+        forward_unaligned("layer-unaligned-wide-add", 2**18 + 1, "*bf16", True, "*fp32", True),
         backward_shared("rms-shared-backward", 131072, "*bf16", False, "*bf16"),
         backward_shared("llama-shared-backward", 2**19, "*bf16", False, "*bf16", casting="llama"),
         backward_shared("layer-shared-backward", 262144, "*fp16", True, "*fp16"),

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from flashproto.ops import norm_plan, softmax_plan, words
 
 # On Hopper: rows in registers of a cluster or of split programs, and in shared memory of one or more.
-WIDTHS = [16_400, 40_008, 65_544, 131_072]
+WIDTHS = [16_400, 40_008, 50_257, 65_544, 131_072]
 ROWS = 37
 
 Call = Callable[..., Tensor | tuple[Tensor, Tensor]]

@@ -153,6 +153,20 @@ def norm_forward_shared(
 
 
 @kept
+def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool) -> RowConfig | None:
+    """Forward of the norms on Hopper, whose rows lie in shared memory although they cannot all start at
+    multiples of 16 bytes; None for narrow ones.
+
+    Columns a program: a chunk in shared memory less the 8 elements by which its place may differ.
+    """
+    if itemsize != 2 or N % 8 == 0 or not 12288 < N <= 2**19:
+        return None
+    columns, warps = (8192, 4) if N <= 2**17 else (16384, 8)
+    cap = 96 if centered else 80 if residual else 64
+    return RowConfig(1, columns - 8, warps, split=True, max_registers=cap)
+
+
+@kept
 def norm_backward(
     N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
     residual: bool = False,

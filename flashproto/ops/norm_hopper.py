@@ -1,5 +1,5 @@
-"""LayerNorm and RMSNorm of wide rows on Hopper: launches; see kernels/hopper/norm_forward.py and
-norm_backward.py.
+"""LayerNorm and RMSNorm of wide rows on Hopper: launches; see kernels/hopper/norm_forward.py,
+norm_forward_unaligned.py and norm_backward.py.
 
 Legend: norm_launch.py.
 """
@@ -15,6 +15,7 @@ from .. import configs
 from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
 from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
 from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
+from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
 from .exchange import POLLS, exchange, programs_at_once
 from .launch import Launch, cdiv, launcher
 from .norm_launch import (
@@ -32,6 +33,7 @@ from .rows import as_rows
 launch_forward_shared = launcher(norm_forward_shared_kernel, tensors=8)
 launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=10)
 launch_forward_ring = launcher(norm_forward_ring_kernel, tensors=10)
+launch_forward_unaligned = launcher(norm_forward_unaligned_kernel, tensors=10)
 launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=10)
 
 # Rows between one whose partial results are made known and the one that is written in the same step.
@@ -50,6 +52,44 @@ def aligned_rows(x: Tensor, normalized_ndim: int) -> tuple[Tensor, int]:
     return x, x.stride(0) // per_unit
 
 
+def placed_rows(x: Tensor, normalized_ndim: int) -> Tensor:
+    """x as [M, N] whose rows start as far behind multiples of 16 bytes as those of a contiguous tensor
+    that starts at one: x itself or a copy."""
+    per_unit = 16 // x.element_size()
+    x = as_rows(x, normalized_ndim)
+    if x.data_ptr() % 16 != 0 or (x.stride(0) - x.shape[1]) % per_unit != 0:
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def forward_launch_unaligned(
+    inputs: Inputs, outputs: Outputs, how: How, config: configs.RowConfig
+) -> Launch:
+    """forward_launch_hopper of rows that cannot all start at multiples of 16 bytes."""
+    x, residual, weight, bias = inputs
+    y, total, mean, rstd = outputs
+    M, N = sizes(x, how.normalized_ndim)
+    x, residual_stride = placed_rows(x, how.normalized_ndim), 0
+    if residual is None:
+        total = None
+    else:
+        residual = placed_rows(residual, how.normalized_ndim)
+        residual_stride = residual.stride(0)
+    splits, words, lanes = exchange(x, M, N, config)
+    arguments = (
+        x, residual, contiguous(weight), contiguous(bias),
+        y, total, mean if how.centered else None, rstd, words, None,
+        x.stride(0), residual_stride, M, N, how.eps, how.centered, how.casting,
+    )  # fmt: skip
+    options: dict[str, Any] = {
+        "C": config.columns + 8, "LANES": max(lanes, 32), "POLLS": POLLS,
+        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+    }  # fmt: skip
+    return Launch(
+        launch_forward_unaligned, M * splits, arguments, options, words, aligned=True, clears=True
+    )
+
+
 def forward_launch_hopper(
     inputs: Inputs, outputs: Outputs, how: How, config: configs.RowConfig
 ) -> Launch:
@@ -57,6 +97,8 @@ def forward_launch_hopper(
     x, residual, weight, bias = inputs
     y, total, mean, rstd = outputs
     M, N = sizes(x, how.normalized_ndim)
+    if N * x.element_size() % 16 != 0:
+        return forward_launch_unaligned(inputs, outputs, how, config)
     x, x_stride = aligned_rows(x, how.normalized_ndim)
     residual_stride = 0
     if residual is None:

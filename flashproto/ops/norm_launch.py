@@ -187,8 +187,12 @@ def shared_config(inputs: Inputs, N: int, how: How) -> configs.RowConfig | None:
     x, residual, *parameters = inputs
     if how.hooked or how.split_rows or (residual is not None and residual.dtype != x.dtype):
         return None
-    held = sum(p.element_size() for p in parameters if p is not None)
-    config = configs.norm_forward_shared(N, x.element_size(), residual is not None, how.centered, held)
+    kind = N, x.element_size(), residual is not None, how.centered
+    if N % 8:
+        config = configs.norm_forward_unaligned(*kind)
+    else:
+        held = sum(p.element_size() for p in parameters if p is not None)
+        config = configs.norm_forward_shared(*kind, held)
     return config if config is not None and has_hopper_kernels(x.device) else None
 
 
