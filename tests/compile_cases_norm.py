@@ -126,7 +126,6 @@ def forward_unaligned(
 ) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are no multiples of anything."""
     from flashproto.kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
-    from flashproto.ops.norm_hopper import SLICES_AHEAD, WORDS_A_THREAD
 
     config = configs.norm_forward_unaligned(N, ITEMSIZE[x], residual, centered)
     assert config is not None
@@ -140,7 +139,6 @@ def forward_unaligned(
         pointers |= {"residual_ptr": x, "total_ptr": x}
     constexprs = {
         "CENTERED": centered, "CASTING": casting, "C": config.columns + 8,
-        "V": WORDS_A_THREAD, "AHEAD": SLICES_AHEAD,
         "LANES": max(configs.power_of_two(-(-N // config.columns)), 32),
     }  # fmt: skip
     made = case(name, norm_forward_unaligned_kernel, N, pointers, constexprs, config)

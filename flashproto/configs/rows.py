@@ -161,9 +161,9 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
     """
     if itemsize != 2 or N % 8 == 0 or not 12288 < N <= 2**19:
         return None
-    columns, warps = (8192, 4) if N <= 2**17 else (16384, 8)
-    cap = 96 if centered else 80 if residual else 64
-    return RowConfig(1, columns - 8, warps, split=True, max_registers=cap)
+    columns = 4096 if centered and N <= 2**17 else 8192 if N <= 2**18 else 16384
+    cap = 80 if centered or residual else 64
+    return RowConfig(1, columns - 8, columns // 2048, split=True, max_registers=cap)
 
 
 @kept

@@ -126,6 +126,12 @@ def receive(
 
 
 @gluon.jit
+def single_words(smem):
+    """The words of a slice, neighbours in neighbouring threads."""
+    return gl.arange(0, slice_size(smem), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
 def column_sum(lo, hi, shift):
     """The sum of lo and hi [S / 2], sums at positions of words, in an order that columns decide."""
     S: gl.constexpr = lo.shape[0]
@@ -174,28 +180,14 @@ def moments_of(
     return mean, column_sum(lo_sums, hi_sums, shift)
 
 
-@gluon.constexpr_function
-def output_layout(V, num_warps):
-    """Words of a slice over the threads of a program where y is computed: V together, since weight and
-    bias are read an element at a time."""
-    return gl.BlockedLayout([V], [32], [num_warps], [0])
-
-
 @gluon.jit
-def output_words(smem, V: gl.constexpr):
-    return gl.arange(0, slice_size(smem), output_layout(V, gl.num_warps()))
-
-
-@gluon.jit
-def parameter(
-    ptr, smem, k: gl.constexpr, shift, end, WHOLE: gl.constexpr, V: gl.constexpr
-):  # fmt: skip
+def parameter(ptr, smem, k: gl.constexpr, shift, end, WHOLE: gl.constexpr):
     """((lo, hi),) of weight or bias that go with slice k, as in memory; () where there is none."""
     if ptr is None or k >= slice_count(smem):
         return ()
     else:
         FIRST: gl.constexpr = k * slice_size(smem)
-        words = output_words(smem, V)
+        words = single_words(smem)
         at = ptr - shift + words * 2 + 2 * FIRST
         if WHOLE and k > 0 and k < slice_count(smem) - 1:
             return ((gl.load(at), gl.load(at + 1)),)
@@ -222,26 +214,23 @@ def result(
 def store_result(
     weight_ptr, bias_ptr, y_ptr, smem, mean, rstd, start, shift, end,
     CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-    V: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     """y of a chunk whose first column is element `start` of y, and goes with the first weight and bias.
 
-    These are loaded AHEAD slices before their turn: the compiler moves no load over a store.
+    These are loaded a slice before their turn: the compiler moves no load over a store.
     """
     dtype: gl.constexpr = y_ptr.dtype.element_ty
-    LAYOUT: gl.constexpr = output_layout(V, gl.num_warps())
-    weights, biases = (), ()
-    for k in gl.static_range(AHEAD):
-        weights = weights + parameter(weight_ptr, smem, k, shift, end, WHOLE, V)
-        biases = biases + parameter(bias_ptr, smem, k, shift, end, WHOLE, V)
+    words = single_words(smem)
+    weights = parameter(weight_ptr, smem, 0, shift, end, WHOLE)
+    biases = parameter(bias_ptr, smem, 0, shift, end, WHOLE)
     barrier()  # as in moments_of
     for k in gl.static_range(slice_count(smem)):
-        weights = weights + parameter(weight_ptr, smem, k + AHEAD, shift, end, WHOLE, V)
-        biases = biases + parameter(bias_ptr, smem, k + AHEAD, shift, end, WHOLE, V)
-        lo, hi = halves(smem[k].load(LAYOUT), dtype)
+        weights = weights + parameter(weight_ptr, smem, k + 1, shift, end, WHOLE)
+        biases = biases + parameter(bias_ptr, smem, k + 1, shift, end, WHOLE)
+        lo, hi = halves(smem[k].load(words.type.layout), dtype)
         lo = result(lo, weights, biases, k, 0, mean, rstd, dtype, CENTERED, CASTING)
         hi = result(hi, weights, biases, k, 1, mean, rstd, dtype, CENTERED, CASTING)
-        store_halves(y_ptr, start, smem, k, output_words(smem, V), lo, hi, shift, end, WHOLE)
+        store_halves(y_ptr, start, smem, k, words, lo, hi, shift, end, WHOLE)
 
 
 @gluon.jit
@@ -267,8 +256,8 @@ def norm_forward_unaligned_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
     y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr, used_ptr,  # out
     x_stride, residual_stride, M, N, eps,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, C: gl.constexpr,
-    V: gl.constexpr, AHEAD: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
+    CENTERED: gl.constexpr, CASTING: gl.constexpr,
+    C: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
 ):  # fmt: skip
     """Program i takes split i % splits of row i // splits.  LANES: at least 32, so that no two threads
     of a warp have the same."""
@@ -313,11 +302,11 @@ def norm_forward_unaligned_kernel(
                 if whole:
                     store_result(
                         weights, biases, y_ptr, smem, mean, rstd, start, shift, end,
-                        CENTERED, CASTING, True, V, AHEAD,
+                        CENTERED, CASTING, True,
                     )  # fmt: skip
                 else:
                     store_result(
                         weights, biases, y_ptr, smem, mean, rstd, start, shift, end,
-                        CENTERED, CASTING, False, V, AHEAD,
+                        CENTERED, CASTING, False,
                     )  # fmt: skip
         split = gl.where(split + 1 < splits, split + 1, 0)
