@@ -77,8 +77,19 @@ def average(total, n, COUNT: tl.constexpr = 0):
 
 @triton.jit
 def reciprocal_deviation(variance, eps):
-    """1 / sqrt(variance + eps) [R]."""
-    return tl.div_rn(1.0, tl.sqrt_rn(variance + tl.cast(eps, tl.float32)))
+    """1 / sqrt(variance + eps) [R], within about one unit in the last place.
+
+    The hardware's approximation and a step of Newton's: a root and a quotient rounded to nearest would
+    branch.  The hardware takes subnormal numbers for zeros, hence the scale.  Of 0 and of infinity it
+    is right, and the step not a number.
+    """
+    x = variance + tl.cast(eps, tl.float32)
+    small = x < 2.0**-100
+    x *= tl.where(small, 2.0**100, 1.0)
+    y = tl.rsqrt(x)
+    better = y + 0.5 * y * (1.0 - x * y * y)
+    y = tl.where(better == better, better, y)
+    return y * tl.where(small, 2.0**50, 1.0)
 
 
 @triton.jit

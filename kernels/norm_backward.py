@@ -166,14 +166,9 @@ def norm_backward_kernel(
     CENTERED: tl.constexpr, CASTING: tl.constexpr,
     PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr, EPILOGUE_BACKWARD: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
-    CLUSTER: tl.constexpr = 1, PDL: tl.constexpr = False,
+    CLUSTER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program p takes every P-th tile of R rows, starting with tile p.
-
-    PDL: once all programs run, those of a dependent launch may begin, column_sums_kernel's.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    """Program p takes every P-th tile of R rows, starting with tile p."""
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
     HELD: tl.constexpr = K * C <= 8192
     program = tl.program_id(0)
@@ -402,7 +397,8 @@ def column_sums_kernel(
 ):  # fmt: skip
     """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
 
-    PDL: the launch is a dependent one (launch_pdl), and waits for the end of the one before.
+    PDL: the launch is a dependent one (launch_pdl), which begins when the one before ends, and waits
+    for what that has written.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -87,8 +87,6 @@ def backward(
     if config.split:
         pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
     kernel = split if config.split else whole
-    if not config.split:
-        constexprs |= {"PDL": bool(weight) and arch >= 90}
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
 

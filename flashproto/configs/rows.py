@@ -112,8 +112,10 @@ def norm_forward(
     if columns > 4096:
         return _row_tile(N, itemsize, 64, widest, RowConfig(1, 4096, 8, split=True))
     per_warp, fewest = 1024 // itemsize, 4
-    if 16 * itemsize <= columns // 2 <= 128 and (centered or (columns == 256 and itemsize == 2)):
+    if centered and 16 * itemsize <= columns // 2 <= 128:
         per_warp, fewest = 1024, 1
+    elif columns == 256 and itemsize == 2:
+        per_warp, fewest = 1024, 2
     elif centered and 256 < columns <= 1024:
         fewest = 2
     warps = min(max(columns // per_warp, fewest), 8)
@@ -225,7 +227,7 @@ def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:
     """Rows shared by a cluster of as few programs as hold them in four chunks each, or in five; eight
     bytes a load, so that the partial sums are stored as they are added up.
 
-    The third tensor that a residual brings wants more rows under way: twice as many programs share one.
+    With the third tensor that a residual brings, more and smaller programs are faster.
     """
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
@@ -235,9 +237,9 @@ def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:
     chunks = -(-N // (1024 * cluster))
     tile = RowConfig(1, 1024, 8, chunks=chunks, stages=3, programs=2, cluster=cluster)
     if chunks <= 3:  # more rows at once, so that as many bytes are on their way
-        if centered and not small:
-            return replace(tile, stages=4)
-        return replace(tile, programs=3, max_registers=80)
+        tile = replace(tile, stages=4 if centered else 3)
+        if small or not centered:
+            return replace(tile, programs=3, max_registers=80)
     return tile
 
 

@@ -336,7 +336,6 @@ def backward_launches(
         launch = launch_backward_hooked if hooked else launch_backward
         options |= tile_options(config, N) | {"STAGES": config.stages, "CLUSTER": config.cluster}
         options["num_ctas"] = config.cluster if config.cluster > 1 else None
-        options["PDL"] = sums and has_dependent_launches(x.device)
         first = Launch(launch, P, (*tensors, *partials, *numbers, *hooks), options)
     return [first, column_sums_launch(*partials, dweight, dbias)] if sums else [first]
 
