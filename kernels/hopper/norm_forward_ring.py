@@ -20,9 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
-from ..moments import moments_finish
-from ..norm_backward import add_both
-from .norm_forward import result, row_of, store_statistics
+from .norm_forward import result, store_statistics
 from .rings import at, held, lanes_of, look, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
 
@@ -70,66 +68,108 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 
 
 @gluon.jit
+def quotient(a, b, reciprocal):
+    """a / b rounded to nearest (Markstein), by the rounded 1 / b.
+
+    A division has branches, and between them the compiler works on one row at a time.
+    """
+    q = a * reciprocal
+    nearest = gl.fma(gl.fma(-q, b, a), reciprocal, q)
+    return gl.where(gl.abs(q) < float("inf"), nearest, q)
+
+
+@gluon.jit
+def approximate(x, function: gl.constexpr):
+    """rsqrt or rcp of x, to about a unit in the last place."""
+    return gl.inline_asm_elementwise(
+        function + ".approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def rstd_of(variance, eps):
+    """moments_finish, without branches as in quotient: square root and reciprocal by a step of Newton
+    each; where those make no number of 0 and infinity, the approximation is exact."""
+    x = variance + eps.to(gl.float32)
+    approximation = approximate(x, "rsqrt")
+    root = x * approximation
+    root = gl.fma(gl.fma(-root, root, x), approximation * 0.5, root)
+    rstd = approximate(root, "rcp")
+    rstd = gl.fma(gl.fma(-root, rstd, 1.0), rstd, rstd)
+    return gl.where((x > 0.0) & (x < float("inf")), rstd, approximation)
+
+
+@gluon.jit
 def moments_of_words(
     words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
 ):
-    """mean and M2 of a row, as moments_join, from the words of its splits, if none are missing; and how
-    many are; reciprocal: 1 / splits."""
+    """mean and M2 of a row, as moments_join, from the words of its splits, if none are missing;
+    reciprocal: 1 / splits."""
     means, M2 = unpack(words)
-    missing = (words == 0).to(gl.int32)
     if CENTERED:
-        total, missing = gl.reduce((means, missing), 0, add_both)
-        # The quotient rounded to nearest (Markstein), without the branches of a division, which would
-        # keep the instructions around it apart.
-        n = splits.to(gl.float32)
-        mean = total * reciprocal
-        mean = gl.fma(gl.fma(-mean, n, total), reciprocal, mean)
+        mean = quotient(gl.sum(means, 0), splits.to(gl.float32), reciprocal)
         deviation = gl.where(lanes_of(LANES) < splits, means - mean, 0.0)
-        return mean, gl.sum(M2 + deviation * deviation * C, 0), missing
+        return mean, gl.sum(M2 + deviation * deviation * C, 0)
     else:
-        M2, missing = gl.reduce((M2, missing), 0, add_both)
-        return M2 * 0.0, M2, missing
+        M2 = gl.sum(M2, 0)
+        return M2 * 0.0, M2
 
 
 @gluon.jit
-def request_tile(smem, turn, x_ptr, x_step, tile, first, M, N, R: gl.constexpr):
-    """Begin to copy the columns from `first` on of a tile of R rows to a turn of the ring."""
+def rows_of(tile, M, R: gl.constexpr):
+    """The rows of a tile; the last tile may take the last row more than once.
+
+    In 32 bits, so that a row's address is one product of 32 bits and not of 64.
+    """
+    rows = ()
     for r in gl.static_range(R):
-        request(at(smem, turn * R + r), x_ptr + row_of(tile, r, M, R) * x_step, first, N, True)
+        rows = rows + (gl.minimum(tile * R + r, M - 1).to(gl.int64),)
+    return rows
 
 
 @gluon.jit
-def moments_of_tile(smem, turn, C: gl.constexpr, R: gl.constexpr, CENTERED: gl.constexpr):
+def request_tile(smem, turn, x_ptr, x_stride, rows, first, N):
+    """Begin to copy the columns from `first` on of some rows to a turn of their rings."""
+    UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
+    for r in gl.static_range(slice_count(rows)):
+        request(at(smem[r], turn), x_ptr + rows[r] * x_stride * UNITS, first, N, True)
+
+
+@gluon.jit
+def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
     """The words of what a program has of a tile."""
     words = ()
-    for r in gl.static_range(R):
-        mean, M2 = moments_of(at(smem, turn * R + r), C, CENTERED)
+    for r in gl.static_range(slice_count(smem)):
+        mean, M2 = moments_of(at(smem[r], turn), C, CENTERED)
         words = words + (pack(mean, M2),)
     return words
 
 
 @gluon.jit
-def publish_tile(words_ptr, words, tile, split, splits, M):
-    R: gl.constexpr = slice_count(words)
-    for r in gl.static_range(R):
-        publish(words_ptr + row_of(tile, r, M, R) * splits, split, words[r])
+def publish_tile(words_ptr, words, rows, split, splits):
+    for r in gl.static_range(slice_count(words)):
+        publish(words_ptr + rows[r] * splits, split, words[r])
 
 
 @gluon.jit
-def look_at_tile(words_ptr, tile, splits, M, R: gl.constexpr, LANES: gl.constexpr):
+def look_at_tile(words_ptr, rows, splits, LANES: gl.constexpr):
     words = ()
-    for r in gl.static_range(R):
-        words = words + (look(words_ptr + row_of(tile, r, M, R) * splits, splits, LANES),)
+    for r in gl.static_range(slice_count(rows)):
+        words = words + (look(words_ptr + rows[r] * splits, splits, LANES),)
     return words
 
 
 @gluon.jit
 def join_tile(words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr):
-    """moments_of_words of the rows of a tile, and how many words are missing of all."""
-    means, M2s, missing = (), (), 0
+    """moments_of_words of the rows of a tile, and whether words are missing of any."""
+    missing = (words[0] == 0).to(gl.int32)
+    for r in gl.static_range(1, slice_count(words)):
+        missing |= (words[r] == 0).to(gl.int32)
+    missing = gl.max(missing, 0)  # of integers, and alone: an instruction of its own
+    means, M2s = (), ()
     for r in gl.static_range(slice_count(words)):
-        mean, M2, absent = moments_of_words(words[r], splits, reciprocal, C, LANES, CENTERED)
-        means, M2s, missing = means + (mean,), M2s + (M2,), missing + absent
+        mean, M2 = moments_of_words(words[r], splits, reciprocal, C, LANES, CENTERED)
+        means, M2s = means + (mean,), M2s + (M2,)
     return means, M2s, missing
 
 
@@ -148,70 +188,71 @@ def norm_forward_ring_kernel(
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     N *= UNITS
     splits, tiles = N // C, gl.cdiv(M, R)
-    group, own = (gl.program_id(0) // splits).to(gl.int64), gl.program_id(0) % splits
-    first, reciprocal = own * C, gl.div_rn(1.0, splits.to(gl.float32))
-    x_step = x_stride.to(gl.int64) * UNITS
-    xs = ring(x_ptr.dtype.element_ty, C, TURNS * R)
+    group, own = gl.program_id(0) // splits, gl.program_id(0) % splits
+    first, n = own * C, N.to(gl.float32)
+    reciprocal, reciprocal_n = gl.div_rn(1.0, splits.to(gl.float32)), gl.div_rn(1.0, n)
+    xs = ()
+    for _ in gl.static_range(R):  # a ring each: what is written to one is no other's matter
+        xs = xs + (ring(x_ptr.dtype.element_ty, C, TURNS),)
+    chunk = at(xs[0], 0)
 
     for i in gl.static_range(TURNS - 1):
         if group + i * G < tiles:
-            request_tile(xs, i, x_ptr, x_step, group + i * G, first, M, N, R)
+            request_tile(xs, i, x_ptr, x_stride, rows_of(group + i * G, M, R), first, N)
         async_copy.commit_group()
-    weights, biases = held(weight_ptr, at(xs, 0), first, N), held(bias_ptr, at(xs, 0), first, N)
+    weights, biases = held(weight_ptr, chunk, first, N), held(bias_ptr, chunk, first, N)
     async_copy.wait_group(TURNS - 1 - LAG)
     for i in gl.static_range(LAG):
         if group + i * G < tiles:
-            words = moments_of_tile(xs, i, C, R, CENTERED)
-            publish_tile(words_ptr, words, group + i * G, own, splits, M)
+            words = moments_of_tile(xs, i, C, CENTERED)
+            publish_tile(words_ptr, words, rows_of(group + i * G, M, R), own, splits)
 
     turn = 0
     for tile in range(group, tiles, G):
+        rows = rows_of(tile, M, R)
         if used_ptr is not None:
             for r in gl.static_range(R):
-                clear(used_ptr + row_of(tile, r, M, R) * splits, own)
-        words = look_at_tile(words_ptr, tile, splits, M, R, LANES)
+                clear(used_ptr + rows[r] * splits, own)
+        words = look_at_tile(words_ptr, rows, splits, LANES)
 
         later = tile + (TURNS - 1) * G
         if later < tiles:
             turn_later = gl.where(turn == 0, TURNS - 1, turn - 1)
-            request_tile(xs, turn_later, x_ptr, x_step, later, first, M, N, R)
+            request_tile(xs, turn_later, x_ptr, x_stride, rows_of(later, M, R), first, N)
         async_copy.commit_group()
 
         async_copy.wait_group(TURNS - 1 - LAG)
         ahead = tile + LAG * G
         turn_ahead = gl.where(turn + LAG < TURNS, turn + LAG, turn + LAG - TURNS)
         if ahead < tiles:
-            words_ahead = moments_of_tile(xs, turn_ahead, C, R, CENTERED)
-            publish_tile(words_ptr, words_ahead, ahead, own, splits, M)
+            words_ahead = moments_of_tile(xs, turn_ahead, C, CENTERED)
+            publish_tile(words_ptr, words_ahead, rows_of(ahead, M, R), own, splits)
 
         means, M2s, missing = join_tile(words, splits, reciprocal, C, LANES, CENTERED)
         polls, split = 1, own
         while missing > 0:
             if polls == POLLS:  # others are late: their splits too, its own again, and so on
                 split = gl.where(split + 1 < splits, split + 1, 0)
-                request_tile(xs, turn, x_ptr, x_step, tile, split * C, M, N, R)
+                request_tile(xs, turn, x_ptr, x_stride, rows, split * C, N)
                 async_copy.commit_group()
                 async_copy.wait_group(0)
-                publish_tile(
-                    words_ptr, moments_of_tile(xs, turn, C, R, CENTERED), tile, split, splits, M
-                )
+                publish_tile(words_ptr, moments_of_tile(xs, turn, C, CENTERED), rows, split, splits)
                 polls = gl.where(split == own, 0, polls)
             if polls < POLLS:
-                words = look_at_tile(words_ptr, tile, splits, M, R, LANES)
+                words = look_at_tile(words_ptr, rows, splits, LANES)
                 means, M2s, missing = join_tile(words, splits, reciprocal, C, LANES, CENTERED)
                 polls += 1
         rstds = ()
         for r in gl.static_range(R):
-            rstds = rstds + (moments_finish(N.to(gl.float32), M2s[r], eps),)
+            rstds = rstds + (rstd_of(quotient(M2s[r], n, reciprocal_n), eps),)
         if own == 0:
             store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
 
-        for k in gl.static_range(slice_count(xs)):
+        for k in gl.static_range(slice_count(chunk)):
             for r in gl.static_range(R):
-                chunk = at(xs, turn * R + r)
                 y = result(
-                    widened(slice_of(chunk, k)), means[r], rstds[r],
+                    widened(slice_of(at(xs[r], turn), k)), means[r], rstds[r],
                     weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
                 )  # fmt: skip
-                gl.store(y_ptr + row_of(tile, r, M, R) * N + first + columns_of(chunk, k), y)
+                gl.store(y_ptr + rows[r] * N + first + columns_of(chunk, k), y)
         turn = gl.where(turn + 1 < TURNS, turn + 1, 0)
