@@ -74,29 +74,29 @@ def quotient(a, b, reciprocal):
     A division has branches, and between them the compiler works on one row at a time.
     """
     q = a * reciprocal
-    nearest = gl.fma(gl.fma(-q, b, a), reciprocal, q)
-    return gl.where(gl.abs(q) < float("inf"), nearest, q)
+    nearest = gl.fma(gl.fma(q * -1.0, b, a), reciprocal, q)
+    return gl.where(nearest == nearest, nearest, q)
 
 
 @gluon.jit
 def approximate(x, function: gl.constexpr):
-    """rsqrt or rcp of x, to about a unit in the last place."""
+    """A function of PTX of one number, to about a unit in the last place."""
     return gl.inline_asm_elementwise(
-        function + ".approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        function + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
 def rstd_of(variance, eps):
     """moments_finish, without branches as in quotient: square root and reciprocal by a step of Newton
-    each; where those make no number of 0 and infinity, the approximation is exact."""
+    each; of 0 and infinity those make no number, but there the approximation is exact."""
     x = variance + eps.to(gl.float32)
-    approximation = approximate(x, "rsqrt")
+    approximation = approximate(x, "rsqrt.approx.f32")
     root = x * approximation
-    root = gl.fma(gl.fma(-root, root, x), approximation * 0.5, root)
-    rstd = approximate(root, "rcp")
-    rstd = gl.fma(gl.fma(-root, rstd, 1.0), rstd, rstd)
-    return gl.where((x > 0.0) & (x < float("inf")), rstd, approximation)
+    root = gl.fma(gl.fma(root * -1.0, root, x), approximation * 0.5, root)
+    rstd = approximate(root, "rcp.approx.ftz.f32")
+    rstd = gl.fma(gl.fma(root * -1.0, rstd, 1.0), rstd, rstd)
+    return gl.where(rstd == rstd, rstd, approximation)
 
 
 @gluon.jit
@@ -117,14 +117,23 @@ def moments_of_words(
 
 @gluon.jit
 def rows_of(tile, M, R: gl.constexpr):
-    """The rows of a tile; the last tile may take the last row more than once.
-
-    In 32 bits, so that a row's address is one product of 32 bits and not of 64.
-    """
+    """The rows of a tile; the last tile may take the last row more than once."""
     rows = ()
     for r in gl.static_range(R):
-        rows = rows + (gl.minimum(tile * R + r, M - 1).to(gl.int64),)
+        rows = rows + (gl.minimum(tile * R + r, M - 1),)
     return rows
+
+
+@gluon.jit
+def product(a, b):
+    """a * b in int64; of int32 by one instruction, which the compiler forgets where b is of before the
+    loop."""
+    if a.dtype == gl.int32 and b.dtype == gl.int32:
+        return gl.inline_asm_elementwise(
+            "mul.wide.s32 $0, $1, $2;", "=l,r,r", [a, b], dtype=gl.int64, is_pure=True, pack=1
+        )
+    else:
+        return a.to(gl.int64) * b
 
 
 @gluon.jit
@@ -132,7 +141,7 @@ def request_tile(smem, turn, x_ptr, x_stride, rows, first, N):
     """Begin to copy the columns from `first` on of some rows to a turn of their rings."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     for r in gl.static_range(slice_count(rows)):
-        request(at(smem[r], turn), x_ptr + rows[r] * x_stride * UNITS, first, N, True)
+        request(at(smem[r], turn), x_ptr + product(rows[r], x_stride) * UNITS, first, N, True)
 
 
 @gluon.jit
@@ -148,14 +157,14 @@ def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
 @gluon.jit
 def publish_tile(words_ptr, words, rows, split, splits):
     for r in gl.static_range(slice_count(words)):
-        publish(words_ptr + rows[r] * splits, split, words[r])
+        publish(words_ptr + product(rows[r], splits), split, words[r])
 
 
 @gluon.jit
 def look_at_tile(words_ptr, rows, splits, LANES: gl.constexpr):
     words = ()
     for r in gl.static_range(slice_count(rows)):
-        words = words + (look(words_ptr + rows[r] * splits, splits, LANES),)
+        words = words + (look(words_ptr + product(rows[r], splits), splits, LANES),)
     return words
 
 
@@ -186,7 +195,7 @@ def norm_forward_ring_kernel(
     gl.static_assert(WHOLE and residual_ptr is None)
     dtype: gl.constexpr = y_ptr.dtype.element_ty
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
-    N *= UNITS
+    units_N, N = N, N * UNITS
     splits, tiles = N // C, gl.cdiv(M, R)
     group, own = gl.program_id(0) // splits, gl.program_id(0) % splits
     first, n = own * C, N.to(gl.float32)
@@ -212,7 +221,7 @@ def norm_forward_ring_kernel(
         rows = rows_of(tile, M, R)
         if used_ptr is not None:
             for r in gl.static_range(R):
-                clear(used_ptr + rows[r] * splits, own)
+                clear(used_ptr + product(rows[r], splits), own)
         words = look_at_tile(words_ptr, rows, splits, LANES)
 
         later = tile + (TURNS - 1) * G
@@ -248,11 +257,15 @@ def norm_forward_ring_kernel(
         if own == 0:
             store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
 
+        y_ptrs = ()
+        for r in gl.static_range(R):
+            row_ptr = y_ptr + product(rows[r], units_N) * UNITS
+            y_ptrs = y_ptrs + (row_ptr + (first + columns_of(chunk, 0)),)
         for k in gl.static_range(slice_count(chunk)):
             for r in gl.static_range(R):
                 y = result(
                     widened(slice_of(at(xs[r], turn), k)), means[r], rstds[r],
                     weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
                 )  # fmt: skip
-                gl.store(y_ptr + rows[r] * N + first + columns_of(chunk, k), y)
+                gl.store(y_ptrs[r] + k * slice_size(chunk), y)
         turn = gl.where(turn + 1 < TURNS, turn + 1, 0)

@@ -23,7 +23,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .gluon_names import copy_to_shared
-from .rows_in_shared import columns_of, slice_count, units
+from .rows_in_shared import columns_of, slice_count, slice_size, units
 
 
 @gluon.jit
@@ -50,12 +50,13 @@ def at(smem, turn):
 @gluon.jit
 def request(smem, x_ptr, first, N, WHOLE: gl.constexpr):
     """Begin to copy a chunk of the row at x_ptr; 0 behind its end."""
+    x_ptrs = x_ptr + (first + columns_of(smem, 0))  # computed once: a slice's distance is a constant
     for k in gl.static_range(slice_count(smem)):
-        cols = first + columns_of(smem, k)
         if WHOLE:
-            copy_to_shared(smem[k], x_ptr + cols)
+            copy_to_shared(smem[k], x_ptrs + k * slice_size(smem))
         else:
-            copy_to_shared(smem[k], x_ptr + cols, mask=cols < N)
+            mask = first + columns_of(smem, k) < N
+            copy_to_shared(smem[k], x_ptrs + k * slice_size(smem), mask=mask)
 
 
 @gluon.jit
