@@ -88,14 +88,15 @@ def approximate(x, function: gl.constexpr):
 
 @gluon.jit
 def rstd_of(variance, eps):
-    """moments_finish, without branches as in quotient: square root and reciprocal by a step of Newton
-    each; of 0 and infinity those make no number, but there the approximation is exact."""
+    """moments_finish, without branches as in quotient: square root and reciprocal by steps of Newton.
+    Those make no number of 0 and infinity, but there the approximation is exact."""
     x = variance + eps.to(gl.float32)
     approximation = approximate(x, "rsqrt.approx.f32")
     root = x * approximation
     root = gl.fma(gl.fma(root * -1.0, root, x), approximation * 0.5, root)
     rstd = approximate(root, "rcp.approx.ftz.f32")
-    rstd = gl.fma(gl.fma(root * -1.0, rstd, 1.0), rstd, rstd)
+    for _ in gl.static_range(2):  # the second is needed next to powers of two
+        rstd = gl.fma(gl.fma(root * -1.0, rstd, 1.0), rstd, rstd)
     return gl.where(rstd == rstd, rstd, approximation)
 
 
@@ -126,8 +127,10 @@ def rows_of(tile, M, R: gl.constexpr):
 
 @gluon.jit
 def product(a, b):
-    """a * b in int64; of int32 by one instruction, which the compiler forgets where b is of before the
-    loop."""
+    """a * b in int64.
+
+    Of int32 that is one instruction, but the compiler takes five if it widens b before a loop.
+    """
     if a.dtype == gl.int32 and b.dtype == gl.int32:
         return gl.inline_asm_elementwise(
             "mul.wide.s32 $0, $1, $2;", "=l,r,r", [a, b], dtype=gl.int64, is_pure=True, pack=1
