@@ -20,6 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
+from ..moments import reciprocal_deviation
 from .norm_forward import result, store_statistics
 from .rings import at, held, lanes_of, look, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
@@ -76,28 +77,6 @@ def quotient(a, b, reciprocal):
     q = a * reciprocal
     nearest = gl.fma(gl.fma(q * -1.0, b, a), reciprocal, q)
     return gl.where(nearest == nearest, nearest, q)
-
-
-@gluon.jit
-def approximate(x, function: gl.constexpr):
-    """A function of PTX of one number, to about a unit in the last place."""
-    return gl.inline_asm_elementwise(
-        function + " $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def rstd_of(variance, eps):
-    """moments_finish, without branches as in quotient: square root and reciprocal by steps of Newton.
-    Those make no number of 0 and infinity, but there the approximation is exact."""
-    x = variance + eps.to(gl.float32)
-    approximation = approximate(x, "rsqrt.approx.f32")
-    root = x * approximation
-    root = gl.fma(gl.fma(root * -1.0, root, x), approximation * 0.5, root)
-    rstd = approximate(root, "rcp.approx.ftz.f32")
-    for _ in gl.static_range(2):  # the second is needed next to powers of two
-        rstd = gl.fma(gl.fma(root * -1.0, rstd, 1.0), rstd, rstd)
-    return gl.where(rstd == rstd, rstd, approximation)
 
 
 @gluon.jit
@@ -256,7 +235,7 @@ def norm_forward_ring_kernel(
                 polls += 1
         rstds = ()
         for r in gl.static_range(R):
-            rstds = rstds + (rstd_of(quotient(M2s[r], n, reciprocal_n), eps),)
+            rstds = rstds + (reciprocal_deviation(quotient(M2s[r], n, reciprocal_n), eps),)
         if own == 0:
             store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
 
