@@ -203,12 +203,16 @@ def norm_cases(arch: int) -> list[Case]:
     dropout = {"PROLOGUE": hooks.dropout}
     dropout_backward = {"PROLOGUE_BACKWARD": hooks.dropout_backward}
     shared = [
-        forward_shared("rms-shared-32768", 32768, "*bf16", False, "*bf16"),
-        forward_shared("layer-shared-32768", 32768, "*fp16", True, "*fp16"),
+        forward_shared("rms-shared-ragged", 32760, "*bf16", False, "*bf16"),
+        forward_shared("layer-shared-32768", 32768, "*fp16", True, "*fp32"),
         forward_shared("layer-shared-ragged", 20488, "*bf16", True, "*fp32"),
         forward_shared("llama-ring", 65536, "*bf16", False, "*bf16", casting="llama"),
         forward_shared("layer-ring", 131072, "*bf16", True, "*bf16"),
+        forward_shared("layer-ring-16384", 16384, "*bf16", True, "*bf16"),
+        forward_shared("layer-ring-262144", 2**18, "*fp16", True, "*fp16"),
+        forward_shared("rms-ring-32768", 32768, "*bf16", False, "*fp32"),
         forward_shared("rms-ring", 2**19, "*fp16", False, "*fp32"),
+        forward_shared("layer-ring-524288", 2**19, "*bf16", True, "*bf16"),
         forward_shared("llama-shared-split", 65544, "*bf16", False, "*bf16", casting="llama"),
         forward_shared("layer-shared-split", 131072, "*bf16", True, "*fp32"),
         forward_shared("layer-shared-split-ragged", 50264, "*bf16", True, "*fp32"),
@@ -227,6 +231,7 @@ def norm_cases(arch: int) -> list[Case]:
         backward_shared("rms-shared-backward", 131072, "*bf16", False, "*bf16"),
         backward_shared("llama-shared-backward", 2**19, "*bf16", False, "*bf16", casting="llama"),
         backward_shared("layer-shared-backward", 262144, "*fp16", True, "*fp16"),
+        backward_shared("layer-shared-backward-wide", 2**19, "*bf16", True, "*bf16"),
         backward_shared("layer-shared-backward-ragged", 100008, "*bf16", True, "*fp32"),
         backward_shared("layer-shared-backward-alone", 131072, "*bf16", True),
     ]

@@ -129,27 +129,35 @@ def norm_forward_shared(
     """Forward of the norms on Hopper, whose rows lie in shared memory; None for such as do not: narrow
     ones, and those that cannot all start at multiples of 16 bytes.
 
-    Up to 32768 columns, or 16384 of x and a residual, a program takes a whole row; of wider ones as
-    many as leave room for several programs a multiprocessor.  At most 32 programs share a row, so that
-    a warp looks at their words.
-
     parameters: bytes of weight and bias a column.  Where a program's registers have room for its own,
-    it stays for many rows, `stages` of which lie there.  It is small then, since its warps wait for one
-    another several times a row, though not so small that the words of a row outweigh its elements.
+    and its columns divide the row, it stays for many tiles of rows, `stages` of which lie there.  It is
+    one warp then, whose reductions have no barriers; more rows a tile are fewer instructions a row, and
+    fewer columns more warps and more words of a row.
+
+    Other programs take a whole row of up to 32768 columns, or 16384 of x and a residual; of wider ones
+    as many columns as leave room for several programs a multiprocessor.  At most 32 programs share a
+    row, so that a warp looks at their words.
     """
     if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
         return None
     if N <= 16384 and residual:
         return RowConfig(1, -(-N // 2048) * 2048, 4 if centered else 8, max_registers=80)
-    if N == 16384 or (N < 16384 and not centered):
+    if N <= 16384 and not centered:
+        return None
+    if N >= 16384 and N % 2048 == 0 and not residual and parameters <= 4:
+        stays = RowConfig(1, 2048, 1, split=True, stages=4, programs=12, max_registers=168)
+        if N > 2**18:
+            return replace(stays, columns=4096, num_warps=2, programs=6)
+        if not centered:
+            return stays
+        if 32768 < N <= 2**17:
+            return replace(stays, rows=3, columns=1024, stages=3)
+        return replace(stays, rows=2, stages=3, programs=8, max_registers=255)
+    if N == 16384:
         return None
     if N <= 32768 and not residual:
         cap = 80 if centered and N > 16384 else 64
         return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=cap)
-    if N % 8192 == 0 and not residual and parameters <= 4:
-        if centered and N <= 2**18:
-            return RowConfig(1, 2048, 1, split=True, stages=4, programs=12, max_registers=168)
-        return RowConfig(1, 4096, 2, split=True, stages=4, programs=6, max_registers=168)
     columns = 8192 if N <= 2**18 else 16384
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
 
@@ -219,8 +227,14 @@ def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | N
     """
     if itemsize != 2 or N % 8 != 0 or not 65536 < N <= 2**19:
         return None
-    warps, cap = (4, None) if centered else (8, 128)
-    return RowConfig(1, 4096, warps, split=True, stages=6, programs=2, max_registers=cap)
+    tile = RowConfig(1, 4096, 8, split=True, stages=6, programs=2, max_registers=128)
+    if not centered:
+        return tile
+    small = N <= 2**18
+    columns, warps = (1024, 1) if small else (4096, 4)
+    return replace(
+        tile, columns=columns, num_warps=warps, programs=8 if small else 2, max_registers=None
+    )
 
 
 def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:

@@ -4,7 +4,8 @@ As norm_forward.py, whose rows all begin at multiples of 16 bytes; here N is any
 begins `shift` elements, 0 to 7, behind such a multiple.  Copies to shared memory, by cp.async or TMA,
 are of 16 bytes at multiples of 16: all of these that hold an element of the row are copied.  So the row
 lies in shared memory `shift` elements behind the beginning, with a few elements of its neighbours at
-either end, which are made zeros.
+either end, which are made zeros.  Before the first row and behind the last those are up to 14 bytes
+that are not the tensor's: no memory of a GPU begins or ends within 16 bytes.
 
     word      two elements in 32 bits, of which the lower half (lo) is the one before
     position  of an element in shared memory: its column within the chunk + shift
