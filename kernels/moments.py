@@ -14,6 +14,9 @@ would be cheaper and wrong: at mean 1e4 and deviation 1 float32 gives a variance
 RMSNorm is the degenerate case CENTERED = False: deviations are taken from zero, mean stays 0,
 M2 is the sum of squares, and the same merge applies with delta = 0.
 
+States of equal counts, which kernels know beforehand, need no n: moments_merge_equals and
+moments_join_equals.
+
 Shapes: tiles are [R, C] (R rows, C columns); n, mean and M2 are [R], float32.
 """
 
@@ -66,6 +69,26 @@ def moments_join(n, mean, M2):
 
 
 @triton.jit
+def moments_merge_equals(s1, q1, s2, q2):
+    """moments_merge of two states of n elements each of a row of N, given as s = mean * n / N and
+    q = M2 * n / N^2: so it needs no n, and of all N elements s is the mean and q the variance.
+
+    Products are added by fma here, so that the compiler has no choice, wherever this is inlined.
+    """
+    difference = s1 - s2
+    return s1 + s2, tl.fma(difference, difference, 2.0 * (q1 + q2))
+
+
+@triton.jit
+def moments_join_equals(means, M2, here, n, count, reciprocal):
+    """moments_join of the states [G] of one row that are `here`, `count` of them, of n elements each;
+    the others are 0.  reciprocal: see average_by_reciprocal."""
+    mean = average_by_reciprocal(tl.sum(means, 0), count, reciprocal)
+    deviation = tl.where(here, means - mean, 0.0)
+    return mean, tl.sum(M2 + deviation * deviation * n, 0)
+
+
+@triton.jit
 def average(total, n, COUNT: tl.constexpr = 0):
     """total / n rounded to nearest.  COUNT is n where it is known at compile time, else 0: for a power
     of two a product gives the same without a division, which branches."""
@@ -73,6 +96,17 @@ def average(total, n, COUNT: tl.constexpr = 0):
         return total * (1.0 / COUNT)
     else:
         return tl.div_rn(total, n)
+
+
+@triton.jit
+def average_by_reciprocal(total, n, reciprocal):
+    """total / n rounded to nearest, by 1 / n rounded to nearest (Markstein, 1990).
+
+    A division has branches, and between them the compiler works on one row at a time.
+    """
+    q = total * reciprocal
+    nearest = tl.fma(tl.fma(q * -1.0, n, total), reciprocal, q)
+    return tl.where(nearest == nearest, nearest, q)  # of infinity the remainder is not a number
 
 
 @triton.jit

@@ -24,9 +24,12 @@ import triton
 import triton.language as tl
 
 from flashproto.kernels.moments import (
+    average_by_reciprocal,
     moments_finish,
     moments_join,
+    moments_join_equals,
     moments_merge,
+    moments_merge_equals,
     moments_of_tile,
     moments_start,
 )
@@ -145,6 +148,36 @@ def moments_finish_kernel(state_ptr, out_ptr, eps, R: tl.constexpr):
     row = tl.arange(0, R)
     n, M2 = tl.load(state_ptr + row), tl.load(state_ptr + 2 * R + row)
     tl.store(out_ptr + row, moments_finish(n, M2, eps))
+
+
+@triton.jit
+def moments_join_equals_kernel(means_ptr, M2_ptr, out_ptr, count, n, reciprocal, G: tl.constexpr):
+    """out [2]: mean and M2 of `count` states of n elements each."""
+    lane = tl.arange(0, G)
+    here = lane < count
+    means = tl.load(means_ptr + lane, mask=here, other=0.0)
+    M2 = tl.load(M2_ptr + lane, mask=here, other=0.0)
+    mean, M2 = moments_join_equals(means, M2, here, n, count.to(tl.float32), reciprocal)
+    tl.store(out_ptr, mean)
+    tl.store(out_ptr + 1, M2)
+
+
+@triton.jit
+def moments_merge_equals_kernel(shares_ptr, out_ptr, G: tl.constexpr):
+    """shares [2, 2, G]: (s, q) of G pairs of states; out [2, G]."""
+    lane = tl.arange(0, G)
+    s, q = moments_merge_equals(
+        tl.load(shares_ptr + lane), tl.load(shares_ptr + 2 * G + lane),
+        tl.load(shares_ptr + G + lane), tl.load(shares_ptr + 3 * G + lane),
+    )  # fmt: skip
+    tl.store(out_ptr + lane, s)
+    tl.store(out_ptr + G + lane, q)
+
+
+@triton.jit
+def average_kernel(total_ptr, out_ptr, n, reciprocal, C: tl.constexpr):
+    at = tl.arange(0, C)
+    tl.store(out_ptr + at, average_by_reciprocal(tl.load(total_ptr + at), n, reciprocal))
 
 
 # --- the same on the host ------------------------------------------------------------------------
@@ -405,6 +438,45 @@ def test_moments_reference_and_device_merge_alike(device, widths, seed, centered
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
     if sum(widths):
         close(state.finish(got, 1e-5), reference.moments_finish(wanted[0], wanted[2], 1e-5), 1e-5)
+
+
+@few
+@given(count=st.integers(1, GROUPS), width=st.integers(1, C), seed=st.integers(0, 2**31))
+def test_moments_join_of_equal_counts(device, count, width, seed) -> None:
+    x = scores([width], seed, device, special=False)[0][:count]
+    _, means, M2 = reference.moments_of_tile(x)
+    out = x.new_empty(2)
+    reciprocal = (1 / torch.tensor(float(count))).item()
+    moments_join_equals_kernel[(1,)](means, M2, out, count, float(width), reciprocal, G=GROUPS)
+    close(out, torch.stack(reference.moments_of_tile(x.double().flatten())[1:]), 1e-5)
+
+
+@few
+@given(width=st.integers(1, C), seed=st.integers(0, 2**31))
+def test_moments_merge_of_equal_counts(device, width, seed) -> None:
+    x = scores([width], seed, device, special=False)[0]
+    _, means, M2 = reference.moments_of_tile(x)
+    N = x.numel()
+    shares = torch.stack([means * width / N, M2 * width / N**2])  # [2, R]
+    while shares.shape[1] > 1:
+        pairs = shares.shape[1] // 2
+        out = shares.new_empty(2, pairs)
+        moments_merge_equals_kernel[(1,)](shares, out, G=pairs)
+        shares = out
+    _, mean, wanted = reference.moments_of_tile(x.double().flatten())
+    close(shares[:, 0], torch.stack([mean, wanted / N]), 1e-5)
+
+
+@few
+@given(n=st.integers(1, 2**20), seed=st.integers(0, 2**31))
+def test_average_by_reciprocal_is_a_division(device, n, seed) -> None:
+    total = torch.randn(256, generator=torch.Generator().manual_seed(seed)) * 10.0 ** (seed % 30 - 10)
+    total[:5] = torch.tensor([0.0, INF, -INF, NAN, 1.0])
+    total, out = total.to(device), torch.empty(256, device=device)
+    average_kernel[(1,)](total, out, float(n), (1 / torch.tensor(float(n))).item(), C=256)
+    # the interpreter rounds within an fma
+    rtol = 0 if total.is_cuda else 2**-23
+    torch.testing.assert_close(out, total / n, rtol=rtol, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("centered", [True, False])

@@ -61,8 +61,8 @@ def has_hopper_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def has_dependent_launches(device: torch.device) -> bool:
-    """Whether a launch with launch_pdl may begin under the end of the one before, for which all its
-    programs have to wait themselves."""
+    """Whether a launch with launch_pdl begins as soon as every program of the one before has ended or
+    said that it may; what that has written its programs have to wait for themselves."""
     return not backends.INTERPRETED and capability(device)[0] >= 9
 
 

@@ -20,21 +20,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
-from ..moments import reciprocal_deviation
+from ..moments import (
+    average_by_reciprocal,
+    moments_join_equals,
+    moments_merge_equals,
+    reciprocal_deviation,
+)
 from .norm_forward import result, store_statistics
 from .rings import at, held, lanes_of, look, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
-
-
-@gluon.jit
-def join_equals(s1, q1, s2, q2):
-    """moments_merge of two states of n elements each, as s = mean * n / C and q = M2 * n / C^2:
-    so it needs no n, and of all C elements s is the mean and q is M2 / C.
-
-    Products are added by fma here, so that the compiler has no choice, wherever this is inlined.
-    """
-    difference = s1 - s2
-    return s1 + s2, gl.fma(difference, difference, 2.0 * (q1 + q2))
 
 
 @gluon.jit
@@ -58,7 +52,7 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
             deviation = xs[k] - means[:, None]
             squares = gl.fma(deviation, deviation, squares)
         M2 = gl.sum(squares, 1)
-        mean, variance = gl.reduce((means * (1 / THREADS), M2 * (1 / (C * THREADS))), 0, join_equals)
+        mean, variance = gl.reduce((means * (1 / THREADS), M2 * (1 / (C * THREADS))), 0, moments_merge_equals)
         return mean, variance * C
     else:
         squares = xs[0] * xs[0]
@@ -69,27 +63,14 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 
 
 @gluon.jit
-def quotient(a, b, reciprocal):
-    """a / b rounded to nearest (Markstein), by the rounded 1 / b.
-
-    A division has branches, and between them the compiler works on one row at a time.
-    """
-    q = a * reciprocal
-    nearest = gl.fma(gl.fma(q * -1.0, b, a), reciprocal, q)
-    return gl.where(nearest == nearest, nearest, q)
-
-
-@gluon.jit
 def moments_of_words(
     words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
 ):
-    """mean and M2 of a row, as moments_join, from the words of its splits, if none are missing;
-    reciprocal: 1 / splits."""
+    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: 1 / splits."""
     means, M2 = unpack(words)
     if CENTERED:
-        mean = quotient(gl.sum(means, 0), splits.to(gl.float32), reciprocal)
-        deviation = gl.where(lanes_of(LANES) < splits, means - mean, 0.0)
-        return mean, gl.sum(M2 + deviation * deviation * C, 0)
+        here = lanes_of(LANES) < splits
+        return moments_join_equals(means, M2, here, C, splits.to(gl.float32), reciprocal)
     else:
         M2 = gl.sum(M2, 0)
         return M2 * 0.0, M2
@@ -235,7 +216,7 @@ def norm_forward_ring_kernel(
                 polls += 1
         rstds = ()
         for r in gl.static_range(R):
-            rstds = rstds + (reciprocal_deviation(quotient(M2s[r], n, reciprocal_n), eps),)
+            rstds = rstds + (reciprocal_deviation(average_by_reciprocal(M2s[r], n, reciprocal_n), eps),)
         if own == 0:
             store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
 
