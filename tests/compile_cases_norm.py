@@ -50,13 +50,11 @@ def case(
     )  # fmt: skip
 
 
-def forward(
-    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = "",
-    hooked: bool = False, **constexprs: Any,
-) -> Case:  # fmt: skip
-    itemsize = 4 if hooked else ITEMSIZE[residual or x]
-    config = configs.norm_forward(N, itemsize, bool(residual), centered, divmod(arch, 10))
-    kernel = norm.norm_forward_split_kernel if config.split else norm.norm_forward_kernel
+def forward_pointers(
+    x: str, centered: bool, weight: str = "", residual: str = "", split: bool = False,
+    clears: bool = False,
+) -> dict[str, str]:  # fmt: skip
+    """The pointers of a forward kernel; "": there is no such tensor."""
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
         pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
@@ -64,8 +62,37 @@ def forward(
         pointers["mean_ptr"] = "*fp32"
     if residual:
         pointers |= {"residual_ptr": residual, "total_ptr": residual}
-    if config.split:
-        pointers["words_ptr"] = "*i64"
+    if split:
+        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
+    return pointers
+
+
+def backward_pointers(
+    x: str, centered: bool, weight: str = "", residual: bool = False, split: bool = False,
+    clears: bool = False,
+) -> dict[str, str]:  # fmt: skip
+    """The pointers of a backward kernel."""
+    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
+    if weight:
+        pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
+        pointers |= {"dbias_ptr": "*fp32"} if centered else {}
+    if centered:
+        pointers["mean_ptr"] = "*fp32"
+    if residual:
+        pointers["dtotal_ptr"] = x
+    if split:
+        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
+    return pointers
+
+
+def forward(
+    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = "",
+    hooked: bool = False, **constexprs: Any,
+) -> Case:  # fmt: skip
+    itemsize = 4 if hooked else ITEMSIZE[residual or x]
+    config = configs.norm_forward(N, itemsize, bool(residual), centered, divmod(arch, 10))
+    kernel = norm.norm_forward_split_kernel if config.split else norm.norm_forward_kernel
+    pointers = forward_pointers(x, centered, weight, residual, config.split)
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
 
@@ -76,16 +103,7 @@ def backward(
     itemsize = 4 if hooked else ITEMSIZE[x]
     config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10), residual)
     whole, split = norm_backward.norm_backward_kernel, norm_backward.norm_backward_split_kernel
-    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
-    if weight:
-        pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
-        pointers |= {"dbias_ptr": "*fp32"} if centered else {}
-    if centered:
-        pointers["mean_ptr"] = "*fp32"
-    if residual:
-        pointers["dtotal_ptr"] = x
-    if config.split:
-        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
+    pointers = backward_pointers(x, centered, weight, residual, config.split, clears)
     kernel = split if config.split else whole
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
@@ -96,25 +114,19 @@ def forward_shared(
 ) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_forward, norm_forward_ring
+    from flashproto.ops.norm_hopper import FORWARD_LAG
 
     parameters = ITEMSIZE[weight] * (2 if centered else 1) if weight else 0
     config = configs.norm_forward_shared(N, ITEMSIZE[x], residual, centered, parameters)
     assert config is not None
     kernel = norm_forward.norm_forward_shared_kernel
-    pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
-    if weight:
-        pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
-    if centered:
-        pointers["mean_ptr"] = "*fp32"
-    if residual:
-        pointers |= {"residual_ptr": x, "total_ptr": x}
     if config.split:
         kernel = norm_forward.norm_forward_shared_split_kernel
-        pointers |= {"words_ptr": "*i64"} | ({"used_ptr": "*i64"} if clears else {})
+    pointers = forward_pointers(x, centered, weight, x if residual else "", config.split, clears)
     constexprs = {"CENTERED": centered, "CASTING": casting, "WHOLE": N % config.columns == 0}
     if config.stages > 1:
         kernel = norm_forward_ring.norm_forward_ring_kernel
-        constexprs |= {"TURNS": config.stages, "LAG": 1}
+        constexprs |= {"TURNS": config.stages, "LAG": FORWARD_LAG}
     return case(name, kernel, N, pointers, constexprs, config)
 
 
@@ -127,14 +139,7 @@ def forward_unaligned(
 
     config = configs.norm_forward_unaligned(N, ITEMSIZE[x], residual, centered)
     assert config is not None
-    pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32", "words_ptr": "*i64"}
-    pointers |= {"used_ptr": "*i64"} if clears else {}
-    if weight:
-        pointers |= {"weight_ptr": weight} | ({"bias_ptr": weight} if centered else {})
-    if centered:
-        pointers["mean_ptr"] = "*fp32"
-    if residual:
-        pointers |= {"residual_ptr": x, "total_ptr": x}
+    pointers = forward_pointers(x, centered, weight, x if residual else "", True, clears)
     constexprs = {
         "CENTERED": centered, "CASTING": casting, "C": config.columns + 8,
         "LANES": max(configs.power_of_two(-(-N // config.columns)), 32),
@@ -152,19 +157,13 @@ def backward_shared(
 ) -> Case:  # fmt: skip
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_backward as shared
+    from flashproto.ops.norm_hopper import BACKWARD_LAG
 
     config = configs.norm_backward_shared(N, ITEMSIZE[x], centered)
     assert config is not None
-    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32", "words_ptr": "*i64"}
-    if clears:
-        pointers["used_ptr"] = "*i64"
-    if weight:
-        pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
-        pointers |= {"dbias_ptr": "*fp32"} if centered else {}
-    if centered:
-        pointers["mean_ptr"] = "*fp32"
+    pointers = backward_pointers(x, centered, weight, False, True, clears)
     constexprs = {
-        "CENTERED": centered, "CASTING": casting, "TURNS": config.stages, "LAG": 2,
+        "CENTERED": centered, "CASTING": casting, "TURNS": config.stages, "LAG": BACKWARD_LAG,
     }  # fmt: skip
     return case(name, shared.norm_backward_shared_kernel, N, pointers, constexprs, config)
 

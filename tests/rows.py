@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor
@@ -27,6 +29,18 @@ def assert_no_worse(
     assert error <= allowed + one_rounding + cancellation, (
         f"{name}: error {error:.3g}, eager's {allowed:.3g}, one rounding {one_rounding:.3g}"
     )
+
+
+def assert_bits_stay(
+    run: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor], slices: Sequence[slice]
+) -> None:
+    """run(*tensors), all [M, N], gives the same bits in 50 runs, and rows of its first result, also
+    [M, N], whichever other rows there are."""
+    wanted = run(*tensors)
+    for _ in range(50):
+        assert all(map(torch.equal, run(*tensors), wanted))
+    for rows in slices:
+        assert torch.equal(run(*(t[rows] for t in tensors))[0], wanted[0][rows])
 
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,11 +231,9 @@ def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | N
     tile = RowConfig(1, 4096, 8, split=True, stages=6, programs=2, max_registers=128)
     if not centered:
         return tile
-    small = N <= 2**18
-    columns, warps = (1024, 1) if small else (4096, 4)
-    return replace(
-        tile, columns=columns, num_warps=warps, programs=8 if small else 2, max_registers=None
-    )
+    if N > 2**18:
+        return replace(tile, num_warps=4, max_registers=None)
+    return replace(tile, columns=1024, num_warps=1, programs=8, max_registers=None)
 
 
 def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:

@@ -40,54 +40,16 @@ launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=10)
 FORWARD_LAG, BACKWARD_LAG = 1, 2
 
 
-def aligned_rows(x: Tensor, normalized_ndim: int) -> tuple[Tensor, int]:
-    """x as [M, N] whose rows start at multiples of 16 bytes, and their stride in such units.
-
-    Rows that do not are copied to where they do: what a row gives shall not depend on where it lies.
-    """
-    per_unit = 16 // x.element_size()
-    x = as_rows(x, normalized_ndim)
-    if x.data_ptr() % 16 != 0 or x.stride(0) % per_unit != 0:
-        x = x.clone(memory_format=torch.contiguous_format)
-    return x, x.stride(0) // per_unit
-
-
 def placed_rows(x: Tensor, normalized_ndim: int) -> Tensor:
     """x as [M, N] whose rows start as far behind multiples of 16 bytes as those of a contiguous tensor
-    that starts at one: x itself or a copy."""
-    per_unit = 16 // x.element_size()
+    that starts at one: x itself or a copy.
+
+    What a row gives shall not depend on where it lies.
+    """
     x = as_rows(x, normalized_ndim)
-    if x.data_ptr() % 16 != 0 or (x.stride(0) - x.shape[1]) % per_unit != 0:
+    if x.data_ptr() % 16 != 0 or (x.stride(0) - x.shape[1]) * x.element_size() % 16 != 0:
         x = x.clone(memory_format=torch.contiguous_format)
     return x
-
-
-def forward_launch_unaligned(
-    inputs: Inputs, outputs: Outputs, how: How, config: configs.RowConfig
-) -> Launch:
-    """forward_launch_hopper of rows that cannot all start at multiples of 16 bytes."""
-    x, residual, weight, bias = inputs
-    y, total, mean, rstd = outputs
-    M, N = sizes(x, how.normalized_ndim)
-    x, residual_stride = placed_rows(x, how.normalized_ndim), 0
-    if residual is None:
-        total = None
-    else:
-        residual = placed_rows(residual, how.normalized_ndim)
-        residual_stride = residual.stride(0)
-    splits, words, lanes = exchange(x, M, N, config)
-    arguments = (
-        x, residual, contiguous(weight), contiguous(bias),
-        y, total, mean if how.centered else None, rstd, words, None,
-        x.stride(0), residual_stride, M, N, how.eps, how.centered, how.casting,
-    )  # fmt: skip
-    options: dict[str, Any] = {
-        "C": config.columns + 8, "LANES": max(lanes, 32), "POLLS": POLLS,
-        "num_warps": config.num_warps, "maxnreg": config.max_registers,
-    }  # fmt: skip
-    return Launch(
-        launch_forward_unaligned, M * splits, arguments, options, words, aligned=True, clears=True
-    )
 
 
 def forward_launch_hopper(
@@ -97,40 +59,46 @@ def forward_launch_hopper(
     x, residual, weight, bias = inputs
     y, total, mean, rstd = outputs
     M, N = sizes(x, how.normalized_ndim)
-    if N * x.element_size() % 16 != 0:
-        return forward_launch_unaligned(inputs, outputs, how, config)
-    x, x_stride = aligned_rows(x, how.normalized_ndim)
-    residual_stride = 0
+    x, residual_stride = placed_rows(x, how.normalized_ndim), 0
     if residual is None:
         total = None
     else:
-        residual, residual_stride = aligned_rows(residual, how.normalized_ndim)
+        residual = placed_rows(residual, how.normalized_ndim)
+        residual_stride = residual.stride(0)
     tensors = (
         x, residual, contiguous(weight), contiguous(bias),
         y, total, mean if how.centered else None, rstd,
     )  # fmt: skip
-    whole = N % config.columns == 0
-    units = N * x.element_size() // 16
-    numbers = x_stride, residual_stride, M, units
-    constants = how.eps, how.centered, how.casting, whole
-    arguments: tuple[Any, ...]
+    per_unit = 16 // x.element_size()
+    unaligned = N % per_unit != 0
+    if unaligned:
+        per_unit = 1
+    numbers: tuple[int, ...] = (x.stride(0) // per_unit, residual_stride // per_unit, M, N // per_unit)
+    constants: tuple[Any, ...] = (how.eps, how.centered, how.casting)
     options: dict[str, Any] = {
-        "C": config.columns, "R": config.rows,
-        "num_warps": config.num_warps, "maxnreg": config.max_registers,
+        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
     tiles = cdiv(M, config.rows)
+    if not unaligned:
+        options["R"] = config.rows
+        constants = (*constants, N % config.columns == 0)
     if not config.split:
         arguments = (*tensors, *numbers, *constants)
         return Launch(launch_forward_shared, tiles, arguments, options, aligned=True)
     splits, words, lanes = exchange(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
-    if config.stages > 1:
+    groups = tiles
+    if unaligned:
+        launch = launch_forward_unaligned
+        options |= {"C": config.columns + 8, "LANES": max(lanes, 32)}
+    elif config.stages > 1:
+        launch = launch_forward_ring
         options |= {"TURNS": config.stages, "LAG": FORWARD_LAG}
         groups = even_groups(tiles, programs_at_once(x.device, config) // splits)
-        launch, arguments = launch_forward_ring, (*tensors, words, None, *numbers, groups, *constants)
+        numbers = (*numbers, groups)
     else:
-        groups = tiles
-        launch, arguments = launch_forward_shared_split, (*tensors, words, None, *numbers, *constants)
+        launch = launch_forward_shared_split
+    arguments = (*tensors, words, None, *numbers, *constants)
     return Launch(launch, groups * splits, arguments, options, words, aligned=True, clears=True)
 
 
@@ -148,8 +116,7 @@ def backward_launches_hopper(
     x, _, weight, _, mean, rstd = saved
     dx, dweight, dbias = gradients
     M, N = sizes(x, how.normalized_ndim)
-    x, x_stride = aligned_rows(x, how.normalized_ndim)
-    dy, dy_stride = aligned_rows(dy, how.normalized_ndim)
+    x, dy = (placed_rows(t, how.normalized_ndim) for t in (x, dy))
     splits, words, lanes = exchange(x, M, N, config)
     P = min(max(programs_at_once(x.device, config) // splits, 1), M)
     partials = partial_sums(P, N, dweight, dbias)
@@ -157,16 +124,17 @@ def backward_launches_hopper(
         dy, x, contiguous(weight),
         contiguous(mean) if how.centered else None, rstd.contiguous(), dx, *partials,
     )  # fmt: skip
-    units = N * x.element_size() // 16
+    per_unit = 16 // x.element_size()
     whole = N % config.columns == 0
-    numbers = (dy_stride, x_stride, M, units, P, how.centered, how.casting)
+    numbers = (dy.stride(0) // per_unit, x.stride(0) // per_unit, M, N // per_unit, P)
+    arguments = (*tensors, words, None, *numbers, how.centered, how.casting)
     options: dict[str, Any] = {
         "C": config.columns, "WHOLE": whole, "TURNS": config.stages, "LAG": BACKWARD_LAG,
         "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
     first = Launch(
-        launch_backward_shared, P * splits, (*tensors, words, None, *numbers), options,
+        launch_backward_shared, P * splits, arguments, options,
         words, aligned=True, clears=True,
     )  # fmt: skip
     if dweight is None and dbias is None:

@@ -52,7 +52,9 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
             deviation = xs[k] - means[:, None]
             squares = gl.fma(deviation, deviation, squares)
         M2 = gl.sum(squares, 1)
-        mean, variance = gl.reduce((means * (1 / THREADS), M2 * (1 / (C * THREADS))), 0, moments_merge_equals)
+        mean, variance = gl.reduce(
+            (means * (1 / THREADS), M2 * (1 / (C * THREADS))), 0, moments_merge_equals
+        )
         return mean, variance * C
     else:
         squares = xs[0] * xs[0]
@@ -66,7 +68,8 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 def moments_of_words(
     words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
 ):
-    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: 1 / splits."""
+    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: of
+    splits."""
     means, M2 = unpack(words)
     if CENTERED:
         here = lanes_of(LANES) < splits
