@@ -49,6 +49,12 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 
 
 @triton.jit
+def there(rows, M, inside, CLUSTER: tl.constexpr):
+    """Which elements of a tile there are; the row of a cluster is always one."""
+    return inside if CLUSTER > 1 else (rows < M) & inside
+
+
+@triton.jit
 def add_both(a1, b1, a2, b2):
     return a1 + a2, b1 + b2
 
@@ -200,7 +206,7 @@ def norm_backward_kernel(
             x, dy = load_tile(
                 dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, bias_ptr, mean, rstd,
                 prologue, epilogue, epilogue_gradients, CENTERED, CASTING, PROLOGUE, EPILOGUE_BACKWARD,
-                rows, cols, (rows < M) & inside, M, N,
+                rows, cols, there(rows, M, inside, CLUSTER), M, N,
             )  # fmt: skip
             if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
                 x -= mean  # the mean is now what its rounding left out; see norm.py
@@ -241,7 +247,7 @@ def norm_backward_kernel(
             store_dx(
                 dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
                 prologue, prologue_gradients, PROLOGUE_BACKWARD,
-                rows, cols, (rows < M) & inside, M, N,
+                rows, cols, there(rows, M, inside, CLUSTER), M, N,
             )  # fmt: skip
         dweights, dbiases = dweights_now, dbiases_now
 

@@ -32,6 +32,7 @@ COMBINATIONS = [
     (False, bf16, f32, f32, None),
     (False, f16, f16, None, None),
     (False, f32, bf16, bf16, f32),
+    (False, bf16, bf16, bf16, bf16),
 ]
 WIDTHS = [1, 2, 3, 31, 64, 100, 257, 768, 1000, 12288, 17000]
 GPU_WIDTHS = [1, 2, 7, 32, 100, 256, 768, 1000, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 50257,
@@ -386,8 +387,9 @@ def test_configurations() -> None:
             for config in (
                 configs.norm_forward(N, itemsize, False, True, (9, 0)),
                 *(
-                    configs.norm_backward(N, itemsize, sums, centered, capability, residual)
+                    configs.norm_backward(N, itemsize, sums, centered, capability, residual, bias)
                     for residual in (False, True)
+                    for bias in (False, True)
                     for sums in (False, True)
                     for centered in (False, True)
                     for capability in ((8, 0), (9, 0))
@@ -463,6 +465,15 @@ def test_rows_in_shared_memory(device, monkeypatch, N, combination) -> None:
     """On Hopper; elsewhere they wait in the cache."""
     poison(monkeypatch)
     check(device, (5, N), COMBINATIONS[combination])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [8208, 10_240, 12_304, 20_480, 24_592, 28_672, 40_960, 49_168, 61_440])
+@pytest.mark.parametrize("combination", range(len(COMBINATIONS)))
+def test_clusters_of_every_size(device, monkeypatch, N, combination) -> None:
+    """Whole chunks and parts of them, several rows to each program; no clusters before Hopper."""
+    poison(monkeypatch)
+    check(device, (200, N), COMBINATIONS[combination])
 
 
 @pytest.mark.gpu

@@ -180,7 +180,7 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
 @kept
 def norm_backward(
     N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
-    residual: bool = False,
+    residual: bool = False, bias: bool = False,
 ) -> RowConfig:  # fmt: skip
     """Backward of the norms: x and dy, perhaps the gradient that reaches a sum with a residual; with
     weight_gradients two tiles of partial sums beside them, and a few programs a multiprocessor, each of
@@ -193,7 +193,7 @@ def norm_backward(
     if clusters and not centered and N % 4096 == 0 and 65536 < N <= 131072:
         return RowConfig(1, 4096, 8, split=True, programs=2, max_registers=128)
     if clusters and 8192 < N <= 131072 and N % 16 == 0:
-        return _cluster(N, centered, residual)
+        return _cluster(N, centered or bias, residual)
     columns, chunks = _chunks(N, 2048, (3, 5, 6))
     if N in (5 * 2048, 6 * 2048) and itemsize == 2:
         return RowConfig(1, columns, 16, chunks=chunks, stages=2 if weight_gradients else 1)
@@ -236,24 +236,34 @@ def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | N
     return replace(tile, columns=1024, num_warps=1, programs=8, max_registers=None)
 
 
-def _cluster(N: int, centered: bool, residual: bool) -> RowConfig:
-    """Rows shared by a cluster of as few programs as hold them in four chunks each, or in five; eight
-    bytes a load, so that the partial sums are stored as they are added up.
+def _cluster(N: int, bias: bool, residual: bool) -> RowConfig:
+    """Rows shared by a cluster of as few programs as hold them in five chunks of 512 columns each, in
+    four with the tensors of both a bias and a residual.  Eight bytes a load, so that the partial sums
+    are stored as they are added up, and many small programs, whose reductions are short.
 
-    With the third tensor that a residual brings, more and smaller programs are faster.
+    Wider rows have larger chunks: with more of them Triton 3.6 gives the last one another layout, and
+    fails.
     """
+    most = 4 if bias and residual else 5
+    for cluster in (4, 8, 16):
+        chunks = -(-N // (512 * cluster))
+        if chunks <= most:
+            programs = {3: 5 if bias else 4, 4: 4, 5: 3}[chunks]
+            cap = {3: 168, 4: 128, 5: 96}[programs]
+            stages = 3 if residual else 4
+            return RowConfig(
+                1, 512, 4, chunks=chunks, stages=stages, programs=programs, max_registers=cap,
+                cluster=cluster,
+            )  # fmt: skip
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
-    most = 16384 if centered else 20480
-    small = residual and 12288 < N <= 16384
-    cluster = 8 if small else 4 if most >= N else 8 if N <= 32768 else 16
-    chunks = -(-N // (1024 * cluster))
-    tile = RowConfig(1, 1024, 8, chunks=chunks, stages=3, programs=2, cluster=cluster)
-    if chunks <= 3:  # more rows at once, so that as many bytes are on their way
-        tile = replace(tile, stages=4 if centered else 3)
-        if small or not centered:
-            return replace(tile, programs=3, max_registers=80)
-    return tile
+    chunks = -(-N // 16384)
+    tile = RowConfig(1, 1024, 8, chunks=chunks, stages=3, programs=2, cluster=16)
+    if chunks > 3:
+        return tile
+    if bias:  # more rows at once, so that as many bytes are on their way
+        return replace(tile, stages=4)
+    return replace(tile, programs=3, max_registers=80)
 
 
 @kept

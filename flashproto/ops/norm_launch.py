@@ -310,7 +310,7 @@ def backward_launches(
     hooked = how.hooked
     itemsize = 4 if hooked else x.element_size()
     config = configs.norm_backward(
-        N, itemsize, sums, centered, capability(x.device), dtotal is not None
+        N, itemsize, sums, centered, capability(x.device), dtotal is not None, dbias is not None
     )
     if split_rows:
         config = configs.norm_split(N, itemsize)
