@@ -90,14 +90,19 @@ def interleaved(
     return times
 
 
-def host_microseconds(fn: Callable[[], Any], calls: int = 300) -> float:
-    """Wall-clock microseconds of a call on the host, the device's work overlapping."""
-    rounds = []
-    for _ in range(6):
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        rounds.append((time.perf_counter() - start) / calls * 1e6)
-    return statistics.median(rounds[1:])
+def host_microseconds(
+    functions: Mapping[str, Callable[[], Any]], rounds: int = 31, calls: int = 100
+) -> dict[str, tuple[float, float]]:
+    """Wall-clock microseconds of a call of each on the host, the device's work overlapping: (median,
+    lowest) of so many rounds, in which the functions take turns, so that a slow phase of a shared host
+    hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds + 1):
+        for name, fn in functions.items():
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                fn()
+            times[name].append((time.perf_counter() - start) / calls * 1e6)
+    return {name: (statistics.median(us[1:]), min(us[1:])) for name, us in times.items()}

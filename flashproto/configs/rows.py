@@ -135,15 +135,15 @@ def norm_forward_shared(
     one warp then, whose reductions have no barriers; more rows a tile are fewer instructions a row, and
     fewer columns more warps and more words of a row.
 
-    Other programs take a whole row of up to 32768 columns, or 16384 of x and a residual; of wider ones
-    as many columns as leave room for several programs a multiprocessor.  At most 32 programs share a
-    row, so that a warp looks at their words.
+    Other programs take a whole row of up to 32768 columns, or of fewer than 16384 of x and a residual,
+    and of wider ones as many columns as leave room for several programs a multiprocessor.  At most 32
+    programs share a row, so that a warp looks at their words.
     """
     if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
         return None
-    if N <= 16384 and residual:
+    if N < 16384 and residual:
         return RowConfig(1, -(-N // 2048) * 2048, 4 if centered else 8, max_registers=80)
-    if N <= 16384 and not centered:
+    if N <= 16384 and (residual or not centered):
         return None
     if N >= 16384 and N % 2048 == 0 and not residual and parameters <= 4:
         stays = RowConfig(1, 2048, 1, split=True, stages=4, programs=12, max_registers=168)
