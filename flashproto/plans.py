@@ -9,7 +9,7 @@ second one of its kind leaves a plan for the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -28,39 +28,85 @@ from .ops import words
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
 KEPT = 4096  # of about 2 KiB each; a key holds no tensor, a plan none either
+RECENT = 4
+
+# Looks in one call whether tensors have the metadata of others, which in Python takes as long as all
+# the rest of a call.  torch.compile checks arguments with it.  It is not public, and takes its own
+# arguments on trust: hence only of versions that were tried.
+TensorGuards: Any = getattr(guards, "TensorGuards", None)
+GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) in ((2, 11), (2, 12), (2, 13))
 
 Plan = Callable[..., Any]
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
+_recent: dict[Hashable, Recent] = {}  # by options, default backend and number of tensors
 
 
-def key(options: tuple[Hashable, ...], *tensors: Tensor | None) -> Hashable | None:
-    """Under which a call's plan is kept.
+class Recent:
+    """The last plans found of calls with equal options, up to RECENT of them, the last one first; each
+    behind a function that says whether tensors are like those it was found for."""
 
-    None for a call that follows no plan: while torch.compile traces it, under autocast, torch.func or
-    forward-mode differentiation, and of arguments that are no plain strided tensors.
+    __slots__ = ("found", "missed")
+
+    def __init__(self) -> None:
+        self.found: list[tuple[Callable[..., bool], Plan]] = []
+        self.missed: Plan | None = None
+
+    def add(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
+        """Take in a plan that was not among these: the second time in a row, so that calls of many
+        shapes in turn do not push each other out.  A check passes no tensor twice."""
+        if self.missed is not plan:
+            self.missed = plan
+        elif len(set(map(id, tensors))) == len(tensors):
+            sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
+            made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+            self.found = [(made.check, plan), *self.found[: RECENT - 1]]
+
+
+def followed() -> bool:
+    """Whether calls may follow plans now: not while torch.compile traces them, under torch.func or
+    forward-mode differentiation."""
+    return not (is_compiling() or transforms_active() or forward_ad._current_level >= 0)
+
+
+def key(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Hashable | None:
+    """Under which a call's plan is kept; the options say which of its tensors these are.
+
+    None for a call that follows no plan: under autocast too, and of arguments that are no plain strided
+    tensors.
     """
-    if is_compiling() or autocasts() or transforms_active() or forward_ad._current_level >= 0:
+    if autocasts() or not followed():
         return None
     found: list[Hashable] = [options, backends.get_default()]
     try:
         for x in tensors:
-            if x is None:
-                found.append(None)
-            elif type(x) is Tensor or type(x) is Parameter:
-                found += (x.dtype, x.shape, x.stride(), x.device)
-            else:
+            if type(x) is not Tensor and type(x) is not Parameter:
                 return None
+            found += (x.dtype, x.shape, x.stride(), x.device)
     except RuntimeError:  # sparse ones have no strides
         return None
     return tuple(found)
 
 
-def find(key: Hashable | None) -> Plan | None:
-    """The plan kept under `key`."""
+def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | None:
+    """The plan of a call, if one is kept under its `key`."""
+    if not followed():
+        return None
+    kind = options, backends.get_default(), len(tensors)
     try:
-        return None if key is None else _plans.get(key)
+        recent = _recent.get(kind)
     except TypeError:  # of an option that has no hash
         return None
+    if recent is not None:
+        for check, plan in recent.found:
+            if check(*tensors):  # none passes under autocast
+                return plan
+    found = key(options, tensors)
+    kept = None if found is None else _plans.get(found)
+    if kept is not None and GUARDED:
+        if recent is None:
+            recent = _recent[kind] = Recent()
+        recent.add(kept, tensors)
+    return kept
 
 
 def keep(key: Hashable | None, make: Callable[[], Plan]) -> None:
@@ -72,6 +118,7 @@ def keep(key: Hashable | None, make: Callable[[], Plan]) -> None:
     if key is not None and _is_plain(key):
         if len(_plans) >= KEPT:
             _plans.clear()
+            _recent.clear()
         _plans[key] = make() if key in _plans else None
 
 
@@ -84,6 +131,7 @@ def _is_plain(key: Hashable) -> bool:
 def forget() -> None:
     """All plans; for who changes at run time what plans follow from, as tests do."""
     _plans.clear()
+    _recent.clear()
     words.forget()
 
 

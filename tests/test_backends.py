@@ -107,3 +107,15 @@ def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == [
         "op runs on backend 'torch' for cpu tensors (chosen automatically)"
     ]
+
+
+def test_public_functions_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch, flashproto; "
+        "x = torch.randn(1, 2, 8, 16, requires_grad=True); w = torch.ones(16); "
+        "calls = [lambda: flashproto.attention(x, x, x, causal=True), lambda: flashproto.softmax(x), "
+        "lambda: flashproto.layer_norm(x, 16, w, w), lambda: flashproto.attention(*[x.half()] * 3)]; "
+        "[call().sum().backward() for call in calls for _ in range(3)]"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 import flashproto
 from flashproto import backends, plans
@@ -28,8 +30,8 @@ def followed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     seen: list[bool] = []
     find = plans.find
 
-    def seeing(key: Any) -> Any:
-        plan = find(key)
+    def seeing(*call: Any) -> Any:
+        plan = find(*call)
         seen.append(plan is not None)
         return plan
 
@@ -360,6 +362,83 @@ def test_keeps_no_tensor(device, followed) -> None:
         del call, tensors
     gc.collect()
     assert not any(r() is not None for r in references)
+
+
+# --- the last plans found -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def keys(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Every key that a call asked for so far: none where one of the last plans was found."""
+    if not plans.GUARDED:
+        pytest.skip("this torch's TensorGuards was not tried")
+    asked: list[object] = []
+    key = plans.key
+
+    def asking(*call: Any) -> Any:
+        asked.append(key(*call))
+        return asked[-1]
+
+    monkeypatch.setattr(plans, "key", asking)
+    return asked
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_last_plans_are_found_without_a_key(device, keys, name) -> None:
+    call, tensors = everything(device, bf16)[name]
+    *_, wanted = (results(call, tensors) for _ in range(4))
+    keys.clear()
+    got = results(call, tensors)
+    assert bool(keys) == (name == "layer_norm of wide rows")  # whose weight is its bias too
+    for a, b in zip(got, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_last_plans_are_those_of_such_tensors(device, keys) -> None:
+    def call(x: Tensor) -> Tensor:
+        return flashproto.rms_norm(x, 40, weight, impl="triton")
+
+    x, weight = rows(device), rows(device, f32, 40)
+    for _ in range(4):
+        call(x)
+    others = {
+        "fewer": x[:3], "more dimensions": x.view(2, 3, 40), "strides": x.repeat(1, 2)[:, ::2],
+        "dtype": x.to(bf16), "gradient": x.clone().requires_grad_(), "parameter": Parameter(x),
+    }  # fmt: skip
+    for name, other in others.items():
+        keys.clear()
+        got = call(other)
+        assert keys, name
+        plans.forget()
+        assert torch.equal(got, call(other)), name
+        for _ in range(4):
+            call(x)
+    keys.clear()
+    call(x + 1)
+    assert not keys
+    with torch.autocast(x.device.type, bf16):
+        call(x)
+    assert keys and not any(keys)
+    keys.clear()
+    torch.func.grad(lambda z: (call(x) * z).sum())(x)
+    assert not any(keys)
+
+
+def test_few_last_plans(device, keys) -> None:
+    shapes = [rows(device, f32, n, 40) for n in range(1, 7)]
+    calls = [partial(flashproto.softmax, x, impl="triton") for x in shapes]
+    for _ in range(5):
+        for call in calls:  # in turn: none of them twice in a row
+            call()
+    assert all(not recent.found for recent in plans._recent.values())
+    for call in calls:
+        call(), call()
+    (recent,) = plans._recent.values()
+    assert len(recent.found) == plans.RECENT
+    keys.clear()
+    for call in calls[-plans.RECENT :]:
+        call()
+    assert not keys
 
 
 def test_is_bounded(monkeypatch: pytest.MonkeyPatch, followed) -> None:

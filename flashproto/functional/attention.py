@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -53,18 +53,27 @@ def attention(
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
     """
-    options = "attention", bool(causal), scale, bool(return_lse), impl
-    key = plans.key(options, q, k, v)
-    if key is not None:
-        starts = q.storage_offset() % 8, k.storage_offset() % 8, v.storage_offset() % 8
-        key = key, starts, q.dtype is torch.float32 and allows_tf32()
-        if (plan := plans.find(key)) is not None:
+    key = None
+    if plans.followed() and (starts := _starts(q, k, v)) is not None:
+        kind = "attention", bool(causal), scale, bool(return_lse), impl, starts
+        if (plan := plans.find(kind, (q, k, v))) is not None:
             return plan(q, k, v)
+        key = plans.key(kind, (q, k, v))
     q, k, v = autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
     offset = k.shape[2] - q.shape[2]
     out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key)
     return (out, lse) if return_lse else out
+
+
+def _starts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...] | None:
+    """What a plan follows from beside the tensors' metadata: where they start in their memory, modulo 8
+    elements, and whether tf32 is allowed where it counts; None of what has no such memory."""
+    try:
+        starts = q.storage_offset() % 8, k.storage_offset() % 8, v.storage_offset() % 8
+        return *starts, backends.HAS_TRITON and q.dtype is torch.float32 and allows_tf32()
+    except (AttributeError, RuntimeError):  # what is no tensor, or sparse
+        return None
 
 
 def attention_qkv(
@@ -83,9 +92,10 @@ def attention_qkv(
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
     """
     name, causal = "attention_qkv", bool(causal)
-    key = plans.key((name, n_heads, n_kv_heads, causal, scale, impl), qkv)
-    if (plan := plans.find(key)) is not None:
+    kind = name, n_heads, n_kv_heads, causal, scale, impl
+    if (plan := plans.find(kind, (qkv,))) is not None:
         return plan(qkv)
+    key = plans.key(kind, (qkv,))
     (qkv,) = autocast_low_precision(qkv)
     check_packed(name, qkv, n_heads, n_kv_heads)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)

@@ -65,15 +65,15 @@ def cross_entropy(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     name = "cross_entropy"
-    key = plans.key(
-        (
-            name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
-            inplace_backward, impl,
-        ),
-        logits, targets, weight,
+    kind = (
+        name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
+        inplace_backward, impl,
     )  # fmt: skip
-    if (plan := plans.find(key)) is not None and (weight is None or not weight.requires_grad):
+    tensors = (logits, targets) if weight is None else (logits, targets, weight)
+    plan = plans.find(kind, tensors)
+    if plan is not None and (weight is None or not weight.requires_grad):
         return _wanted(plan(logits, targets, weight), return_lse, return_z_loss)
+    key = plans.key(kind, tensors)
     check_rows(name, logits)
     check_cross_entropy(
         name, targets, logits.shape[:-1], logits.shape[-1], logits.device,

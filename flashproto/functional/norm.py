@@ -130,13 +130,15 @@ def _norm(
     operator, x, residual, normalized_shape, weight, bias, eps, centered, *, casting="torch",
     prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False, impl=None,
 ):  # fmt: skip
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
     key = None
     hooked = prologue is not None or epilogue is not None or split_rows
     if not hooked and dtype is None and not memory_efficient:
         trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        key = plans.key((operator, trailing, eps, casting, impl), x, residual, weight, bias)
-        if (plan := plans.find(key)) is not None:
+        kind = operator, trailing, eps, casting, impl, weight is None
+        if (plan := plans.find(kind, tensors)) is not None:
             return plan(x, residual, weight, bias)
+        key = plans.key(kind, tensors)
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     check_norm(operator, x, shape, weight, bias, residual)
     aten = "layer_norm" if centered else "rms_norm"

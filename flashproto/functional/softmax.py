@@ -135,9 +135,12 @@ def _topk_reasons(backend, x, k, dtype):
 
 
 def _softmax(operator, x, dtype, impl):
-    key = None if operator == "logsumexp" else plans.key((operator, dtype, impl), x)
-    if (plan := plans.find(key)) is not None:
-        return plan(x)
+    key = None
+    if operator != "logsumexp":
+        kind = operator, dtype, impl
+        if (plan := plans.find(kind, (x,))) is not None:
+            return plan(x)
+        key = plans.key(kind, (x,))
     check_rows(operator, x)
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
