@@ -96,16 +96,7 @@ def conclusion(data: dict[str, Any]) -> str:
 
 
 class Sampled:
-    """The exact result of the first and the last key head's group, in float32, to check against.
-
-    A row's gradient dq is scale * sum_j P_j (dP_j - delta) k_j with delta = sum_d dout_d out_d, and
-    every fused kernel takes `out` from memory, rounded.  Roundings are independent errors of standard
-    deviation at most eps / sqrt(12) of the value, eps = torch.finfo(dtype).eps, so that delta's has
-    at most eps / sqrt(12) |dout * out| and dq's that times scale |sum_j P_j k_j|.  This is nothing
-    beside dq where many keys share a row, but no share of dq bounds it where dP_j - delta cancels: in
-    the first rows under a causal mask, which see few keys (PyTorch's eager bfloat16 is off by as much
-    there).  Four standard deviations are `rounding`.
-    """
+    """The exact result of the first and the last key head's group, in float32, to check against."""
 
     def __init__(self, p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
         self.p = p
@@ -138,15 +129,38 @@ class Sampled:
         return None
 
 
+def rounding_of_dq(
+    q: Tensor,
+    k: Tensor,
+    out: Tensor,
+    dout: Tensor,
+    dtype: torch.dtype,
+    causal: bool,
+    offset: int | None = None,
+) -> Tensor:
+    """How far a right backward in `dtype` may round each row of dq, [B, H, S], from float32 tensors.
+
+    A row's gradient is scale * sum_j P_j (dP_j - delta) k_j with delta = sum_d dout_d out_d, and every
+    fused kernel takes `out` from memory, rounded.  Roundings are independent errors of standard
+    deviation at most eps / sqrt(12) of the value, eps = torch.finfo(dtype).eps, so that delta's has
+    at most eps / sqrt(12) |dout * out| and dq's that times scale |sum_j P_j k_j|.  This is nothing
+    beside dq where many keys share a row, but no share of dq bounds it where dP_j - delta cancels: in
+    the first rows under a causal mask, which see few keys (PyTorch's eager bfloat16 is off by as much
+    there).  Here are four standard deviations.
+    """
+    mean_key, _ = reference.attention(q, k, k, causal=causal, causal_offset=offset)
+    deviation = torch.finfo(dtype).eps / math.sqrt(12)
+    return 4 * deviation * (dout * out).norm(dim=-1) * q.shape[-1] ** -0.5 * mean_key.norm(dim=-1)
+
+
 def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[str, Tensor]:
     """out, dq [1, group, S, D], dk, dv [1, 1, S, D] and rounding [1, group, S] of one group of query
     heads, in float32 and in pieces of the queries."""
-    S, D = q.shape[2:]
+    S = q.shape[2]
     k, v = k.float(), v.float()
     like_q = torch.empty(q.shape, device=q.device)
     want = {"out": like_q, "dq": torch.empty_like(like_q), "rounding": like_q.new_empty(q.shape[:3]),
             "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}  # fmt: skip
-    deviation = torch.finfo(q.dtype).eps / math.sqrt(12)
     step = max(1, PIECE // S)
     for h in range(q.shape[1]):
         for start in range(0, S, step):
@@ -159,11 +173,9 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[s
             dq, dk, dv = torch.autograd.grad(out, leaves, dout)
             with torch.no_grad():
                 queries, keys, _ = leaves
-                mean_key, _ = reference.attention(
-                    queries, keys, keys, causal=causal, causal_offset=start
+                want["rounding"][:, *piece] = rounding_of_dq(
+                    queries, keys, out, dout, q.dtype, causal, start
                 )
-                delta_error = deviation * (dout * out).norm(dim=-1)
-                want["rounding"][:, *piece] = 4 * delta_error * D**-0.5 * mean_key.norm(dim=-1)
             want["out"][:, *piece], want["dq"][:, *piece] = out.detach(), dq
             want["dk"][:, :, :seen] += dk
             want["dv"][:, :, :seen] += dv

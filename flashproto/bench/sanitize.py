@@ -25,6 +25,7 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs, reference
+from .attention import rounding_of_dq
 from .measure import compare
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -86,13 +87,15 @@ def run(call: Call) -> str | None:
     got = {"out": out.detach().cpu()}
     exact_inputs = [t.float().requires_grad_(call.backward) for t in host]
     exact, _ = reference.attention(*exact_inputs, causal=call.causal)
-    want = {"out": exact.detach()}
+    want, rounding = {"out": exact.detach()}, {}
     if call.backward:
         names = ("dq", "dk", "dv")
         grads = torch.autograd.grad(out, inputs, grad.cuda())
         got |= {name: t.cpu() for name, t in zip(names, grads, strict=True)}
         want |= dict(zip(names, torch.autograd.grad(exact, exact_inputs, grad.float()), strict=True))
-    return compare(got, want)
+        q, k, _ = (t.detach() for t in exact_inputs)
+        rounding["dq"] = rounding_of_dq(q, k, want["out"], grad.float(), grad.dtype, call.causal)
+    return compare(got, want, rounding)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
