@@ -30,9 +30,9 @@ empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
 KEPT = 4096  # of about 2 KiB each; a key holds no tensor, a plan none either
 RECENT = 4
 
-# Looks in one call whether tensors have the metadata of others, which in Python takes as long as all
-# the rest of a call.  torch.compile checks arguments with it.  It is not public, and takes its own
-# arguments on trust: hence only of versions that were tried.
+# Looks in one call whether tensors have the metadata of others, which in Python takes a third of one.
+# torch.compile checks arguments with it.  It is not public, and takes its own arguments on trust: hence
+# only of versions that are known to take these.
 TensorGuards: Any = getattr(guards, "TensorGuards", None)
 GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) in ((2, 11), (2, 12), (2, 13))
 

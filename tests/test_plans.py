@@ -371,7 +371,7 @@ def test_keeps_no_tensor(device, followed) -> None:
 def keys(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Every key that a call asked for so far: none where one of the last plans was found."""
     if not plans.GUARDED:
-        pytest.skip("this torch's TensorGuards was not tried")
+        pytest.skip("not with this torch")
     asked: list[object] = []
     key = plans.key
 
