@@ -53,39 +53,44 @@ class Statistics(NamedTuple):
         return memory[start : start + M] if self.centered else None, memory[:M]
 
 
-def recorded(
-    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor]],
-    gradients: Callable[..., tuple[Tensor | None, ...]],
-    layout: Statistics,
-    settings: Settings,
-) -> Callable[..., Any]:
-    """`compute`, (x, residual, weight, bias) to (y, total, statistics), with a gradient and without the
-    statistics; gradients: see plan_gradients.
+class Norm(NamedTuple):
+    """A plan's parts.
 
-    A Function of each plan's own: what it knows costs nothing to hand over.
+    compute: (x, residual, weight, bias) to (y, total, statistics); gradients: see plan_gradients.
     """
 
-    class PlannedNormFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, residual, weight, bias):
-            y, total, statistics = compute(x, residual, weight, bias)
-            if residual is None:
-                ctx.save_for_backward(x, weight, statistics)
-                return y
-            ctx.save_for_backward(total, weight, statistics)
-            ctx.set_materialize_grads(False)
-            return y, total
+    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor]]
+    gradients: Callable[..., tuple[Tensor | None, ...]]
+    statistics: Statistics
+    settings: Settings
 
-        @staticmethod
-        def backward(ctx, dy, dtotal=None):
-            x, weight, statistics = ctx.saved_tensors
-            statistics, needs = statistics.contiguous(), ctx.needs_input_grad
-            if dy is None or differentiates():
-                saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
-                return backward(saved, needs, launch, settings, dy, dtotal)[:4]
-            return gradients(x, weight, statistics, dy, dtotal, needs)
 
-    return recorder(PlannedNormFunction)
+class PlannedNormFunction(torch.autograd.Function):
+    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
+
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, plan):
+        y, total, statistics = plan.compute(x, residual, weight, bias)
+        ctx.plan = plan
+        if residual is None:
+            ctx.save_for_backward(x, weight, statistics)
+            return y
+        ctx.save_for_backward(total, weight, statistics)
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    def backward(ctx, dy, dtotal=None):
+        _, gradients, layout, settings = ctx.plan
+        x, weight, statistics = ctx.saved_tensors
+        statistics, needs = statistics.contiguous(), ctx.needs_input_grad
+        if dy is None or differentiates():
+            saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
+            return backward(saved, needs, launch, settings, dy, dtotal)[:5]
+        return gradients(x, weight, statistics, dy, dtotal, needs)
+
+
+record = recorder(PlannedNormFunction)
 
 
 def plan(
@@ -131,11 +136,11 @@ def plan(
         return y, total, statistics
 
     kept = settings(x, residual, bias, normalized_ndim, centered, casting)
-    record = recorded(compute, plan_gradients(how, layout, kept), layout, kept)
+    parts = Norm(compute, plan_gradients(how, layout, kept), layout, kept)
 
     def planned(x, residual, weight, bias):
         if wants_grad(x, residual, weight, bias):
-            return record(x, residual, weight, bias)
+            return record(x, residual, weight, bias, parts)
         if fill_without_statistics is None:
             y, total, _ = compute(x, residual, weight, bias)
         else:
@@ -172,7 +177,7 @@ def plan_gradients_like(
     needs: tuple[bool, ...], how: How, layout: Statistics, settings: Settings,
 ) -> Callable[..., tuple[Tensor | None, ...]]:  # fmt: skip
     """plan_gradients of tensors like these: of their strides too."""
-    need_x, need_residual, need_dweight, need_dbias = needs
+    need_x, need_residual, need_dweight, need_dbias, _ = needs
     normalized_ndim, centered, casting, _, dtypes = settings
     same = dtypes[0] == dtypes[1]
     wanted = need_dweight, need_dbias
@@ -188,7 +193,7 @@ def plan_gradients_like(
         dresidual = dx if same else dresidual
         return (
             dx if need_x else None, dresidual if need_residual else None,
-            dweight if need_dweight else None, dbias if need_dbias else None,
+            dweight if need_dweight else None, dbias if need_dbias else None, None,
         )  # fmt: skip
 
     made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)
