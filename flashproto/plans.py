@@ -32,9 +32,9 @@ RECENT = 4
 
 # Looks in one call whether tensors have the metadata of others, which in Python takes a third of one.
 # torch.compile checks arguments with it.  It is not public, and takes its own arguments on trust: hence
-# only of versions that are known to take these.
+# only of versions that were tried.
 TensorGuards: Any = getattr(guards, "TensorGuards", None)
-GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) in ((2, 11), (2, 12), (2, 13))
+GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) in ((2, 11), (2, 13))
 
 Plan = Callable[..., Any]
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
