@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -139,13 +139,17 @@ print(tuple(model(torch.zeros(1, 5, dtype=torch.long)).logits.shape))
     assert python("-c", code, str(tmp_path), cwd=ROOT).splitlines()[-1] == "(1, 5, 64)"
 
 
-def test_import_takes_under_one_and_a_half_times_torch(tmp_path: Path) -> None:
-    """Processor time of fresh imports, in turn, since what else runs slows either; best of four."""
-    times: dict[str, list[float]] = {"flashproto": [], "torch": []}
-    for _ in range(4):
-        for module, seconds in times.items():
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            python("-c", f"import {module}", cwd=tmp_path, path=str(ROOT))
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(times["flashproto"]) < 1.5 * min(times["torch"])
+def test_import_takes_under_one_and_a_half_times_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processor time of `import flashproto`, torch's part of it and the rest in one process, since
+    what else runs slows either; the median of five.  With the bytecode that pip compiles, as torch has
+    its own, whatever this environment says of writing it: the first process of all writes it."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "bytecode"))
+    code = (
+        "import time; start = time.process_time(); import torch; middle = time.process_time();"
+        "import flashproto; print((time.process_time() - start) / (middle - start))"
+    )
+    _, *ratios = (float(python("-c", code, cwd=tmp_path, path=str(ROOT))) for _ in range(6))
+    assert statistics.median(ratios) < 1.5, ratios
