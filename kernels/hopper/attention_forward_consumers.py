@@ -338,3 +338,6 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         h = h1
         row0 = row1
         n = n1
+    # Compiles 1 to 1.5 seconds faster: MLIR's canonicalizer asks again and again whether this body has
+    # effects, from its last block backwards, and would read past the whole epilogue to the first store.
+    hidden_zero()
