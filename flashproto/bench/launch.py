@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import flashproto
 
 from .timing import host_microseconds
 
 LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
+CALLS_TO_A_PLAN = 3  # of equal kind, see plans.py; the first ones go a longer way
 FIRST_LIMITS = {"forward": 6, "backward": 10}
 
 FIRST_CALL = """
@@ -70,6 +72,30 @@ def first_call_seconds(impl: str, device: torch.device) -> dict[str, float]:
     return seconds
 
 
+class NoWork(torch.autograd.Function):
+    """What a backward takes that computes nothing: on a GPU mostly the engine's handing over to its
+    thread and back."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx, dout):
+        return dout, dout, dout
+
+
+def backward_rows(name: str, out: Any, tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
+    """The gradients of `out` by torch.autograd.grad, and by its node alone, called in this thread: all
+    of the backward where that is one node, as of a kernel."""
+    dout = torch.ones_like(out)
+    node = getattr(out.grad_fn, "apply", out.grad_fn)  # of a Function in Python, or torch's own
+    return {
+        f"{name} backward": partial(torch.autograd.grad, out, tensors, dout, retain_graph=True),
+        f"{name} backward, its node": torch.no_grad()(partial(node, dout)),
+    }
+
+
 def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls on tiny inputs, without and with gradients, beside PyTorch's own; of attention alone on
     backend "hopper", which has no other."""
@@ -96,10 +122,10 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
         }
         if wants:
             for name, forward in (("flashproto.", attention), ("torch ", torch_attention)):
-                out: Any = forward()
-                rows[f"{name}attention backward"] = partial(
-                    torch.autograd.grad, out, (q, k, v), torch.ones_like(out), retain_graph=True
-                )
+                *_, out = (forward() for _ in range(CALLS_TO_A_PLAN))
+                rows |= backward_rows(f"{name}attention", out, (q, k, v))
+            out = NoWork.apply(q, k, v)
+            rows |= backward_rows("torch attention of no work", out, (q, k, v))
     return {name: call for name, call in rows.items() if impl != "hopper" or "attention" in name}
 
 
@@ -131,7 +157,7 @@ def launch_text(figures: dict[str, Any]) -> str:
         operator = name.removeprefix("flashproto.").removesuffix(" with grad")
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
-        lines.append(f"  {name:<36}{us:8.1f}{lowest:8.1f}{_limit(most_us)}")
+        lines.append(f"  {name:<46}{us:8.1f}{lowest:8.1f}{_limit(most_us)}")
     return "\n".join(lines)
 
 
