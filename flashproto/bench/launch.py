@@ -106,15 +106,15 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
     rows: dict[str, Callable[[], Any]] = {}
     for suffix, wants in (("", False), (" with grad", True)):
         x = torch.randn(8, 256, **like).requires_grad_(wants)
-        w = torch.ones(256, **like).requires_grad_(wants)
+        w, b = (torch.ones(256, **like).requires_grad_(wants) for _ in range(2))
         q, k, v = (torch.randn(1, 2, 16, 64, **like).requires_grad_(wants) for _ in range(3))
         attention = partial(flashproto.attention, q, k, v, causal=True, impl=impl)
         torch_attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
         rows |= {
             f"flashproto.rms_norm{suffix}": partial(flashproto.rms_norm, x, 256, w, impl=impl),
             f"torch rms_norm{suffix}": partial(F.rms_norm, x, (256,), w),
-            f"flashproto.layer_norm{suffix}": partial(flashproto.layer_norm, x, 256, w, w, impl=impl),
-            f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, w),
+            f"flashproto.layer_norm{suffix}": partial(flashproto.layer_norm, x, 256, w, b, impl=impl),
+            f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, b),
             f"flashproto.softmax{suffix}": partial(flashproto.softmax, x, impl=impl),
             f"torch softmax{suffix}": partial(torch.softmax, x, -1),
             f"flashproto.attention{suffix}": attention,
