@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _is_any_autocast_enabled as autocasts
 from torch._C._dynamo import guards
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 
 from . import backends
 from .ops import words
+from .ops.autograd import wants_grad
 
 # What compiled code allocates with; a torch without CUDA has no such function, or none that works.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
@@ -37,18 +38,33 @@ TensorGuards: Any = getattr(guards, "TensorGuards", None)
 GUARDED = tuple(map(int, torch.__version__.split(".")[:2])) in ((2, 11), (2, 13))
 
 Plan = Callable[..., Any]
+
+
+class ByGrad:
+    """A plan of two: `recorded` where autograd is to record the call, `alone` elsewhere."""
+
+    __slots__ = ("alone", "recorded")
+
+    def __init__(self, recorded: Plan, alone: Plan) -> None:
+        self.recorded, self.alone = recorded, alone
+
+    def __call__(self, *tensors: Tensor | None) -> Any:
+        return (self.recorded if wants_grad(*tensors) else self.alone)(*tensors)
+
+
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
 _recent: dict[Hashable, Recent] = {}  # by options, default backend and number of tensors
 
 
 class Recent:
     """The last plans found of calls with equal options, up to RECENT of them, the last one first; each
-    behind a function that says whether tensors are like those it was found for."""
+    behind a function that says whether tensors are like those it was found for, which need gradients
+    included, in its two forms: where gradients are enabled, and elsewhere."""
 
     __slots__ = ("found", "missed")
 
     def __init__(self) -> None:
-        self.found: list[tuple[Callable[..., bool], Plan]] = []
+        self.found: list[tuple[Callable[..., bool], Plan, Plan]] = []
         self.missed: Plan | None = None
 
     def add(self, plan: Plan, tensors: Sequence[Tensor]) -> None:
@@ -59,7 +75,11 @@ class Recent:
         elif len(set(map(id, tensors))) == len(tensors):
             sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
             made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            self.found = [(made.check, plan), *self.found[: RECENT - 1]]
+            with_grad = alone = plan
+            if isinstance(plan, ByGrad):
+                alone = plan.alone
+                with_grad = plan.recorded if any(x.requires_grad for x in tensors) else alone
+            self.found = [(made.check, with_grad, alone), *self.found[: RECENT - 1]]
 
 
 def followed() -> bool:
@@ -97,9 +117,9 @@ def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | Non
     except TypeError:  # of an option that has no hash
         return None
     if recent is not None:
-        for check, plan in recent.found:
+        for check, with_grad, alone in recent.found:
             if check(*tensors):  # none passes under autocast
-                return plan
+                return with_grad if is_grad_enabled() else alone
     found = key(options, tensors)
     kept = None if found is None else _plans.get(found)
     if kept is not None and GUARDED:
@@ -173,6 +193,8 @@ def aligned(x: Tensor) -> Tensor:
 
 def where_aligned(plan: Plan, otherwise: Plan) -> Plan:
     """`plan` for tensors that begin at multiples of 16 bytes, `otherwise` for others."""
+    if isinstance(plan, ByGrad):
+        return ByGrad(where_aligned(plan.recorded, otherwise), where_aligned(plan.alone, otherwise))
 
     def planned(*tensors: Tensor | None) -> Any:
         for x in tensors:

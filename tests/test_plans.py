@@ -58,6 +58,14 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
         "rms_norm": (lambda x, w: flashproto.rms_norm(x, 40, w, **triton), [x, w]),
         "rms_norm alone": (lambda x: flashproto.rms_norm(x, (6, 40), **triton), [x]),
         "layer_norm": (lambda x, w, b: flashproto.layer_norm(x, [40], w, b, **triton), [x, w, b]),
+        "rms_norm with a bias alone": (
+            lambda x, b: flashproto.rms_norm(x, 40, bias=b, **triton),
+            [x, b],
+        ),
+        "add_layer_norm with all": (
+            lambda *t: flashproto.add_layer_norm(t[0], t[1], 40, *t[2:], **triton),
+            [x, r, w, b],
+        ),
         "add_rms_norm": (
             lambda x, r, w: flashproto.add_rms_norm(x, r, 40, w, casting="llama", **triton),
             [x, r, w],
@@ -224,6 +232,15 @@ def test_only_some_inputs_require_grad(device, followed) -> None:
     for _ in range(3):
         (dw,) = torch.autograd.grad(flashproto.rms_norm(x, 40, w, impl="triton").sum(), w)
         torch.testing.assert_close(dw, (x * (x.square().mean(-1, True) + 1.1920929e-07).rsqrt()).sum(0))
+    r, b = rows(device), rows(device, f32, 40)
+    for leaf in (x, r, b):
+        other = leaf.clone().requires_grad_()
+        given = [other if t is leaf else t for t in (x, r, None, b)]
+        for _ in range(3):
+            y, _ = flashproto.add_layer_norm(given[0], given[1], 40, *given[2:], impl="triton")
+            (got,) = torch.autograd.grad((y * x).sum(), other)
+            y = torch.layer_norm(given[0] + given[1], (40,), *given[2:])
+            torch.testing.assert_close(got, torch.autograd.grad((y * x).sum(), other)[0])
     q, k, v = heads(device, f32)
     v.requires_grad_()
     for _ in range(3):
@@ -231,7 +248,7 @@ def test_only_some_inputs_require_grad(device, followed) -> None:
         assert lse.requires_grad
         (dv,) = torch.autograd.grad(out.sum(), v)
         assert dv.shape == v.shape
-    assert followed == [False, False, True] * 2
+    assert followed == [False, False, True, *[False, False, True, *[True] * 6], False, False, True]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -392,6 +409,25 @@ def test_last_plans_are_found_without_a_key(device, keys, name) -> None:
     assert bool(keys) == (name == "layer_norm of wide rows")  # whose weight is its bias too
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_last_plans_record_where_gradients_are_enabled(device, keys, name) -> None:
+    call, tensors = everything(device, bf16)[name]
+
+    def recorded(*leaves: Tensor) -> bool:
+        y = call(*leaves)
+        return (y if isinstance(y, Tensor) else y[0]).requires_grad
+
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    assert all(recorded(*leaves) for _ in range(4))
+    assert not any(recorded(*tensors) for _ in range(4))
+    keys.clear()
+    for enabled in (False, True, False, True):
+        with torch.set_grad_enabled(enabled):
+            assert recorded(*leaves) == enabled
+            assert not recorded(*tensors)
+    assert bool(keys) == (name == "layer_norm of wide rows")
 
 
 def test_last_plans_are_those_of_such_tensors(device, keys) -> None:

@@ -23,7 +23,6 @@ from .autograd import (
     recorder,
     refuse_tangents,
     use_op,
-    wants_grad,
 )
 
 
@@ -225,12 +224,13 @@ def plan(
 
     parts = Attention(compute, gradients, settings, return_lse)
 
-    def planned(q, k, v):
-        if wants_grad(q, k, v):
-            return record(q, k, v, parts)
-        return compute(q, k, v) if return_lse else compute(q, k, v)[0]
+    def recorded(q, k, v):
+        return record(q, k, v, parts)
 
-    return planned
+    def without_lse(q, k, v):
+        return compute(q, k, v)[0]
+
+    return plans.ByGrad(recorded, compute if return_lse else without_lse)
 
 
 def plan_forward(

@@ -21,7 +21,6 @@ from .autograd import (
     recorder,
     refuse_tangents,
     use_op,
-    wants_grad,
 )
 
 
@@ -170,7 +169,7 @@ def plan(
             return made
 
     parts = AttentionQkv(compute, gradient, settings)
-    return lambda qkv: record(qkv, parts) if wants_grad(qkv) else compute(qkv)[0]
+    return plans.ByGrad(lambda qkv: record(qkv, parts), lambda qkv: compute(qkv)[0])
 
 
 class AttentionQkvBackwardFunction(FirstDerivative):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from .autograd import differentiates, recorder, wants_grad
+from .autograd import differentiates, recorder
 from .cross_entropy import (
     CrossEntropyBackwardFunction,
     Options,
@@ -119,7 +119,7 @@ def plan(
     need_lse: bool,
     inplace_backward: bool,
     need_z: bool,
-) -> Callable[..., Results]:
+) -> plans.Plan:
     """cross_entropy as a function of (logits, targets, weight), for such as are like these."""
 
     def anyhow(logits, targets, weight):
@@ -189,13 +189,14 @@ def plan(
     gradients = plan_gradients(layout, options, mean)
     parts = CrossEntropy(compute, gradients, layout, options, mean)
 
-    def planned(logits, targets, weight):
-        if not wants_grad(logits):
-            return compute(logits, targets, weight, False)[:3]
+    def recorded(logits, targets, weight):
         results = record(logits, targets, weight, parts)
         return results if need_z or need_lse else (results, None, None)
 
-    return planned
+    def alone(logits, targets, weight):
+        return compute(logits, targets, weight, False)[:3]
+
+    return plans.ByGrad(recorded, alone)
 
 
 def plan_gradients(layout: Layout, options: Options, mean: bool) -> Callable[..., Tensor]:

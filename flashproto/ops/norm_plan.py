@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from .autograd import differentiates, recorder, wants_grad
+from .autograd import differentiates, recorder
 from .launch import Memory, cdiv, takes_addresses
 from .norm import NormBackwardFunction, Settings, backward, norm, settings
 from .norm_launch import (
@@ -66,10 +66,11 @@ class Norm(NamedTuple):
 
 
 class PlannedNormFunction(torch.autograd.Function):
-    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
+    """For calls that follow a plan, see `plan`: `record` is all that such a call takes.  An argument
+    takes time, None too: what is most often None stands last, where it can be left out."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, plan):
+    def forward(ctx, plan, x, weight, bias=None, residual=None):
         y, total, statistics = plan.compute(x, residual, weight, bias)
         ctx.plan = plan
         if residual is None:
@@ -83,11 +84,16 @@ class PlannedNormFunction(torch.autograd.Function):
     def backward(ctx, dy, dtotal=None):
         _, gradients, layout, settings = ctx.plan
         x, weight, statistics = ctx.saved_tensors
-        statistics, needs = statistics.contiguous(), ctx.needs_input_grad
+        statistics = statistics.contiguous()
+        _, need_x, need_dweight, need_dbias, need_residual = (*ctx.needs_input_grad, False, False)[:5]
+        needs = need_x, need_residual, need_dweight, need_dbias
         if dy is None or differentiates():
             saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
-            return backward(saved, needs, launch, settings, dy, dtotal)[:5]
-        return gradients(x, weight, statistics, dy, dtotal, needs)
+            made = backward(saved, needs, launch, settings, dy, dtotal)
+        else:
+            made = gradients(x, weight, statistics, dy, dtotal, needs)
+        dx, dresidual, dweight, dbias = made[:4]
+        return None, dx, dweight, dbias, dresidual
 
 
 record = recorder(PlannedNormFunction)
@@ -138,9 +144,16 @@ def plan(
     kept = settings(x, residual, bias, normalized_ndim, centered, casting)
     parts = Norm(compute, plan_gradients(how, layout, kept), layout, kept)
 
-    def planned(x, residual, weight, bias):
-        if wants_grad(x, residual, weight, bias):
-            return record(x, residual, weight, bias, parts)
+    def recorded_alone(x, residual, weight, bias):
+        return record(parts, x, weight)
+
+    def recorded_with_bias(x, residual, weight, bias):
+        return record(parts, x, weight, bias)
+
+    def recorded_with_residual(x, residual, weight, bias):
+        return record(parts, x, weight, bias, residual)
+
+    def alone(x, residual, weight, bias):
         if fill_without_statistics is None:
             y, total, _ = compute(x, residual, weight, bias)
         else:
@@ -148,15 +161,19 @@ def plan(
             fill_without_statistics(x, residual, weight, bias, y, total, None, None)
         return y if residual is None else (y, total)
 
+    recorded = recorded_with_residual
+    if residual is None:
+        recorded = recorded_alone if bias is None else recorded_with_bias
+    planned = plans.ByGrad(recorded, alone)
     return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
 def plan_gradients(
     how: How, layout: Statistics, settings: Settings
 ) -> Callable[..., tuple[Tensor | None, ...]]:
-    """The backward of PlannedNormFunction as a function of (x, weight, statistics, dy, dtotal, which of
-    its arguments need a gradient), for tensors of one shape, dtype and device; strides may differ, as
-    hooks of saved tensors do not keep them, but for those of statistics."""
+    """(dx, dresidual, dweight, dbias) as a function of (x, weight, statistics, dy, dtotal, which of the
+    four are needed; the others are None), for tensors of one shape, dtype and device; strides may
+    differ, as hooks of saved tensors do not keep them, but for those of statistics."""
     kinds: dict[tuple[object, ...], Callable[..., tuple[Tensor | None, ...]]] = {}
 
     def gradients(x, weight, statistics, dy, dtotal, needs):
@@ -177,7 +194,7 @@ def plan_gradients_like(
     needs: tuple[bool, ...], how: How, layout: Statistics, settings: Settings,
 ) -> Callable[..., tuple[Tensor | None, ...]]:  # fmt: skip
     """plan_gradients of tensors like these: of their strides too."""
-    need_x, need_residual, need_dweight, need_dbias, _ = needs
+    need_x, need_residual, need_dweight, need_dbias = needs
     normalized_ndim, centered, casting, _, dtypes = settings
     same = dtypes[0] == dtypes[1]
     wanted = need_dweight, need_dbias
@@ -193,7 +210,7 @@ def plan_gradients_like(
         dresidual = dx if same else dresidual
         return (
             dx if need_x else None, dresidual if need_residual else None,
-            dweight if need_dweight else None, dbias if need_dbias else None, None,
+            dweight if need_dweight else None, dbias if need_dbias else None,
         )  # fmt: skip
 
     made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)

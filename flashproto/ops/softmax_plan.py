@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from .autograd import differentiates, recorder, wants_grad
+from .autograd import differentiates, recorder
 from .softmax import (
     SoftmaxBackwardFunction,
     backward_launch,
@@ -81,9 +81,10 @@ def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
 
     parts = Softmax(compute, plan_gradient(log, x.dtype), log, x.dtype)
 
-    def planned(x):
-        return record(x, parts) if wants_grad(x) else compute(x)
+    def recorded(x):
+        return record(x, parts)
 
+    planned = plans.ByGrad(recorded, compute)
     return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
