@@ -5,6 +5,7 @@ FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same fa
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 
@@ -16,6 +17,11 @@ if not torch.cuda.is_available():
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
+    import quick_interpreter
+
+    quick_interpreter.install()
 
 # An interpreted kernel takes longer than Hypothesis expects of an example, more so the first time.
 settings.register_profile(
