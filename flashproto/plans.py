@@ -41,15 +41,15 @@ Plan = Callable[..., Any]
 
 
 class ByGrad:
-    """A plan of two: `recorded` where autograd is to record the call, `alone` elsewhere."""
+    """A plan of two: `recorded` where autograd is to record the call, `plain` elsewhere."""
 
-    __slots__ = ("alone", "recorded")
+    __slots__ = ("plain", "recorded")
 
-    def __init__(self, recorded: Plan, alone: Plan) -> None:
-        self.recorded, self.alone = recorded, alone
+    def __init__(self, recorded: Plan, plain: Plan) -> None:
+        self.recorded, self.plain = recorded, plain
 
     def __call__(self, *tensors: Tensor | None) -> Any:
-        return (self.recorded if wants_grad(*tensors) else self.alone)(*tensors)
+        return (self.recorded if wants_grad(*tensors) else self.plain)(*tensors)
 
 
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
@@ -75,11 +75,11 @@ class Recent:
         elif len(set(map(id, tensors))) == len(tensors):
             sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
             made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            with_grad = alone = plan
+            with_grad = plain = plan
             if isinstance(plan, ByGrad):
-                alone = plan.alone
-                with_grad = plan.recorded if any(x.requires_grad for x in tensors) else alone
-            self.found = [(made.check, with_grad, alone), *self.found[: RECENT - 1]]
+                plain = plan.plain
+                with_grad = plan.recorded if any(x.requires_grad for x in tensors) else plain
+            self.found = [(made.check, with_grad, plain), *self.found[: RECENT - 1]]
 
 
 def followed() -> bool:
@@ -117,9 +117,9 @@ def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | Non
     except TypeError:  # of an option that has no hash
         return None
     if recent is not None:
-        for check, with_grad, alone in recent.found:
+        for check, with_grad, plain in recent.found:
             if check(*tensors):  # none passes under autocast
-                return with_grad if is_grad_enabled() else alone
+                return with_grad if is_grad_enabled() else plain
     found = key(options, tensors)
     kept = None if found is None else _plans.get(found)
     if kept is not None and GUARDED:
@@ -194,7 +194,7 @@ def aligned(x: Tensor) -> Tensor:
 def where_aligned(plan: Plan, otherwise: Plan) -> Plan:
     """`plan` for tensors that begin at multiples of 16 bytes, `otherwise` for others."""
     if isinstance(plan, ByGrad):
-        return ByGrad(where_aligned(plan.recorded, otherwise), where_aligned(plan.alone, otherwise))
+        return ByGrad(where_aligned(plan.recorded, otherwise), where_aligned(plan.plain, otherwise))
 
     def planned(*tensors: Tensor | None) -> Any:
         for x in tensors:

@@ -20,10 +20,10 @@ ARCHES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
 ONCE = dict.fromkeys(ARCHES, 1)
 SHARDS = {  # processes that compile a family's cases for an architecture, none where it has no case
-    "hopper": {90: 5},
-    "attention": {80: 2, 90: 3, 100: 4},
+    "hopper": {90: 3},
+    "attention": {80: 2, 90: 2, 100: 3},
     "norm": {80: 1, 90: 2, 100: 1},
-    "softmax": {80: 2, 90: 4, 100: 2},
+    "softmax": {80: 1, 90: 2, 100: 1},
     "norm_features": ONCE,
     "elementwise": ONCE,
     "cross_entropy": ONCE,

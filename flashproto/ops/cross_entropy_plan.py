@@ -193,10 +193,10 @@ def plan(
         results = record(logits, targets, weight, parts)
         return results if need_z or need_lse else (results, None, None)
 
-    def alone(logits, targets, weight):
+    def plain(logits, targets, weight):
         return compute(logits, targets, weight, False)[:3]
 
-    return plans.ByGrad(recorded, alone)
+    return plans.ByGrad(recorded, plain)
 
 
 def plan_gradients(layout: Layout, options: Options, mean: bool) -> Callable[..., Tensor]:

@@ -144,7 +144,7 @@ def plan(
     kept = settings(x, residual, bias, normalized_ndim, centered, casting)
     parts = Norm(compute, plan_gradients(how, layout, kept), layout, kept)
 
-    def recorded_alone(x, residual, weight, bias):
+    def recorded_without_bias(x, residual, weight, bias):
         return record(parts, x, weight)
 
     def recorded_with_bias(x, residual, weight, bias):
@@ -153,7 +153,7 @@ def plan(
     def recorded_with_residual(x, residual, weight, bias):
         return record(parts, x, weight, bias, residual)
 
-    def alone(x, residual, weight, bias):
+    def plain(x, residual, weight, bias):
         if fill_without_statistics is None:
             y, total, _ = compute(x, residual, weight, bias)
         else:
@@ -163,8 +163,8 @@ def plan(
 
     recorded = recorded_with_residual
     if residual is None:
-        recorded = recorded_alone if bias is None else recorded_with_bias
-    planned = plans.ByGrad(recorded, alone)
+        recorded = recorded_without_bias if bias is None else recorded_with_bias
+    planned = plans.ByGrad(recorded, plain)
     return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
