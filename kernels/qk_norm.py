@@ -27,11 +27,11 @@ import triton.language as tl
 from .rope import (
     angles,
     copy_heads,
+    group_of_program,
     head_offsets,
     load_pairs,
     rotated,
     store_pairs,
-    tile_of_program,
     token_and_head,
 )
 from .rows import load, rounded, store
@@ -106,21 +106,30 @@ def reciprocal_rms(x1, x2, x3, eps, D: tl.constexpr, REST: tl.constexpr):
 
 
 @triton.jit
-def forward_tile(
-    x_ptr, weight_ptr, y_ptr, x_offsets, y_offsets, mask, cos, sin, eps,
+def forward_heads(
+    x_ptr, weight_ptr, y_ptr, x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
+    b, s, h, group, S, heads, cos, sin, eps,
     D: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
     INTERLEAVED: tl.constexpr, CASTING: tl.constexpr, ROTATE: tl.constexpr,
+    H: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
-    rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    """A group of tiles of q or k."""
     w1, w2, w3 = load_weight(weight_ptr, D, HALF, C, REST, INTERLEAVED, CASTING)
-    y1 = cast_xhat(x1 * rstd, dtype, CASTING) * w1
-    y2 = cast_xhat(x2 * rstd, dtype, CASTING) * w2
-    y3 = cast_xhat(x3 * rstd, dtype, CASTING) * w3
-    if ROTATE:
-        y1, y2 = rotated(y1, y2, cos, sin)
-    store_head(y_ptr, y_offsets, y1, y2, y3, mask, D, HALF, C, REST, INTERLEAVED)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    h += group * (H * STEPS)
+    for _ in tl.static_range(STEPS):
+        mask = ((s < S) & (h < heads))[:, None]
+        x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
+        y_offsets = head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s)
+        x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
+        rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
+        y1 = cast_xhat(x1 * rstd, dtype, CASTING) * w1
+        y2 = cast_xhat(x2 * rstd, dtype, CASTING) * w2
+        y3 = cast_xhat(x3 * rstd, dtype, CASTING) * w3
+        if ROTATE:
+            y1, y2 = rotated(y1, y2, cos, sin)
+        store_head(y_ptr, y_offsets, y1, y2, y3, mask, D, HALF, C, REST, INTERLEAVED)
+        h += H
 
 
 @triton.jit(do_not_specialize=["S", "offset", "length"])
@@ -133,12 +142,14 @@ def qk_norm_forward_kernel(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     S, q_heads, k_heads, offset, length, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
-    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
+    REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program i takes a tile of T tokens by H heads of q, k or v (which is copied), as in rope.py."""
-    q_tiles, k_tiles, b, s, h, tile = tile_of_program(q_heads, k_heads, S, v_ptr is not None, T, H)
-    if tile < q_tiles + k_tiles:
+    """Program i takes a group of tiles of q, k or v (which is copied), as in rope.py."""
+    q_groups, k_groups, b, s, h, group = group_of_program(
+        q_heads, k_heads, S, v_ptr is not None, T, H, STEPS
+    )
+    if group < q_groups + k_groups:
         ROTATE: tl.constexpr = cos_ptr is not None
         cos, sin = 1.0, 0.0
         if ROTATE:
@@ -147,29 +158,25 @@ def qk_norm_forward_kernel(
                 cos_stride, sin_stride, positions_stride_b, positions_stride_s,
                 b, s, S, offset, length, HALF, C, False, COUNT,
             )  # fmt: skip
-        if tile < q_tiles:
-            h += tile * H
-            forward_tile(
-                q_ptr, q_weight_ptr, q_out_ptr,
-                head_offsets(b, s, h, q_stride_b, q_stride_h, q_stride_s),
-                head_offsets(b, s, h, q_out_stride_b, q_out_stride_h, q_out_stride_s),
-                ((s < S) & (h < q_heads))[:, None], cos, sin, eps,
-                D, HALF, C, REST, INTERLEAVED, CASTING, ROTATE,
+        if group < q_groups:
+            forward_heads(
+                q_ptr, q_weight_ptr, q_out_ptr, q_stride_b, q_stride_h, q_stride_s,
+                q_out_stride_b, q_out_stride_h, q_out_stride_s,
+                b, s, h, group, S, q_heads, cos, sin, eps,
+                D, HALF, C, REST, INTERLEAVED, CASTING, ROTATE, H, STEPS,
             )  # fmt: skip
         elif k_ptr is not None:
-            h += (tile - q_tiles) * H
-            forward_tile(
-                k_ptr, k_weight_ptr, k_out_ptr,
-                head_offsets(b, s, h, k_stride_b, k_stride_h, k_stride_s),
-                head_offsets(b, s, h, k_out_stride_b, k_out_stride_h, k_out_stride_s),
-                ((s < S) & (h < k_heads))[:, None], cos, sin, eps,
-                D, HALF, C, REST, INTERLEAVED, CASTING, ROTATE,
+            forward_heads(
+                k_ptr, k_weight_ptr, k_out_ptr, k_stride_b, k_stride_h, k_stride_s,
+                k_out_stride_b, k_out_stride_h, k_out_stride_s,
+                b, s, h, group - q_groups, S, k_heads, cos, sin, eps,
+                D, HALF, C, REST, INTERLEAVED, CASTING, ROTATE, H, STEPS,
             )  # fmt: skip
     elif v_ptr is not None:
-        h += (tile - q_tiles - k_tiles) * H
         copy_heads(
             v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
-            v_out_stride_b, v_out_stride_h, v_out_stride_s, b, s, h, S, k_heads, D, WHOLE,
+            v_out_stride_b, v_out_stride_h, v_out_stride_s,
+            b, s, h, group - q_groups - k_groups, S, k_heads, D, WHOLE, H, STEPS,
         )  # fmt: skip
 
 
@@ -181,24 +188,21 @@ def backward_tiles(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     B, S, heads, offset, length, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
-    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
+    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
-    """dx of every P-th tile of q or of k, and the partial sums of dweight."""
+    """dx of every P-th group of tiles of q or of k, and the partial sums of dweight."""
     program = tl.program_id(0)
     w1, w2, w3 = load_weight(weight_ptr, D, HALF, C, REST, INTERLEAVED, CASTING)
     dw1 = tl.zeros([T * H, C], tl.float32)
     dw2 = tl.zeros([T * H, C], tl.float32)
     dw3 = tl.zeros([T * H if REST else 1, REST if REST else 1], tl.float32)
-    head_tiles = tl.cdiv(heads, H)
-    # Programs of one tile a step: neighbours in memory are at work at the same time.
-    for i in range(program, B * tl.cdiv(S, T) * head_tiles, tl.num_programs(0)):
-        b, s, h, tile = token_and_head(i, head_tiles, S, T, H)
-        h += tile * H
-        mask = ((s < S) & (h < heads))[:, None]
-        x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
-        dy_offsets = head_offsets(b, s, h, dy_stride_b, dy_stride_h, dy_stride_s)
-        x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
-        g1, g2, g3 = load_head(dy_ptr, dy_offsets, mask, D, HALF, C, REST, INTERLEAVED)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    head_groups = tl.cdiv(heads, H * STEPS)
+    # Programs of one group a turn: neighbours in memory are at work at the same time.
+    for i in range(program, B * tl.cdiv(S, T) * head_groups, tl.num_programs(0)):
+        b, s, h, group = token_and_head(i, head_groups, S, T, H)
+        h += group * (H * STEPS)
         if cos_ptr is not None:
             cos, sin = angles(
                 cos_ptr, sin_ptr, positions_ptr,
@@ -206,22 +210,31 @@ def backward_tiles(
                 b, s, S, offset, length, HALF, C, True, COUNT,
             )  # fmt: skip
             # A row past the end may have angles of NaN, but no gradient.
-            g1, g2 = rotated(g1, g2, tl.where(mask, cos, 0.0), tl.where(mask, sin, 0.0))
-        rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
-        x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
-        if dweight_ptr is not None:
-            dtype: tl.constexpr = x_ptr.dtype.element_ty
-            dw1 += g1 * cast_xhat(x1, dtype, CASTING)
-            dw2 += g2 * cast_xhat(x2, dtype, CASTING)
+            exists = (s < S)[:, None]
+            cos, sin = tl.where(exists, cos, 0.0), tl.where(exists, sin, 0.0)
+        for _ in tl.static_range(STEPS):
+            mask = ((s < S) & (h < heads))[:, None]
+            x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
+            dy_offsets = head_offsets(b, s, h, dy_stride_b, dy_stride_h, dy_stride_s)
+            x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
+            g1, g2, g3 = load_head(dy_ptr, dy_offsets, mask, D, HALF, C, REST, INTERLEAVED)
+            if cos_ptr is not None:
+                g1, g2 = rotated(g1, g2, cos, sin)
+            rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
+            x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
+            if dweight_ptr is not None:
+                dw1 += g1 * cast_xhat(x1, dtype, CASTING)
+                dw2 += g2 * cast_xhat(x2, dtype, CASTING)
+                if REST:
+                    dw3 += g3 * cast_xhat(x3, dtype, CASTING)
+            g1, g2, g3 = g1 * w1, g2 * w2, g3 * w3
+            average = row_sum(g1 * x1, g2 * x2, g3 * x3, REST) / D
+            dx1, dx2, dx3 = (g1 - x1 * average) * rstd, (g2 - x2 * average) * rstd, g3
             if REST:
-                dw3 += g3 * cast_xhat(x3, dtype, CASTING)
-        g1, g2, g3 = g1 * w1, g2 * w2, g3 * w3
-        average = row_sum(g1 * x1, g2 * x2, g3 * x3, REST) / D
-        dx1, dx2, dx3 = (g1 - x1 * average) * rstd, (g2 - x2 * average) * rstd, g3
-        if REST:
-            dx3 = (g3 - x3 * average) * rstd
-        dx_offsets = head_offsets(b, s, h, dx_stride_b, dx_stride_h, dx_stride_s)
-        store_head(dx_ptr, dx_offsets, dx1, dx2, dx3, mask, D, HALF, C, REST, INTERLEAVED)
+                dx3 = (g3 - x3 * average) * rstd
+            dx_offsets = head_offsets(b, s, h, dx_stride_b, dx_stride_h, dx_stride_s)
+            store_head(dx_ptr, dx_offsets, dx1, dx2, dx3, mask, D, HALF, C, REST, INTERLEAVED)
+            h += H
     if dweight_ptr is not None:
         one = tl.zeros([1, 1], tl.int32)
         store_head(
@@ -246,17 +259,18 @@ def qk_norm_backward_kernel(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     B, S, q_heads, k_heads, offset, length, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
-    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
+    REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every P-th tile of q, starting with tile p; then of k, then of v (copied)."""
+    """Program p takes every P-th group of tiles of q, starting with group p; then of k, then of v
+    (copied)."""
     backward_tiles(
         dq_out_ptr, q_ptr, q_weight_ptr, dq_ptr, dq_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
         dq_out_stride_b, dq_out_stride_h, dq_out_stride_s, q_stride_b, q_stride_h, q_stride_s,
         dq_stride_b, dq_stride_h, dq_stride_s,
         cos_stride, sin_stride, positions_stride_b, positions_stride_s,
         B, S, q_heads, offset, length, eps,
-        D, HALF, INTERLEAVED, COUNT, CASTING, T, H, C, REST,
+        D, HALF, INTERLEAVED, COUNT, CASTING, T, H, STEPS, C, REST,
     )  # fmt: skip
     if k_ptr is not None:
         backward_tiles(
@@ -265,14 +279,14 @@ def qk_norm_backward_kernel(
             dk_stride_b, dk_stride_h, dk_stride_s,
             cos_stride, sin_stride, positions_stride_b, positions_stride_s,
             B, S, k_heads, offset, length, eps,
-            D, HALF, INTERLEAVED, COUNT, CASTING, T, H, C, REST,
+            D, HALF, INTERLEAVED, COUNT, CASTING, T, H, STEPS, C, REST,
         )  # fmt: skip
     if dv_ptr is not None:
-        head_tiles = tl.cdiv(k_heads, H)
-        for i in range(tl.program_id(0), B * tl.cdiv(S, T) * head_tiles, tl.num_programs(0)):
-            b, s, h, tile = token_and_head(i, head_tiles, S, T, H)
-            h += tile * H
+        head_groups = tl.cdiv(k_heads, H * STEPS)
+        for i in range(tl.program_id(0), B * tl.cdiv(S, T) * head_groups, tl.num_programs(0)):
+            b, s, h, group = token_and_head(i, head_groups, S, T, H)
             copy_heads(
                 dv_out_ptr, dv_ptr, dv_out_stride_b, dv_out_stride_h, dv_out_stride_s,
-                dv_stride_b, dv_stride_h, dv_stride_s, b, s, h, S, k_heads, D, WHOLE,
+                dv_stride_b, dv_stride_h, dv_stride_s,
+                b, s, h, group, S, k_heads, D, WHOLE, H, STEPS,
             )  # fmt: skip

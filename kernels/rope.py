@@ -14,7 +14,9 @@ COUNT offset + positions[b] + s; a row that the tables do not have gives NaN.
 Legend: B batch, S tokens, D head_dim; q [B, Hq, S, D], k, v [B, Hkv, S, D] and their results have
 unit stride over D and any other strides; cos, sin [length, HALF] with unit column stride; positions
 integers.  A tile is T tokens by H heads of one sequence, seen as R = T H rows of C >= HALF pairs.
-Any float dtype in memory, float32 in registers.  A pointer that is None leaves out its part.
+A program takes STEPS tiles, other heads of the same tokens, whose angles it loads once: float32 ones of
+a tile are as many bytes as a tile of 16 bits, read and written.  Any float dtype in memory, float32 in
+registers.  A pointer that is None leaves out its part.
 """
 
 import triton
@@ -24,30 +26,30 @@ from .rows import load, store
 
 
 @triton.jit
-def token_and_head(tile, tiles, S, T: tl.constexpr, H: tl.constexpr):
-    """(batch, tokens [T H], heads [T H], which tile of heads) of tile number `tile`, where every T
-    tokens have `tiles` tiles of heads; int64 but for the last."""
-    head_tile = tile % tiles
+def token_and_head(group, groups, S, T: tl.constexpr, H: tl.constexpr):
+    """(batch, tokens [T H], heads [T H] of the first tile, which group of heads) of group number
+    `group` of tiles, where every T tokens have so many groups; int64 but for the last."""
+    head_group = group % groups
     token_tiles = tl.cdiv(S, T)
-    token_tile = (tile // tiles) % token_tiles
-    b = (tile // tiles // token_tiles).to(tl.int64)
+    token_tile = (group // groups) % token_tiles
+    b = (group // groups // token_tiles).to(tl.int64)
     row = tl.arange(0, T * H)
-    return b, token_tile.to(tl.int64) * T + row // H, (row % H).to(tl.int64), head_tile
+    return b, token_tile.to(tl.int64) * T + row // H, (row % H).to(tl.int64), head_group
 
 
 @triton.jit
-def tile_of_program(
-    q_heads, k_heads, S, WITH_V: tl.constexpr, T: tl.constexpr, H: tl.constexpr
+def group_of_program(
+    q_heads, k_heads, S, WITH_V: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr
 ):  # fmt: skip
-    """(tiles of q's heads, of k's, and token_and_head of this program), where every T tokens have the
-    tiles of q, then those of k, then those of v: neighbours find their angles in cache."""
-    q_tiles = tl.cdiv(q_heads, H)
-    k_tiles = tl.cdiv(k_heads, H)
-    tiles = q_tiles + k_tiles
+    """(groups of q's heads, of k's, and token_and_head of this program), where every T tokens have the
+    groups of q, then those of k, then those of v: neighbours find their angles in cache."""
+    q_groups = tl.cdiv(q_heads, H * STEPS)
+    k_groups = tl.cdiv(k_heads, H * STEPS)
+    groups = q_groups + k_groups
     if WITH_V:
-        tiles += k_tiles
-    b, s, h, tile = token_and_head(tl.program_id(0), tiles, S, T, H)
-    return q_tiles, k_tiles, b, s, h, tile
+        groups += k_groups
+    b, s, h, group = token_and_head(tl.program_id(0), groups, S, T, H)
+    return q_groups, k_groups, b, s, h, group
 
 
 @triton.jit
@@ -122,14 +124,17 @@ def copy_columns(
 @triton.jit
 def copy_heads(
     x_ptr, y_ptr, x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
-    b, s, h, S, heads, D: tl.constexpr, C: tl.constexpr,
+    b, s, h, group, S, heads, D: tl.constexpr, C: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of v, all D <= C columns of it."""
-    copy_columns(
-        x_ptr, y_ptr, head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s),
-        head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s),
-        ((s < S) & (h < heads))[:, None], 0, D, C,
-    )  # fmt: skip
+    """A group of tiles of v, all D <= C columns of them."""
+    h += group * (H * STEPS)
+    for _ in tl.static_range(STEPS):
+        copy_columns(
+            x_ptr, y_ptr, head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s),
+            head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s),
+            ((s < S) & (h < heads))[:, None], 0, D, C,
+        )  # fmt: skip
+        h += H
 
 
 @triton.jit
@@ -139,16 +144,24 @@ def head_offsets(b, s, h, stride_b, stride_h, stride_s):
 
 
 @triton.jit
-def rotate_tile(
-    x_ptr, y_ptr, x_offsets, y_offsets, mask, cos, sin,
+def rotate_heads(
+    x_ptr, y_ptr, x_stride_b, x_stride_h, x_stride_s, y_stride_b, y_stride_h, y_stride_s,
+    b, s, h, group, S, heads, cos, sin,
     D: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    x1, x2 = load_pairs(x_ptr, x_offsets, mask, HALF, C, INTERLEAVED)
-    y1, y2 = rotated(x1, x2, cos, sin)
-    store_pairs(y_ptr, y_offsets, y1, y2, mask, HALF, C, INTERLEAVED)
-    if REST:
-        copy_columns(x_ptr, y_ptr, x_offsets, y_offsets, mask, 2 * HALF, D, REST)
+    """A group of tiles of q or k."""
+    h += group * (H * STEPS)
+    for _ in tl.static_range(STEPS):
+        mask = ((s < S) & (h < heads))[:, None]
+        x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
+        y_offsets = head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s)
+        x1, x2 = load_pairs(x_ptr, x_offsets, mask, HALF, C, INTERLEAVED)
+        y1, y2 = rotated(x1, x2, cos, sin)
+        store_pairs(y_ptr, y_offsets, y1, y2, mask, HALF, C, INTERLEAVED)
+        if REST:
+            copy_columns(x_ptr, y_ptr, x_offsets, y_offsets, mask, 2 * HALF, D, REST)
+        h += H
 
 
 @triton.jit(do_not_specialize=["S", "offset", "length"])
@@ -161,34 +174,35 @@ def rope_kernel(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     S, q_heads, k_heads, offset, length,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    COUNT: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    WHOLE: tl.constexpr,
+    COUNT: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
+    REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program i rotates a tile of T tokens by H heads of q or k, or copies one of v."""
-    q_tiles, k_tiles, b, s, h, tile = tile_of_program(q_heads, k_heads, S, v_ptr is not None, T, H)
-    if tile < q_tiles + k_tiles:
+    """Program i rotates STEPS tiles of T tokens by H heads of q or k, or copies those of v."""
+    q_groups, k_groups, b, s, h, group = group_of_program(
+        q_heads, k_heads, S, v_ptr is not None, T, H, STEPS
+    )
+    if group < q_groups + k_groups:
         cos, sin = angles(
             cos_ptr, sin_ptr, positions_ptr,
             cos_stride, sin_stride, positions_stride_b, positions_stride_s,
             b, s, S, offset, length, HALF, C, INVERSE, COUNT,
         )  # fmt: skip
-        if tile < q_tiles:
-            h += tile * H
-            rotate_tile(
-                q_ptr, q_out_ptr, head_offsets(b, s, h, q_stride_b, q_stride_h, q_stride_s),
-                head_offsets(b, s, h, q_out_stride_b, q_out_stride_h, q_out_stride_s),
-                ((s < S) & (h < q_heads))[:, None], cos, sin, D, HALF, C, REST, INTERLEAVED,
+        if group < q_groups:
+            rotate_heads(
+                q_ptr, q_out_ptr, q_stride_b, q_stride_h, q_stride_s,
+                q_out_stride_b, q_out_stride_h, q_out_stride_s, b, s, h, group, S, q_heads, cos, sin,
+                D, HALF, C, REST, INTERLEAVED, H, STEPS,
             )  # fmt: skip
         elif k_ptr is not None:
-            h += (tile - q_tiles) * H
-            rotate_tile(
-                k_ptr, k_out_ptr, head_offsets(b, s, h, k_stride_b, k_stride_h, k_stride_s),
-                head_offsets(b, s, h, k_out_stride_b, k_out_stride_h, k_out_stride_s),
-                ((s < S) & (h < k_heads))[:, None], cos, sin, D, HALF, C, REST, INTERLEAVED,
+            rotate_heads(
+                k_ptr, k_out_ptr, k_stride_b, k_stride_h, k_stride_s,
+                k_out_stride_b, k_out_stride_h, k_out_stride_s,
+                b, s, h, group - q_groups, S, k_heads, cos, sin,
+                D, HALF, C, REST, INTERLEAVED, H, STEPS,
             )  # fmt: skip
     elif v_ptr is not None:
-        h += (tile - q_tiles - k_tiles) * H
         copy_heads(
             v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
-            v_out_stride_b, v_out_stride_h, v_out_stride_s, b, s, h, S, k_heads, D, WHOLE,
+            v_out_stride_b, v_out_stride_h, v_out_stride_s,
+            b, s, h, group - q_groups - k_groups, S, k_heads, D, WHOLE, H, STEPS,
         )  # fmt: skip

@@ -51,8 +51,8 @@ def heads_case(
     else:
         del pointers["positions_ptr"]
     tile = {
-        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads, "C": config.pairs,
-        "REST": config.rest, "WHOLE": config.whole,
+        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads,
+        "STEPS": config.steps, "C": config.pairs, "REST": config.rest, "WHOLE": config.whole,
     }  # fmt: skip
     return case(name, kernel, pointers, tile | constexprs, config.num_warps)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .sizes import power_of_two
 
 VECTOR_BYTES = 16  # the widest load of a thread
 GLU_WARPS = 4
 HEAD_WARPS = 4
-MAX_HEADS = 8
+HEAD_STEPS = 4
 QK_NORM_PROGRAMS = 5  # as many as 96 registers a thread leave room for
 
 
@@ -24,10 +24,11 @@ class TileConfig:
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A tile of tokens x heads a program, each row of it `pairs` pairs of dimensions, `rest`
-    dimensions that are not rotated, `whole` dimensions in all, padded to powers of two.
+    """A tile of tokens x heads, each row of it `pairs` pairs of dimensions, `rest` dimensions that are
+    not rotated, `whole` dimensions in all, padded to powers of two.
 
-    programs: programs a multiprocessor, where each takes several tiles.
+    steps: tiles a program, of other heads of the same tokens.
+    programs: programs a multiprocessor, where each takes several groups of tiles.
     """
 
     tokens: int
@@ -36,6 +37,7 @@ class HeadConfig:
     rest: int
     whole: int
     num_warps: int
+    steps: int = 1
     programs: int = 1
 
 
@@ -57,13 +59,13 @@ def heads(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadC
     rest = power_of_two(D - rotary_dim) if rotary_dim < D else 0
     rows = HEAD_WARPS * 32 * VECTOR_BYTES // itemsize * 2 // (2 * pairs + rest)
     rows = max(power_of_two(rows + 1) // 2, 1)  # rounded down
-    together = min(power_of_two(n_heads), MAX_HEADS, rows)
-    tokens = min(rows // together, power_of_two(S))
-    return HeadConfig(tokens, together, pairs, rest, power_of_two(D), HEAD_WARPS)
+    tokens = min(rows, power_of_two(S))
+    together = min(power_of_two(n_heads), rows // tokens)
+    steps = max(min(HEAD_STEPS, -(-n_heads // together)), 1)
+    return HeadConfig(tokens, together, pairs, rest, power_of_two(D), HEAD_WARPS, steps)
 
 
 def qk_norm_backward(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
-    """As heads; a few programs a multiprocessor, each of which takes many tiles and adds up the
+    """As heads; a few programs a multiprocessor, each of which takes many groups and adds up the
     weights' gradients."""
-    tile = heads(D, rotary_dim, S, n_heads, itemsize)
-    return HeadConfig(**{**vars(tile), "programs": QK_NORM_PROGRAMS})
+    return replace(heads(D, rotary_dim, S, n_heads, itemsize), programs=QK_NORM_PROGRAMS)

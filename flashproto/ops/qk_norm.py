@@ -18,10 +18,10 @@ from .rope import (
     empty_packed,
     empty_rotated,
     empty_split,
+    groups_of,
     split_heads,
     strides_of,
     table_strides,
-    tiles_of,
     unit_columns,
 )
 
@@ -82,7 +82,7 @@ def forward_launch(inputs, outputs, q_weight, k_weight, cos, sin, rows, interlea
     k_heads = 0 if k is None else k.shape[1]
     cos, sin, rotary_dim = tables(cos, sin, D)
     config = configs.heads(D, rotary_dim, S, max(q_heads, k_heads), q.element_size())
-    programs = tiles_of(config, B, S, q_heads, k_heads, 0 if v is None else k_heads)
+    programs = groups_of(config, B, S, q_heads, k_heads, 0 if v is None else k_heads)
     if programs == 0 or D == 0:
         return
     launch_forward(
@@ -91,8 +91,8 @@ def forward_launch(inputs, outputs, q_weight, k_weight, cos, sin, rows, interlea
         *strides_of(*inputs, *outputs), *table_strides(cos, sin, rows.positions),
         S, q_heads, k_heads, rows.offset, 0 if cos is None else cos.shape[0], eps,
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, COUNT=rows.count_up, CASTING=casting,
-        T=config.tokens, H=config.heads, C=config.pairs, REST=config.rest, WHOLE=config.whole,
-        num_warps=config.num_warps,
+        T=config.tokens, H=config.heads, STEPS=config.steps, C=config.pairs, REST=config.rest,
+        WHOLE=config.whole, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -110,10 +110,10 @@ def backward_launch(
     dq_weight, dk_weight = empty_weight_gradients(q, q_weight, k_weight, need_dq_weight, need_dk_weight)
     cos, sin, rotary_dim = tables(cos, sin, D)
     config = configs.qk_norm_backward(D, rotary_dim, S, max(q_heads, k_heads), q.element_size())
-    tiles = tiles_of(config, B, S, max(q_heads, k_heads))
-    if tiles == 0 or D == 0:
+    groups = groups_of(config, B, S, max(q_heads, k_heads))
+    if groups == 0 or D == 0:
         return dq_weight.zero_(), dk_weight.zero_()
-    P = min(tiles, config.programs * multiprocessors(q.device))
+    P = min(groups, config.programs * multiprocessors(q.device))
     dq_partial, dk_partial = (
         q.new_empty(P, D, dtype=torch.float32) if need else None
         for need in (need_dq_weight, need_dk_weight)
@@ -125,8 +125,8 @@ def backward_launch(
         *table_strides(cos, sin, rows.positions),
         B, S, q_heads, k_heads, rows.offset, 0 if cos is None else cos.shape[0], eps,
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, COUNT=rows.count_up, CASTING=casting,
-        T=config.tokens, H=config.heads, C=config.pairs, REST=config.rest, WHOLE=config.whole,
-        num_warps=config.num_warps,
+        T=config.tokens, H=config.heads, STEPS=config.steps, C=config.pairs, REST=config.rest,
+        WHOLE=config.whole, num_warps=config.num_warps,
     )  # fmt: skip
     if need_dq_weight or need_dk_weight:
         column_sums(

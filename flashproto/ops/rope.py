@@ -97,9 +97,9 @@ def table_strides(cos: Tensor | None, sin: Tensor | None, positions: Tensor | No
     return [*(0 if t is None else t.stride(0) for t in (cos, sin)), *over]
 
 
-def tiles_of(config: HeadConfig, B: int, S: int, *heads: int) -> int:
-    """How many tiles there are of tensors with so many heads each."""
-    return B * cdiv(S, config.tokens) * sum(cdiv(n, config.heads) for n in heads)
+def groups_of(config: HeadConfig, B: int, S: int, *heads: int) -> int:
+    """How many groups of tiles there are of tensors with so many heads each."""
+    return B * cdiv(S, config.tokens) * sum(cdiv(n, config.heads * config.steps) for n in heads)
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def launch(
     cos, sin = unit_columns(cos), unit_columns(sin)
     rotary_dim = 2 * cos.shape[1]
     config = configs.heads(D, rotary_dim, S, max(q_heads, k_heads), q.element_size())
-    programs = tiles_of(config, B, S, q_heads, k_heads, 0 if v is None else k_heads)
+    programs = groups_of(config, B, S, q_heads, k_heads, 0 if v is None else k_heads)
     if programs == 0 or D == 0:
         return
     launch_rope(
@@ -129,8 +129,8 @@ def launch(
         q, k, v, cos, sin, rows.positions, *outputs, *strides_of(*inputs, *outputs),
         *table_strides(cos, sin, rows.positions), S, q_heads, k_heads, rows.offset, cos.shape[0],
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, INVERSE=inverse, COUNT=rows.count_up,
-        T=config.tokens, H=config.heads, C=config.pairs, REST=config.rest, WHOLE=config.whole,
-        num_warps=config.num_warps,
+        T=config.tokens, H=config.heads, STEPS=config.steps, C=config.pairs, REST=config.rest,
+        WHOLE=config.whole, num_warps=config.num_warps,
     )  # fmt: skip
 
 
