@@ -188,21 +188,24 @@ def backward_tiles(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     B, S, heads, offset, length, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
-    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
-    REST: tl.constexpr,
+    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """dx of every P-th group of tiles of q or of k, and the partial sums of dweight."""
+    """dx of every P-th tile of q or of k, and the partial sums of dweight."""
     program = tl.program_id(0)
     w1, w2, w3 = load_weight(weight_ptr, D, HALF, C, REST, INTERLEAVED, CASTING)
     dw1 = tl.zeros([T * H, C], tl.float32)
     dw2 = tl.zeros([T * H, C], tl.float32)
     dw3 = tl.zeros([T * H if REST else 1, REST if REST else 1], tl.float32)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    head_groups = tl.cdiv(heads, H * STEPS)
-    # Programs of one group a turn: neighbours in memory are at work at the same time.
-    for i in range(program, B * tl.cdiv(S, T) * head_groups, tl.num_programs(0)):
-        b, s, h, group = token_and_head(i, head_groups, S, T, H)
-        h += group * (H * STEPS)
+    head_tiles = tl.cdiv(heads, H)
+    # Programs of one tile a step: neighbours in memory are at work at the same time.
+    for i in range(program, B * tl.cdiv(S, T) * head_tiles, tl.num_programs(0)):
+        b, s, h, tile = token_and_head(i, head_tiles, S, T, H)
+        h += tile * H
+        mask = ((s < S) & (h < heads))[:, None]
+        x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
+        dy_offsets = head_offsets(b, s, h, dy_stride_b, dy_stride_h, dy_stride_s)
+        x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
+        g1, g2, g3 = load_head(dy_ptr, dy_offsets, mask, D, HALF, C, REST, INTERLEAVED)
         if cos_ptr is not None:
             cos, sin = angles(
                 cos_ptr, sin_ptr, positions_ptr,
@@ -210,31 +213,22 @@ def backward_tiles(
                 b, s, S, offset, length, HALF, C, True, COUNT,
             )  # fmt: skip
             # A row past the end may have angles of NaN, but no gradient.
-            exists = (s < S)[:, None]
-            cos, sin = tl.where(exists, cos, 0.0), tl.where(exists, sin, 0.0)
-        for _ in tl.static_range(STEPS):
-            mask = ((s < S) & (h < heads))[:, None]
-            x_offsets = head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s)
-            dy_offsets = head_offsets(b, s, h, dy_stride_b, dy_stride_h, dy_stride_s)
-            x1, x2, x3 = load_head(x_ptr, x_offsets, mask, D, HALF, C, REST, INTERLEAVED)
-            g1, g2, g3 = load_head(dy_ptr, dy_offsets, mask, D, HALF, C, REST, INTERLEAVED)
-            if cos_ptr is not None:
-                g1, g2 = rotated(g1, g2, cos, sin)
-            rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
-            x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
-            if dweight_ptr is not None:
-                dw1 += g1 * cast_xhat(x1, dtype, CASTING)
-                dw2 += g2 * cast_xhat(x2, dtype, CASTING)
-                if REST:
-                    dw3 += g3 * cast_xhat(x3, dtype, CASTING)
-            g1, g2, g3 = g1 * w1, g2 * w2, g3 * w3
-            average = row_sum(g1 * x1, g2 * x2, g3 * x3, REST) / D
-            dx1, dx2, dx3 = (g1 - x1 * average) * rstd, (g2 - x2 * average) * rstd, g3
+            g1, g2 = rotated(g1, g2, tl.where(mask, cos, 0.0), tl.where(mask, sin, 0.0))
+        rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
+        x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
+        if dweight_ptr is not None:
+            dtype: tl.constexpr = x_ptr.dtype.element_ty
+            dw1 += g1 * cast_xhat(x1, dtype, CASTING)
+            dw2 += g2 * cast_xhat(x2, dtype, CASTING)
             if REST:
-                dx3 = (g3 - x3 * average) * rstd
-            dx_offsets = head_offsets(b, s, h, dx_stride_b, dx_stride_h, dx_stride_s)
-            store_head(dx_ptr, dx_offsets, dx1, dx2, dx3, mask, D, HALF, C, REST, INTERLEAVED)
-            h += H
+                dw3 += g3 * cast_xhat(x3, dtype, CASTING)
+        g1, g2, g3 = g1 * w1, g2 * w2, g3 * w3
+        average = row_sum(g1 * x1, g2 * x2, g3 * x3, REST) / D
+        dx1, dx2, dx3 = (g1 - x1 * average) * rstd, (g2 - x2 * average) * rstd, g3
+        if REST:
+            dx3 = (g3 - x3 * average) * rstd
+        dx_offsets = head_offsets(b, s, h, dx_stride_b, dx_stride_h, dx_stride_s)
+        store_head(dx_ptr, dx_offsets, dx1, dx2, dx3, mask, D, HALF, C, REST, INTERLEAVED)
     if dweight_ptr is not None:
         one = tl.zeros([1, 1], tl.int32)
         store_head(
@@ -259,18 +253,17 @@ def qk_norm_backward_kernel(
     cos_stride, sin_stride, positions_stride_b, positions_stride_s,
     B, S, q_heads, k_heads, offset, length, eps,
     D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr, COUNT: tl.constexpr,
-    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
-    REST: tl.constexpr, WHOLE: tl.constexpr,
+    CASTING: tl.constexpr, T: tl.constexpr, H: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes every P-th group of tiles of q, starting with group p; then of k, then of v
-    (copied)."""
+    """Program p takes every P-th tile of q, starting with tile p; then of k, then of v (copied)."""
     backward_tiles(
         dq_out_ptr, q_ptr, q_weight_ptr, dq_ptr, dq_weight_ptr, cos_ptr, sin_ptr, positions_ptr,
         dq_out_stride_b, dq_out_stride_h, dq_out_stride_s, q_stride_b, q_stride_h, q_stride_s,
         dq_stride_b, dq_stride_h, dq_stride_s,
         cos_stride, sin_stride, positions_stride_b, positions_stride_s,
         B, S, q_heads, offset, length, eps,
-        D, HALF, INTERLEAVED, COUNT, CASTING, T, H, STEPS, C, REST,
+        D, HALF, INTERLEAVED, COUNT, CASTING, T, H, C, REST,
     )  # fmt: skip
     if k_ptr is not None:
         backward_tiles(
@@ -279,14 +272,13 @@ def qk_norm_backward_kernel(
             dk_stride_b, dk_stride_h, dk_stride_s,
             cos_stride, sin_stride, positions_stride_b, positions_stride_s,
             B, S, k_heads, offset, length, eps,
-            D, HALF, INTERLEAVED, COUNT, CASTING, T, H, STEPS, C, REST,
+            D, HALF, INTERLEAVED, COUNT, CASTING, T, H, C, REST,
         )  # fmt: skip
     if dv_ptr is not None:
-        head_groups = tl.cdiv(k_heads, H * STEPS)
-        for i in range(tl.program_id(0), B * tl.cdiv(S, T) * head_groups, tl.num_programs(0)):
-            b, s, h, group = token_and_head(i, head_groups, S, T, H)
+        head_tiles = tl.cdiv(k_heads, H)
+        for i in range(tl.program_id(0), B * tl.cdiv(S, T) * head_tiles, tl.num_programs(0)):
+            b, s, h, tile = token_and_head(i, head_tiles, S, T, H)
             copy_heads(
                 dv_out_ptr, dv_ptr, dv_out_stride_b, dv_out_stride_h, dv_out_stride_s,
-                dv_stride_b, dv_stride_h, dv_stride_s,
-                b, s, h, group, S, k_heads, D, WHOLE, H, STEPS,
+                dv_stride_b, dv_stride_h, dv_stride_s, b, s, h, tile, S, k_heads, D, WHOLE, H, 1,
             )  # fmt: skip

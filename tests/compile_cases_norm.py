@@ -207,7 +207,7 @@ def norm_cases(arch: int) -> list[Case]:
         forward_shared("layer-shared-ragged", 20488, "*bf16", True, "*fp32"),
         forward_shared("llama-ring", 65536, "*bf16", False, "*bf16", casting="llama"),
         forward_shared("layer-ring", 131072, "*bf16", True, "*bf16"),
-        forward_shared("layer-ring-16384", 16384, "*bf16", True, "*bf16"),
+        forward_shared("layer-shared-16384", 16384, "*bf16", True, "*bf16"),
         forward_shared("layer-ring-262144", 2**18, "*fp16", True, "*fp16"),
         forward_shared("rms-ring-32768", 32768, "*bf16", False, "*fp32"),
         forward_shared("rms-ring", 2**19, "*fp16", False, "*fp32"),

@@ -145,7 +145,7 @@ def norm_forward_shared(
         return RowConfig(1, -(-N // 2048) * 2048, 4 if centered else 8, max_registers=80)
     if N <= 16384 and (residual or not centered):
         return None
-    if N >= 16384 and N % 2048 == 0 and not residual and parameters <= 4:
+    if N > 16384 and N % 2048 == 0 and not residual and parameters <= 4:
         stays = RowConfig(1, 2048, 1, split=True, stages=4, programs=12, max_registers=168)
         if N > 2**18:
             return replace(stays, columns=4096, num_warps=2, programs=6)
@@ -154,10 +154,8 @@ def norm_forward_shared(
         if 32768 < N <= 2**17:
             return replace(stays, rows=3, columns=1024, stages=3)
         return replace(stays, rows=2, stages=3, programs=8, max_registers=255)
-    if N == 16384:
-        return None
     if N <= 32768 and not residual:
-        cap = 80 if centered and N > 16384 else 64
+        cap = 80 if centered and N >= 16384 else 64
         return RowConfig(1, -(-N // 2048) * 2048, 8, max_registers=cap)
     columns = 8192 if N <= 2**18 else 16384
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
@@ -380,7 +378,7 @@ def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     goes through shared memory.  Blocks are as wide as makes their number and that of the scores in the
     best ones smallest in sum, up to a load of 16 bytes; parts make up for that bound where sorting is
     much of the work.  Sorting costs more for each key, searching for each of the k: that suits many
-    16-bit scores, the largest of whose keys one instruction finds in a warp.
+    scores, above all of 16 bits, the largest of whose keys one instruction finds in a warp.
 
     Where rows are split, a program loops over softmax_topk_span columns in tiles; small ones, since
     that decides how many scores are looked at twice.
@@ -397,7 +395,7 @@ def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     blocks = [w for w in (1, 2, 4, 8) if w == 1 or columns >= 2 * w * largest]
     block = min(blocks, key=lambda w: (columns // w + largest * w, abs(w - 4)))
     part = 4 if block == 8 and k > 32 else 1
-    sort = itemsize == 4 or columns < 1024 or k > (32 if columns == 4096 else 16)
+    sort = columns < 1024 or k > (32 if columns == 4096 else 16) * 2 // itemsize
     return TopkConfig(rows, columns, warps, block=block, part=part, sort=sort)
 
 

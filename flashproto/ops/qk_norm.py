@@ -110,10 +110,10 @@ def backward_launch(
     dq_weight, dk_weight = empty_weight_gradients(q, q_weight, k_weight, need_dq_weight, need_dk_weight)
     cos, sin, rotary_dim = tables(cos, sin, D)
     config = configs.qk_norm_backward(D, rotary_dim, S, max(q_heads, k_heads), q.element_size())
-    groups = groups_of(config, B, S, max(q_heads, k_heads))
-    if groups == 0 or D == 0:
+    tiles = groups_of(config, B, S, max(q_heads, k_heads))
+    if tiles == 0 or D == 0:
         return dq_weight.zero_(), dk_weight.zero_()
-    P = min(groups, config.programs * multiprocessors(q.device))
+    P = min(tiles, config.programs * multiprocessors(q.device))
     dq_partial, dk_partial = (
         q.new_empty(P, D, dtype=torch.float32) if need else None
         for need in (need_dq_weight, need_dk_weight)
@@ -125,8 +125,8 @@ def backward_launch(
         *table_strides(cos, sin, rows.positions),
         B, S, q_heads, k_heads, rows.offset, 0 if cos is None else cos.shape[0], eps,
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, COUNT=rows.count_up, CASTING=casting,
-        T=config.tokens, H=config.heads, STEPS=config.steps, C=config.pairs, REST=config.rest,
-        WHOLE=config.whole, num_warps=config.num_warps,
+        T=config.tokens, H=config.heads, C=config.pairs, REST=config.rest, WHOLE=config.whole,
+        num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
     if need_dq_weight or need_dk_weight:
         column_sums(
