@@ -69,7 +69,7 @@ def results(call: Call, tensors: list[Tensor], grad: bool = True) -> list[Tensor
 def ordinary(call: Call, tensors: list[Tensor], grad: bool = True) -> list[Tensor]:
     """The results of a call that follows no plan."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "find", lambda key: None)
+        patch.setattr(plans, "find", lambda options, tensors: None)
         patch.setattr(plans, "keep", lambda key, make: None)
         return results(call, tensors, grad)
 
