@@ -13,9 +13,8 @@ ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
 
 def case(
-    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], num_warps: int,
-    max_registers: int | None = None,
-) -> Case:  # fmt: skip
+    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], num_warps: int
+) -> Case:
     """Pointers that are not named are None; strides and N are multiples of 16, other numbers any."""
     names = kernel.arg_names
     missing = {n: None for n in names if n.endswith("_ptr") and n not in pointers}
@@ -23,7 +22,7 @@ def case(
     scalars = {n: "i32" for n in names if n not in pointers and n not in constexprs and n != "eps"}
     signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
     aligned = tuple(n for n in signature if n.endswith("_ptr") or "_stride" in n or n == "N")
-    return Case(name, kernel, signature, constexprs, aligned, num_warps, max_registers=max_registers)
+    return Case(name, kernel, signature, constexprs, aligned, num_warps)
 
 
 def glu_case(name: str, N: int, dtype: str, act: str, backward: bool = False, up: bool = True) -> Case:
@@ -52,12 +51,11 @@ def heads_case(
     else:
         del pointers["positions_ptr"]
     tile = {
-        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads,
-        "C": config.pairs, "REST": config.rest, "WHOLE": config.whole,
+        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads, "C": config.pairs,
+        "REST": config.rest, "WHOLE": config.whole,
     }  # fmt: skip
     tile |= {} if backward else {"STEPS": config.steps}
-    constexprs = tile | constexprs
-    return case(name, kernel, pointers, constexprs, config.num_warps, config.max_registers)
+    return case(name, kernel, pointers, tile | constexprs, config.num_warps)
 
 
 V_POINTERS = ("v_ptr", "v_out_ptr", "dv_ptr", "dv_out_ptr")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from .sizes import power_of_two
 
@@ -10,9 +10,8 @@ VECTOR_BYTES = 16  # the widest load of a thread
 GLU_WARPS = 4
 HEAD_WARPS = 4
 HEAD_STEPS = 4
-QK_NORM_WARPS = 2
-QK_NORM_REGISTERS = 112
-QK_NORM_PROGRAMS = 9  # as many as those registers leave room for
+MAX_HEADS = 8
+QK_NORM_PROGRAMS = 5  # as many as 96 registers a thread leave room for
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class HeadConfig:
 
     steps: tiles a program, of other heads of the same tokens.
     programs: programs a multiprocessor, where each takes several tiles.
-    max_registers: a cap for the compiler, for as many programs.
     """
 
     tokens: int
@@ -42,7 +40,6 @@ class HeadConfig:
     num_warps: int
     steps: int = 1
     programs: int = 1
-    max_registers: int | None = None
 
 
 def glu(N: int, itemsize: int) -> TileConfig:
@@ -56,23 +53,30 @@ def glu(N: int, itemsize: int) -> TileConfig:
     return TileConfig(elements // columns, columns, GLU_WARPS)
 
 
-def heads(
-    D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int, warps: int = HEAD_WARPS
-) -> HeadConfig:
+def heads(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
     """Heads of D dimensions, the first `rotary_dim` rotated, of S tokens: one vector a thread of the
-    first members of the pairs, one of the second."""
-    pairs = power_of_two(max(rotary_dim // 2, 1))
-    rest = power_of_two(D - rotary_dim) if rotary_dim < D else 0
-    rows = warps * 32 * VECTOR_BYTES // itemsize * 2 // (2 * pairs + rest)
-    rows = max(power_of_two(rows + 1) // 2, 1)  # rounded down
+    first members of the pairs, one of the second.  A tile has as few heads as fill it, so that the
+    next ones share the angles of its tokens."""
+    pairs, rest, rows = _head_tile(D, rotary_dim, itemsize)
     tokens = min(rows, power_of_two(S))
     together = min(power_of_two(n_heads), rows // tokens)
     steps = max(min(HEAD_STEPS, -(-n_heads // together)), 1)
-    return HeadConfig(tokens, together, pairs, rest, power_of_two(D), warps, steps)
+    return HeadConfig(tokens, together, pairs, rest, power_of_two(D), HEAD_WARPS, steps)
 
 
 def qk_norm_backward(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
-    """As heads, one tile at a time; a few small programs a multiprocessor, each of which takes many and
-    adds up the weights' gradients."""
-    tile = heads(D, rotary_dim, S, n_heads, itemsize, QK_NORM_WARPS)
-    return replace(tile, steps=1, programs=QK_NORM_PROGRAMS, max_registers=QK_NORM_REGISTERS)
+    """As many vectors; a few programs a multiprocessor, each of which takes many tiles, up to MAX_HEADS
+    neighbours in each, and adds up the weights' gradients."""
+    pairs, rest, rows = _head_tile(D, rotary_dim, itemsize)
+    together = min(power_of_two(n_heads), MAX_HEADS, rows)
+    tokens = min(rows // together, power_of_two(S))
+    whole = power_of_two(D)
+    return HeadConfig(tokens, together, pairs, rest, whole, HEAD_WARPS, programs=QK_NORM_PROGRAMS)
+
+
+def _head_tile(D: int, rotary_dim: int, itemsize: int) -> tuple[int, int, int]:
+    """(pairs, rest, rows) of a tile of heads."""
+    pairs = power_of_two(max(rotary_dim // 2, 1))
+    rest = power_of_two(D - rotary_dim) if rotary_dim < D else 0
+    rows = HEAD_WARPS * 32 * VECTOR_BYTES // itemsize * 2 // (2 * pairs + rest)
+    return pairs, rest, max(power_of_two(rows + 1) // 2, 1)  # rounded down

@@ -126,7 +126,7 @@ def backward_launch(
         B, S, q_heads, k_heads, rows.offset, 0 if cos is None else cos.shape[0], eps,
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, COUNT=rows.count_up, CASTING=casting,
         T=config.tokens, H=config.heads, C=config.pairs, REST=config.rest, WHOLE=config.whole,
-        num_warps=config.num_warps, maxnreg=config.max_registers,
+        num_warps=config.num_warps,
     )  # fmt: skip
     if need_dq_weight or need_dk_weight:
         column_sums(
