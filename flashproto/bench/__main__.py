@@ -260,7 +260,7 @@ def run_launch(options: argparse.Namespace, device: torch.device, impls: list[st
 
     figures = [measure_launch(impl, device) for impl in impls]
     print("\n\n".join(map(launch_text, figures)))
-    run = report.describe_run({}, {"host": "median of 5 rounds of 300 calls"})
+    run = report.describe_run({}, {"host": "median and lowest of 31 rounds of 100 calls"})
     report.save(options.out / "launch.json", {"subject": "launch", "runs": [run], "launch": figures})
     print(f"\nwrote {options.out / 'launch.json'}")
 
