@@ -73,7 +73,7 @@ def layer_norm(
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Ba, Kiros and Hinton, "Layer Normalization" (2016); Chan et al. (1979) for the moments.
     """
-    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, **options)
+    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, options)
 
 
 def rms_norm(
@@ -90,7 +90,7 @@ def rms_norm(
     Arguments, result and errors as layer_norm; eps=None is torch.finfo(x.dtype).eps, as in torch.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, **options)
+    return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, options)
 
 
 def add_layer_norm(
@@ -109,7 +109,7 @@ def add_layer_norm(
     after the other; a prologue acts on x alone, before the sum, which is rounded once.  Arguments and
     errors otherwise as layer_norm.
     """
-    return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, **options)
+    return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, options)
 
 
 def add_rms_norm(
@@ -123,23 +123,31 @@ def add_rms_norm(
     **options: Unpack[NormOptions],
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x + residual) and the sum, in one pass; otherwise as add_layer_norm."""
-    return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, **options)
+    return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, options)
 
 
 def _norm(
-    operator, x, residual, normalized_shape, weight, bias, eps, centered, *, casting="torch",
+    operator, x, residual, normalized_shape, weight, bias, eps, centered, options
+):  # fmt: skip
+    """A plan if there is one, before the options are looked at one by one."""
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    kind = operator, trailing, eps, weight is None, *options.items()
+    if (plan := plans.find(kind, tensors)) is not None:
+        return plan(x, residual, weight, bias)
+    return _norm_anew(
+        operator, x, residual, trailing, weight, bias, eps, centered, kind, tensors, **options
+    )
+
+
+def _norm_anew(
+    operator, x, residual, trailing, weight, bias, eps, centered, kind, tensors, *, casting="torch",
     prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False, impl=None,
 ):  # fmt: skip
-    tensors = [t for t in (x, residual, weight, bias) if t is not None]
-    key = None
     hooked = prologue is not None or epilogue is not None or split_rows
-    if not hooked and dtype is None and not memory_efficient:
-        trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
-        kind = operator, trailing, eps, casting, impl, weight is None
-        if (plan := plans.find(kind, tensors)) is not None:
-            return plan(x, residual, weight, bias)
-        key = plans.key(kind, tensors)
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    plain = not hooked and dtype is None and not memory_efficient
+    key = plans.key(kind, tensors) if plain else None
+    shape = [trailing] if isinstance(trailing, int) else list(trailing)
     check_norm(operator, x, shape, weight, bias, residual)
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
