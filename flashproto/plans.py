@@ -28,7 +28,7 @@ from .ops.autograd import wants_grad
 # What compiled code allocates with; a torch without CUDA has no such function, or none that works.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
-KEPT = 4096  # of about 4 KiB each; a key holds no tensor, a plan none either
+KEPT = 4096  # of about 4 KiB each, 10 of norms; a key holds no tensor, a plan none either
 RECENT = 4
 
 # Looks in one call whether tensors have the metadata of others, which in Python takes a third of one.

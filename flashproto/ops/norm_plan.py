@@ -53,50 +53,46 @@ class Statistics(NamedTuple):
         return memory[start : start + M] if self.centered else None, memory[:M]
 
 
-class Norm(NamedTuple):
-    """A plan's parts.
+def recorder_of(
+    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor]],
+    gradients: Callable[..., tuple[Tensor | None, ...]],
+    layout: Statistics,
+    settings: Settings,
+) -> Callable[..., Any]:
+    """What records a call (x, weight, bias, residual) of a plan; the last ones may be left out.
 
     compute: (x, residual, weight, bias) to (y, total, statistics); gradients: see plan_gradients.
+
+    An argument takes time, None too, and so does an attribute of ctx: hence a Function of the plan's
+    own (of 6 KiB), and last what is most often None.
     """
 
-    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor]]
-    gradients: Callable[..., tuple[Tensor | None, ...]]
-    statistics: Statistics
-    settings: Settings
+    class PlannedNormFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, bias=None, residual=None):
+            y, total, statistics = compute(x, residual, weight, bias)
+            if residual is None:
+                ctx.save_for_backward(x, weight, statistics)
+                return y
+            ctx.save_for_backward(total, weight, statistics)
+            ctx.set_materialize_grads(False)
+            return y, total
 
+        @staticmethod
+        def backward(ctx, dy, dtotal=None):
+            x, weight, statistics = ctx.saved_tensors
+            statistics = statistics.contiguous()
+            need_x, need_dweight, need_dbias, need_residual = (*ctx.needs_input_grad, False, False)[:4]
+            needs = need_x, need_residual, need_dweight, need_dbias
+            if dy is None or differentiates():
+                saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
+                made = backward(saved, needs, launch, settings, dy, dtotal)
+            else:
+                made = gradients(x, weight, statistics, dy, dtotal, needs)
+            dx, dresidual, dweight, dbias = made[:4]
+            return dx, dweight, dbias, dresidual
 
-class PlannedNormFunction(torch.autograd.Function):
-    """For calls that follow a plan, see `plan`: `record` is all that such a call takes.  An argument
-    takes time, None too: what is most often None stands last, where it can be left out."""
-
-    @staticmethod
-    def forward(ctx, plan, x, weight, bias=None, residual=None):
-        y, total, statistics = plan.compute(x, residual, weight, bias)
-        ctx.plan = plan
-        if residual is None:
-            ctx.save_for_backward(x, weight, statistics)
-            return y
-        ctx.save_for_backward(total, weight, statistics)
-        ctx.set_materialize_grads(False)
-        return y, total
-
-    @staticmethod
-    def backward(ctx, dy, dtotal=None):
-        _, gradients, layout, settings = ctx.plan
-        x, weight, statistics = ctx.saved_tensors
-        statistics = statistics.contiguous()
-        _, need_x, need_dweight, need_dbias, need_residual = (*ctx.needs_input_grad, False, False)[:5]
-        needs = need_x, need_residual, need_dweight, need_dbias
-        if dy is None or differentiates():
-            saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
-            made = backward(saved, needs, launch, settings, dy, dtotal)
-        else:
-            made = gradients(x, weight, statistics, dy, dtotal, needs)
-        dx, dresidual, dweight, dbias = made[:4]
-        return None, dx, dweight, dbias, dresidual
-
-
-record = recorder(PlannedNormFunction)
+    return recorder(PlannedNormFunction)
 
 
 def plan(
@@ -142,16 +138,16 @@ def plan(
         return y, total, statistics
 
     kept = settings(x, residual, bias, normalized_ndim, centered, casting)
-    parts = Norm(compute, plan_gradients(how, layout, kept), layout, kept)
+    record = recorder_of(compute, plan_gradients(how, layout, kept), layout, kept)
 
     def recorded_without_bias(x, residual, weight, bias):
-        return record(parts, x, weight)
+        return record(x, weight)
 
     def recorded_with_bias(x, residual, weight, bias):
-        return record(parts, x, weight, bias)
+        return record(x, weight, bias)
 
     def recorded_with_residual(x, residual, weight, bias):
-        return record(parts, x, weight, bias, residual)
+        return record(x, weight, bias, residual)
 
     def plain(x, residual, weight, bias):
         if fill_without_statistics is None:
