@@ -14,8 +14,8 @@ COUNT offset + positions[b] + s; a row that the tables do not have gives NaN.
 Legend: B batch, S tokens, D head_dim; q [B, Hq, S, D], k, v [B, Hkv, S, D] and their results have
 unit stride over D and any other strides; cos, sin [length, HALF] with unit column stride; positions
 integers.  A tile is T tokens by H heads of one sequence, seen as R = T H rows of C >= HALF pairs.
-A program takes STEPS tiles, other heads of the same tokens, whose angles it loads once: float32 ones of
-a tile are as many bytes as a tile of 16 bits, read and written.  Any float dtype in memory, float32 in
+A program takes a group of STEPS tiles, other heads of the same tokens, whose angles it loads once: of
+float32, those of a tile are as many bytes as a tile of 16 bits.  Any float dtype in memory, float32 in
 registers.  A pointer that is None leaves out its part.
 """
 
@@ -177,7 +177,7 @@ def rope_kernel(
     COUNT: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr, C: tl.constexpr,
     REST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Program i rotates STEPS tiles of T tokens by H heads of q or k, or copies those of v."""
+    """Program i rotates a group of tiles of q or k, or copies one of v."""
     q_groups, k_groups, b, s, h, group = group_of_program(
         q_heads, k_heads, S, v_ptr is not None, T, H, STEPS
     )
