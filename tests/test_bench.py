@@ -18,7 +18,7 @@ import torch
 
 from flashproto import configs
 from flashproto.bench import __main__ as bench
-from flashproto.bench import attention, block, norm, report, sanitize, search, softmax, warm
+from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
 from flashproto.bench.timing import interleaved, wall_clock
 
@@ -349,6 +349,18 @@ def test_bad_options_are_refused(
         bench.main([*arguments, "--out", str(tmp_path)])
     assert message in capsys.readouterr().err + str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
+    """Here on one that takes twice as long, of whatever torch does."""
+    host_us = {name: (9.9 * us, 2 * us) for name, us in launch.TORCH_THERE.items()}
+    figures = {
+        "impl": "triton", "import_torch_s": 1.0, "import_flashproto_s": 1.2, "import_ratio": 1.2,
+        "first_attention_s": {"forward": 1.0, "backward": 2.0},
+        "host_us": host_us | {"flashproto.softmax with grad": (40.0, 24.0)},
+    }  # fmt: skip
+    line = launch.launch_text(figures).splitlines()[-1]
+    assert line.endswith("40.0    24.0    12.0 (at most 15)")
 
 
 def test_ratio_compares_with_the_best_peer() -> None:
