@@ -47,13 +47,15 @@ def commit() -> tuple[str | None, bool | None]:
 def describe_run(ceilings: dict[str, Any], protocol: dict[str, Any]) -> dict[str, Any]:
     """What a reader needs to judge the figures of one run, as plain data."""
     head, dirty = commit()
+    told = environment()
+    told["variables"].pop("TRITON_CACHE_DIR", None)  # a path of that machine, no matter to its figures
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": head,
         "dirty": dirty,
         "ceilings": ceilings,
         "protocol": protocol,
-        "environment": environment(),
+        "environment": told,
     }
 
 
