@@ -360,7 +360,7 @@ def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
         "host_us": host_us | {"flashproto.softmax with grad": (40.0, 24.0)},
     }  # fmt: skip
     line = launch.launch_text(figures).splitlines()[-1]
-    assert line.endswith("40.0    24.0    12.0 (at most 15)")
+    assert line.endswith("40.0    24.0 (at most 15)    12.0")
 
 
 def test_ratio_compares_with_the_best_peer() -> None:

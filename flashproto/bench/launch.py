@@ -155,15 +155,15 @@ def launch_text(figures: dict[str, Any]) -> str:
         f"{figures['import_flashproto_s']:.2f} s, ratio {figures['import_ratio']:.2f}",
         "first causal attention with an empty cache: "
         + ", ".join(f"{name} {first[name]:.2f} s{_limit(most.get(name))}" for name in first),
-        "host time of a call on a tiny input, microseconds: median and lowest of rounds in turn,",
-        "and the lowest as on the host that the limits are of",
+        "host time of a call on a tiny input, microseconds: median and lowest of rounds in turn;",
+        "last the lowest as on the host for which the limits were set",
     ]
     there = speed_there(figures["host_us"])
     for name, (us, lowest) in figures["host_us"].items():
         operator = name.removeprefix("flashproto.").removesuffix(" with grad")
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
-        lines.append(f"  {name:<46}{us:8.1f}{lowest:8.1f}{lowest * there:8.1f}{_limit(most_us)}")
+        lines.append(f"  {name:<46}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
     return "\n".join(lines)
 
 
