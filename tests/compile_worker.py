@@ -7,7 +7,8 @@ Runs in a process of its own, since kernels are either interpreted or compiled f
 Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
 program), max_stack, serialised (ptxas's warnings that it serialised wgmma), apart (the reductions that
 this Triton gets wrong, see lanes.py), with --sass or for cases that want them the number of HGMMA
-(wgmma) instructions, or else "error".
+(wgmma) instructions, or else "error".  What compile_record.py has of a case that is unchanged is taken
+from there, but with --sass; of a case that is compiled all the same, it is in "recorded".
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import compile_record
 import lanes
 from compile_case import Case
 
@@ -111,6 +113,12 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
     return line
 
 
+def recall(case: Case, known: compile_record.Recorded) -> dict[str, Any]:
+    """`report` of a case as it was recorded; cases with something serialised or apart are not."""
+    line = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
+    return line | known.facts._asdict() | {"serialised": [], "apart": [], "recorded": None}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=FAMILIES)
@@ -128,7 +136,13 @@ def main() -> None:
             "MLIR_DISABLE_MULTITHREADING": "1",  # a pool of threads for each kernel takes longer
         }
         for case in cases_of(arguments.family, arguments.arch)[shard::shards]:
-            print(json.dumps(report(case, arguments.arch, arguments.sass)), flush=True)
+            known = compile_record.known(arguments.family, case, arguments.arch)
+            if known is None or arguments.sass or compile_record.sampled(known):
+                line = report(case, arguments.arch, arguments.sass)
+                line["recorded"] = None if known is None or arguments.sass else known.facts
+            else:
+                line = recall(case, known)
+            print(json.dumps(line), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Every kernel configuration compiles for sm_80, sm_90 and sm_100, within its budget."""
+"""Every kernel configuration compiles for sm_80, sm_90 and sm_100, within its budget.
+
+What has not changed since it was last compiled is not compiled again: see compile_record.py.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,17 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import compile_record
 import compile_worker
 import lanes
 import pytest
+from compile_case import Case
+
+from flashproto import configs
 
 pytest.importorskip("triton")
 
@@ -57,6 +65,9 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
     if line["wants_hgmma"] and line["serialised"]:
         found.append(f"{line['name']}: ptxas serialised wgmma: {line['serialised']}")
     found += [f"{line['name']}: reduces {which}" for which in line["apart"]]
+    was = line["recorded"]
+    if was is not None and (now := compile_record.facts_of(line)) != compile_record.Facts(*was):
+        found.append(f"{line['name']}: {now}, recorded as {was}; run tests/compile_record.py")
     return found
 
 
@@ -80,6 +91,87 @@ def test_every_case_is_compiled() -> None:
     }
     assert families.pop("selftest") == list(ARCHES)
     assert families == {family: list(shards) for family, shards in SHARDS.items()}
+
+
+# --- what is not compiled again -------------------------------------------------------------------
+
+
+def a_case() -> Case:
+    return compile_worker.cases_of("selftest", 90)[0]
+
+
+def test_digest_follows_all_but_the_budget() -> None:
+    case = a_case()
+    constexprs = dict(case.constexprs)
+    name = next(iter(constexprs))
+    others = [
+        replace(case, num_warps=2 * case.num_warps),
+        replace(case, max_registers=64),
+        replace(case, signature={**case.signature, "more": "i32"}),
+        replace(case, constexprs={**constexprs, name: 2 * constexprs[name]}),
+    ]
+    digests = [compile_record.digest(x, 90) for x in (case, *others)]
+    digests.append(compile_record.digest(case, 80))
+    assert len(set(digests)) == len(digests)
+    assert compile_record.digest(replace(case, name="new", max_stack=99), 90) == digests[0]
+
+
+def test_sources_are_all_that_is_imported(tmp_path: Path) -> None:
+    kernels = tmp_path / "kernels"
+    (kernels / "hopper").mkdir(parents=True)
+    (kernels / "hopper" / "top.py").write_text("import os\nfrom ..scores import x\nfrom . import near")
+    (kernels / "hopper" / "near.py").write_text("from .far import y")
+    (kernels / "hopper" / "far.py").write_text("y = 1")
+    (kernels / "scores.py").write_text("from .far import x")
+    (kernels / "far.py").write_text("x = 1")
+    (kernels / "other.py").write_text("x = 1")
+    found = compile_record.sources(kernels / "hopper" / "top.py")
+    names = {path.relative_to(kernels).as_posix() for path in found}
+    assert names == {"hopper/top.py", "hopper/near.py", "hopper/far.py", "scores.py", "far.py"}
+    before = compile_record.digest_of_files(found)
+    (kernels / "far.py").write_text("x = 2")
+    assert compile_record.digest_of_files.__wrapped__(found) != before
+
+
+def test_backward_kernel_counts_its_configuration() -> None:
+    case = next(c for c in compile_worker.cases_of("hopper", 90) if c.name.startswith("backward"))
+    found = compile_record.sources(compile_record.source_of(case.constexprs["CFG"]))
+    assert Path(configs.hopper.__file__).resolve() in found
+
+
+def test_only_the_same_digest_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = a_case()
+    facts = compile_record.Facts(32, 0, 0, None)
+
+    def known(case: Case, digest: str) -> compile_record.Recorded | None:
+        record = {("selftest", 90, case.name): compile_record.Recorded(facts, digest)}
+        monkeypatch.setattr(compile_record, "recorded", lambda: record)
+        return compile_record.known("selftest", case, 90)
+
+    same = compile_record.digest(case, 90)
+    found = known(case, same)
+    assert found is not None
+    assert compile_worker.recall(case, found)["registers"] == 32
+    assert known(case, "0" * 12) is None
+    assert known(replace(case, hgmma=True), same) is None  # whose wgmma nobody counted
+    monkeypatch.setattr(compile_record, "recorded", dict)
+    assert compile_record.known("selftest", case, 90) is None
+
+
+def test_every_case_has_its_day() -> None:
+    found = compile_record.Recorded(compile_record.Facts(32, 0, 0, None), "0123456789ab")
+    days = [compile_record.sampled(found, day) for day in range(2 * compile_record.SAMPLE)]
+    assert sum(days) == 2
+
+
+def test_another_result_than_recorded_is_a_failure() -> None:
+    line = selftest(90)["fits"]
+    assert complaints({**line, "recorded": compile_record.facts_of(line)}, 90) == []
+    other = compile_record.facts_of(line)._replace(registers=line["registers"] + 8)
+    assert "recorded" in complaints({**line, "recorded": other}, 90)[0]
+
+
+# --- the harness ----------------------------------------------------------------------------------
 
 
 @functools.cache
