@@ -18,16 +18,13 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _is_any_autocast_enabled as autocasts
 from torch._C._dynamo import guards
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import backends
 from .ops import words
 from .ops.autograd import wants_grad
 
-# What compiled code allocates with; a torch without CUDA has no such function, or none that works.
-current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
-empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
 KEPT = 4096  # of about 4 KiB each, 10 of norms; a key holds no tensor, a plan none either
 RECENT = 4
 
@@ -109,7 +106,8 @@ def key(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Hashable | 
 
 def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | None:
     """The plan of a call, if one is kept under its `key`."""
-    if not followed():
+    # Of what `followed` asks, this much: the rest are tensors of another kind.
+    if is_dynamo_compiling() or forward_ad._current_level >= 0:
         return None
     kind = options, backends.get_default(), len(tensors)
     try:
@@ -118,7 +116,7 @@ def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | Non
         return None
     if recent is not None:
         for check, with_grad, plain in recent.found:
-            if check(*tensors):  # none passes under autocast
+            if check(*tensors):  # none passes under autocast or torch.func
                 return with_grad if is_grad_enabled() else plain
     found = key(options, tensors)
     kept = None if found is None else _plans.get(found)
@@ -153,42 +151,6 @@ def forget() -> None:
     _plans.clear()
     _recent.clear()
     words.forget()
-
-
-def maker(made: Tensor | None) -> Callable[[], Any]:
-    """A function that returns uninitialised memory like `made`; None where that is None."""
-    if made is None:
-        return lambda: None
-    return maker_of(tuple(made.shape), made.stride(), made.dtype, made.device)
-
-
-def maker_of(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Callable[[], Any]:
-    """A function that returns uninitialised memory.
-
-    On the current GPU it asks where compiled code asks, past torch's dispatcher, which would take
-    longer than the launch.
-    """
-
-    def anywhere() -> Tensor:
-        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-
-    def on_current_device() -> Tensor:
-        if current_device() == index:
-            return empty_strided_cuda(shape, strides, dtype)
-        return anywhere()
-
-    index = device.index
-    return anywhere if device.type != "cuda" or empty_strided_cuda is None else on_current_device
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x, or where it begins at no multiple of 16 bytes, uninitialised memory like it that does: for a
-    plan, which follows from no address."""
-    if x.data_ptr() % 16 == 0:
-        return x
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
 
 
 def where_aligned(plan: Plan, otherwise: Plan) -> Plan:

@@ -16,6 +16,9 @@ there are clusters, the programs of one share wide rows.  norm_backward_split_ke
 to C columns and walks down the rows; the programs of a row exchange their parts of the two averages
 (exchange.py), those of the next row before they ask for this one's, and load one more row meanwhile.
 
+The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
+again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
+
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
 
@@ -34,7 +37,7 @@ from .cluster import cluster_begin, cluster_exchange
 from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .interpreter import INTERPRETED
-from .norm import SHORT, columns_of, mean_of_chunks, scaled
+from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
 from .rows import load, rounded, store
 
 
@@ -167,14 +170,17 @@ def norm_backward_kernel(
     dy_ptr, dtotal_ptr, x_ptr, input_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr,  # in
     dx_ptr, dresidual_ptr,  # out
     dweight_ptr, dbias_ptr,  # out [P, N] float32, one row of partial sums a program
-    dy_stride, dtotal_stride, x_stride, input_stride, M, N,
+    dy_stride, dtotal_stride, x_stride, input_stride, M, N, eps,
     prologue, prologue_gradients, epilogue, epilogue_gradients,
     CENTERED: tl.constexpr, CASTING: tl.constexpr,
     PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr, EPILOGUE_BACKWARD: tl.constexpr,
     R: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr, STAGES: tl.constexpr,
     CLUSTER: tl.constexpr = 1,
 ):  # fmt: skip
-    """Program p takes every P-th tile of R rows, starting with tile p."""
+    """Program p takes every P-th tile of R rows, starting with tile p.
+
+    Without a rstd_ptr it works the statistics out again, with the forward's eps.
+    """
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
     HELD: tl.constexpr = K * C <= 8192
     program = tl.program_id(0)
@@ -198,19 +204,30 @@ def norm_backward_kernel(
     for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         row = rows_of(tile, R, CLUSTER)  # [R]
         rows = row[:, None]
-        mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
+        if rstd_ptr is None:
+            tl.static_assert(CLUSTER == 1 and PROLOGUE is None and EPILOGUE_BACKWARD is None)
+            held, mean, rstd, _ = hold_rows(
+                x_ptr, x_stride, None, 0, None, (), None, rows, M, N, eps, CENTERED, C, K, WHOLE
+            )
+            mean, rstd = mean[:, None], tl.where(rows < M, rstd[:, None], 0.0)
+        else:
+            mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         xs, dys = (), ()
         g_xhat, g_alone = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
-            x, dy = load_tile(
-                dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, bias_ptr, mean, rstd,
-                prologue, epilogue, epilogue_gradients, CENTERED, CASTING, PROLOGUE, EPILOGUE_BACKWARD,
-                rows, cols, there(rows, M, inside, CLUSTER), M, N,
-            )  # fmt: skip
-            if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
-                x -= mean  # the mean is now what its rounding left out; see norm.py
-                mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
+            if rstd_ptr is None:
+                x = held[k]
+                dy = tl.load(dy_ptr + rows * dy_stride + cols, mask=(rows < M) & inside, other=0.0)
+            else:
+                x, dy = load_tile(
+                    dy_ptr, dy_stride, x_ptr, x_stride, weight_ptr, bias_ptr, mean, rstd,
+                    prologue, epilogue, epilogue_gradients, CENTERED, CASTING,
+                    PROLOGUE, EPILOGUE_BACKWARD, rows, cols, there(rows, M, inside, CLUSTER), M, N,
+                )  # fmt: skip
+                if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
+                    x -= mean  # the mean is now what its rounding left out; see norm.py
+                    mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
             xs, dys = xs + (x,), dys + (dy,)
             xhat = normalize(x, mean, rstd, CENTERED)
             # dy is 0 outside the mask, and with it g: the sums need no mask of their own.

@@ -41,7 +41,11 @@ def case(
         "PDL": False,
     }  # fmt: skip
     scalars = {n: "i32" for n in names if n in ("M", "N", "P", "G") or n.endswith("_stride")}
-    signature = pointers | scalars | ({"eps": "fp32"} if "eps" in names else {})
+    signature = pointers | scalars
+    if "eps" in names and (kernel is not norm_backward.norm_backward_kernel or "rstd_ptr" in missing):
+        signature["eps"] = "fp32"
+    elif "eps" in names:
+        missing["eps"] = None
     constexprs = missing | {n: tile[n] for n in tile if n in names} | constexprs
     aligned = tuple(n for n in signature if n not in ("M", "P", "G", "eps"))
     return Case(
@@ -69,14 +73,14 @@ def forward_pointers(
 
 def backward_pointers(
     x: str, centered: bool, weight: str = "", residual: bool = False, split: bool = False,
-    clears: bool = False,
+    clears: bool = False, statistics: bool = True,
 ) -> dict[str, str]:  # fmt: skip
     """The pointers of a backward kernel."""
-    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x, "rstd_ptr": "*fp32"}
+    pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x} | ({"rstd_ptr": "*fp32"} if statistics else {})
     if weight:
         pointers |= {"weight_ptr": weight, "dweight_ptr": "*fp32"}
         pointers |= {"dbias_ptr": "*fp32"} if centered else {}
-    if centered:
+    if centered and statistics:
         pointers["mean_ptr"] = "*fp32"
     if residual:
         pointers["dtotal_ptr"] = x
@@ -101,9 +105,12 @@ def backward(
     hooked: bool = False, clears: bool = False, **constexprs: Any,
 ) -> Case:  # fmt: skip
     itemsize = 4 if hooked else ITEMSIZE[x]
-    config = configs.norm_backward(N, itemsize, bool(weight), centered, divmod(arch, 10), residual)
+    statistics = hooked or configs.norm_keeps_statistics(N)
+    config = configs.norm_backward(
+        N, itemsize, bool(weight), centered, divmod(arch, 10), residual, statistics=statistics
+    )
     whole, split = norm_backward.norm_backward_kernel, norm_backward.norm_backward_split_kernel
-    pointers = backward_pointers(x, centered, weight, residual, config.split, clears)
+    pointers = backward_pointers(x, centered, weight, residual, config.split, clears, statistics)
     kernel = split if config.split else whole
     return case(name, kernel, N, pointers, {"CENTERED": centered} | constexprs, config)
 
@@ -273,6 +280,16 @@ def norm_cases(arch: int) -> list[Case]:
         backward(arch, "layer-64-backward", 64, "*bf16", True, "*fp32"),
         backward(arch, "layer-48-backward-fp32", 48, "*fp32", True, "*fp32"),
         backward(arch, "layer-256-backward", 256, "*bf16", True, "*bf16"),
+        backward(arch, "rms-256-backward", 256, "*bf16", False, "*bf16"),
+        backward(arch, "layer-768-backward", 768, "*bf16", True, "*bf16"),
+        backward(arch, "layer-128-backward", 128, "*bf16", True, "*bf16"),
+        backward(arch, "layer-256-backward-fp32", 256, "*fp32", True, "*fp32", True),
+        backward(arch, "layer-512-backward-add", 512, "*bf16", True, "*bf16", True),
+        backward(arch, "layer-640-backward", 640, "*bf16", True, "*bf16"),
+        backward(arch, "layer-704-backward", 704, "*bf16", True, "*bf16"),
+        backward(arch, "layer-704-backward-fp32", 704, "*fp32", True, "*fp32"),
+        backward(arch, "layer-768-backward-fp32", 768, "*fp32", True, "*fp32", True),
+        backward(arch, "layer-768-backward-alone", 768, "*bf16", True),
         backward(arch, "rms-2048-backward-add", 2048, "*bf16", False, "*bf16", True),
         backward(arch, "layer-4096-backward-add", 4096, "*bf16", True, "*bf16", True),
         backward(arch, "layer-5120-backward", 5120, "*bf16", True, "*bf16"),
@@ -317,6 +334,10 @@ def norm_cases(arch: int) -> list[Case]:
         ),
         with_hook(
             backward(arch, "rms-2048-backward", 2048, "*bf16", False, "*bf16", hooked=True),
+            "epilogue", "full", (), **gate_backward,
+        ),
+        with_hook(
+            backward(arch, "layer-48-backward", 48, "*fp32", True, "*fp32", hooked=True),
             "epilogue", "full", (), **gate_backward,
         ),
         with_hook(

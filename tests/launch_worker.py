@@ -2,8 +2,8 @@
 
 Runs in a process of its own, without the interpreter and without a GPU: compiling and the entry point
 in C are stood in for by a kernel that remembers under which of Triton's own keys it was compiled.
-Prints how many calls went through a kernel found by the own key, how many kernels there are, and how
-many calls a bound launch made.
+Prints how many calls went through a kernel found by the own key, how many kernels there are, how many
+calls a bound launch made, and how many one that makes its results.
 
     python tests/launch_worker.py SEED
 """
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch._C._dynamo import guards
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
@@ -25,6 +26,10 @@ torch._C._cuda_getDevice = lambda: -1  # the index of CPU tensors
 torch._C._cuda_getCurrentRawStream = lambda device: 7
 
 from flashproto.ops import launch, triton_entry  # noqa: E402
+from flashproto.ops.memory import Memory, New, Part  # noqa: E402
+
+launch.memory.empty_strided_cuda = guards._empty_strided_cpu
+New.past_dispatcher = True  # type: ignore[assignment, method-assign]
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTEGERS = (
@@ -116,8 +121,7 @@ def check_bound(
     itself."""
     memory = [x is not None and draw.random() < 0.5 for x in arguments[:3]]
     given = [
-        launch.Memory(0, x.dtype, -1) if only else x
-        for x, only in zip(arguments[:3], memory, strict=True)
+        Memory(0, x.dtype, -1) if only else x for x, only in zip(arguments[:3], memory, strict=True)
     ]
     arguments = (*arguments[:8], None, *arguments[9:])
     again = launch_toy.bind(3, *given, *arguments[3:], **named)
@@ -126,6 +130,38 @@ def check_bound(
         tensors = [x if x is None else torch.empty(64, dtype=x.dtype)[start:] for x in arguments[:3]]
         again(*(x.data_ptr() if only else x for x, only in zip(tensors, memory, strict=True)))
         found += check_launched((*tensors, *arguments[3:]), named)
+    return found
+
+
+def check_making(
+    draw: random.Random, launch_toy: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> int:
+    """How many launches, of tensors or addresses that differ in alignment, a launch that makes its
+    results made by itself."""
+    x, w, _ = arguments[:3]
+    y = New((64,), (1,), draw.choice(DTYPES), x.device)
+    own = New((3, 4), (5, 1), draw.choice(DTYPES), x.device)
+    bound: Any = draw.choice((w, None if w is None else Memory(0, w.dtype, -1), own, y.behind(16)))
+    arguments = (*arguments[:8], None, *arguments[9:])
+    again = launch_toy.making(3, x, bound, y, *arguments[3:], **named)
+    found = 0
+    for start in (0, *(draw.choice((0, 0, 1, 8)) for _ in range(3))):
+        x, *others = (None if t is None else torch.empty(64, dtype=t.dtype)[start:] for t in (x, w))
+        given = [x]
+        if bound is w and w is not None:
+            given += others
+        elif isinstance(bound, Memory):
+            given += [others[0].data_ptr()]
+        made = again(*given)
+        if bound is own:
+            others, made = made[:1], made[1]
+            assert (others[0].shape, others[0].stride()) == ((3, 4), (5, 1))
+        elif isinstance(bound, Part):
+            others = [made[16:]]
+        elif bound is None:
+            others = [None]
+        assert (made.shape, made.dtype) == ((64,), y.dtype)
+        found += check_launched((x, *others, made, *arguments[3:]), named)
     return found
 
 
@@ -153,7 +189,7 @@ def main(seed: int) -> None:
     launch_toy = launch.launcher(toy_kernel, tensors=3, tuples=["hook"])
     launch_given = launch.launcher(toy_kernel, tensors=3, tuples=["hook"], **given)
     arguments = tuple(random_argument(draw, i) for i in range(10))
-    found = bound = 0
+    found = bound = made = 0
     for _ in range(6000):
         # One argument at a time changes, so that calls that differ in little follow each other.
         i = draw.randrange(10)
@@ -168,7 +204,8 @@ def main(seed: int) -> None:
             found += check(launch_toy, arguments, {}, constants | {"maxnreg": maxnreg})
             found += check(launch_given, arguments, given, {"maxnreg": maxnreg})
         bound += check_bound(draw, launch_toy, arguments, constants)
-    print(found, len(compiled), bound)
+        made += check_making(draw, launch_toy, arguments, constants)
+    print(found, len(compiled), bound, made)
 
 
 if __name__ == "__main__":

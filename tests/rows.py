@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashproto import plans
+from flashproto.ops import memory
 
 
 def assert_no_worse(
@@ -56,8 +56,8 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    if plans.empty_strided_cuda is not None:
-        monkeypatch.setattr(plans, "empty_strided_cuda", poisoned(plans.empty_strided_cuda))
+    if memory.empty_strided_cuda is not None:
+        monkeypatch.setattr(memory, "empty_strided_cuda", poisoned(memory.empty_strided_cuda))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
 
 

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ triton = pytest.importorskip("triton")
 from triton import knobs  # noqa: E402
 
 from flashproto.ops import launch  # noqa: E402
+from flashproto.ops.memory import Memory, New  # noqa: E402
 
 WORKER = Path(__file__).with_name("launch_worker.py")
 
@@ -28,10 +30,11 @@ def test_launches_what_triton_would_launch(seed: int) -> None:
         env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found, kernels, bound = map(int, done.stdout.split())
+    found, kernels, bound, made = map(int, done.stdout.split())
     assert found > 6000, "half the calls repeat the one before"
     assert kernels > 100
     assert bound > 6000, "all but the first of one kind"
+    assert made > 6000
 
 
 def test_interpreted_kernels_are_launched_ordinarily() -> None:
@@ -43,6 +46,42 @@ def test_interpreted_kernels_are_launched_ordinarily() -> None:
 
     launch.launcher(Kernel(), tensors=1, R=4)(3, "x", 5, C=64, maxnreg=None)
     assert calls == [((3,), ("x", 5), {"R": 4, "C": 64})]
+
+
+def test_interpreted_kernels_fill_what_a_launch_makes() -> None:
+    calls: list[tuple[Any, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments: calls.append(arguments)
+
+    x, words = torch.zeros(3), torch.zeros(2)
+    y, state = (New((n,), (1,), torch.float32, x.device) for n in (3, 12))
+    make = launch.launcher(Kernel(), tensors=6).making(
+        1, x, None, y, state.behind(8), state, Memory(0, torch.float32, -1), 7
+    )
+    made_y, made_state = make(x, words.data_ptr())
+    ((given_x, nothing, given_y, behind, given_state, given_words, number),) = calls
+    assert (given_x is x, nothing, given_y is made_y, given_state is made_state) == (
+        True,
+        None,
+        True,
+        True,
+    )
+    assert (made_y.shape, made_state.shape, behind.shape, number) == ((3,), (12,), (4,), 7)
+    assert behind.data_ptr() == made_state[8:].data_ptr()
+    assert given_words.data_ptr() == words.data_ptr()
+
+
+def test_parts_of_memory_start_at_multiples_of_16_bytes() -> None:
+    new = New((12,), (1,), torch.float32, torch.device("cpu"))
+    assert new.behind(8).bytes == 32
+    for refused in (
+        lambda: new.behind(6),
+        lambda: New((3, 4), (4, 1), *new.layout[2:], new.device).behind(4),
+    ):
+        with pytest.raises(ValueError, match="elements is"):
+            refused()
 
 
 def test_divides_and_rounds_up() -> None:

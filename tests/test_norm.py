@@ -327,7 +327,7 @@ def test_opcheck(device, combination) -> None:
     mean = rstd if centered else rstd[:0]
     weight = None if tensors[2] is None else tensors[2].detach()
     dtypes = (x.dtype, residual_dtype, x.dtype)
-    args = (x, None, x, weight, mean, rstd, 1, centered, *dtypes, weight is not None, True)
+    args = (x, None, x, weight, mean, rstd, 1, EPS, centered, *dtypes, weight is not None, True)
     torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
 
 
@@ -383,7 +383,7 @@ def test_works_under_func_grad(device) -> None:
 
 def test_configurations() -> None:
     for itemsize in (2, 4):
-        for N in [*range(1, 70), 1000, 4096, 8193, 12288, 16384, 16385, 10**6]:
+        for N in [*range(1, 70), 192, 320, 704, 768, 1000, 4096, 8193, 12288, 16384, 16385, 10**6]:
             for config in (
                 configs.norm_forward(N, itemsize, False, True, (9, 0)),
                 *(
@@ -393,6 +393,10 @@ def test_configurations() -> None:
                     for sums in (False, True)
                     for centered in (False, True)
                     for capability in ((8, 0), (9, 0))
+                ),
+                *(
+                    configs.norm_backward(N, itemsize, sums, True, (9, 0), statistics=False)
+                    for sums in ((False, True) if not configs.norm_keeps_statistics(N) else ())
                 ),
                 configs.softmax_forward(N, itemsize),
                 configs.softmax_backward(N, itemsize),
@@ -424,7 +428,9 @@ def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
 @pytest.mark.parametrize("centered", [False, True])
 def test_variance_below_normal_numbers(device, centered) -> None:
     x = torch.randn(5, 256, device=device) * 1e-20
-    y, _, _, rstd = norm_launch.norm_forward(x, None, None, None, 1, 0.0, centered)
+    y, _, _, rstd = outputs = norm_launch.needed_outputs(x, None, 1, centered)
+    norm_launch.run_forward((x, None, None, None), outputs, norm_launch.How(1, 0.0, centered, "torch"))
+    assert rstd is not None
     row = x.double() - x.double().mean(1, keepdim=True) * centered
     want = row.square().mean(1).rsqrt()
     torch.testing.assert_close(rstd.double(), want, rtol=1e-4, atol=0)

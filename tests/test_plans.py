@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 import flashproto
 from flashproto import backends, plans
+from flashproto.ops.memory import aligned
 
 pytest.importorskip("triton")
 
@@ -222,7 +223,7 @@ def test_where_aligned() -> None:
     memory = torch.zeros(20)
     for start in range(9):
         assert plan(memory, None, memory[start:]) == (start % 4 == 0)
-        like = plans.aligned(memory[start:][:10].view(2, 5).t())
+        like = aligned(memory[start:][:10].view(2, 5).t())
         assert like.data_ptr() % 16 == 0
         assert (like.shape, like.stride()) == ((5, 2), (1, 5))
 
@@ -317,6 +318,17 @@ def test_cross_entropy_refuses_a_weight_that_requires_grad(device, followed) -> 
         flashproto.cross_entropy(x, t, weight=w.requires_grad_(), impl="triton")
     with torch.no_grad():
         flashproto.cross_entropy(x, t, weight=w, impl="triton")
+
+
+def test_narrow_rows_keep_no_statistics(device, followed) -> None:
+    for N, kept in ((768, 0), (769, 1)):
+        x, w = rows(device, bf16, 3, N).requires_grad_(), rows(device, bf16, N).requires_grad_()
+        for function in (flashproto.rms_norm, flashproto.layer_norm):
+            for _ in range(3):
+                y = function(x, N, w, impl="triton")
+            assert y.grad_fn is not None
+            assert len(y.grad_fn.saved_tensors) == 2 + kept  # type: ignore[attr-defined]
+    assert followed == [False, False, True] * 4
 
 
 def test_transforms_follow_none(device, followed) -> None:

@@ -17,6 +17,7 @@ kept = functools.lru_cache(1024)
 MAX_TILE_ROWS = 256
 MAX_ROW_WARPS = 16
 WIDEST_SPLIT = 2**20
+WIDEST_WITHOUT_STATISTICS = 768
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,15 @@ def norm_forward(
     return RowConfig(rows, columns, warps, max_registers=cap)
 
 
+def norm_keeps_statistics(N: int) -> bool:
+    """Whether the forward of the norms keeps the mean and rstd of each row for the backward.
+
+    Of narrow rows the backward works them out again, in the same time; memory for them, asked for and
+    kept, takes the host a tenth of a small call.
+    """
+    return N > WIDEST_WITHOUT_STATISTICS
+
+
 @kept
 def norm_forward_shared(
     N: int, itemsize: int, residual: bool, centered: bool, parameters: int
@@ -178,15 +188,17 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
 @kept
 def norm_backward(
     N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
-    residual: bool = False, bias: bool = False,
+    residual: bool = False, bias: bool = False, statistics: bool = True,
 ) -> RowConfig:  # fmt: skip
     """Backward of the norms: x and dy, perhaps the gradient that reaches a sum with a residual; with
     weight_gradients two tiles of partial sums beside them, and a few programs a multiprocessor, each of
-    which takes many tiles.
+    which takes many tiles.  statistics: whether mean and rstd are given.
 
     All programs of a split row have to run at once: the caps on registers make sure that as many fit
     as `programs` says, and the widest rows are split less.
     """
+    if not statistics and power_of_two(N) * itemsize >= 256:
+        return _one_warp(N, itemsize, weight_gradients)
     clusters = itemsize == 2 and has_clusters(capability)
     if clusters and not centered and N % 4096 == 0 and 65536 < N <= 131072:
         return RowConfig(1, 4096, 8, split=True, programs=2, max_registers=128)
@@ -215,6 +227,22 @@ def norm_backward(
     stages = 2 if itemsize == 4 else 4 if N < columns in (2048, 8192) else 3
     programs = 4 if columns == 256 else max(MAX_ROW_WARPS // tile.num_warps, 1)
     return replace(tile, stages=stages, programs=programs)
+
+
+def _one_warp(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
+    """Backward of the norms that works the statistics out again, one reduction after another: without
+    barriers, and so many programs that others have something to do meanwhile."""
+    columns = min(N & -N, 256)
+    chunks = N // columns
+    if columns < 64 or chunks not in (3, 5):
+        columns, chunks = power_of_two(N), 1
+    held = columns * chunks
+    rows = 1 if held > 640 else (8 if held <= 128 else 4) // itemsize
+    tile = RowConfig(rows, columns, 1, chunks=chunks)
+    if not weight_gradients:
+        return tile
+    stages = 4 if chunks == 3 or columns in (64, 256, 1024) else 3
+    return replace(tile, stages=stages, programs=12 if held <= 256 else 8)
 
 
 @kept

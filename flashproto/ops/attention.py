@@ -24,6 +24,7 @@ from .autograd import (
     refuse_tangents,
     use_op,
 )
+from .memory import maker
 
 
 def attention(
@@ -214,7 +215,7 @@ def plan(
     gradients = None
     if backend == "hopper":
         D = q.shape[3]
-        new_dq, new_dk = (plans.maker(empty_like_heads(x, D)) for x in (q, k))
+        new_dq, new_dk = (maker(empty_like_heads(x, D)) for x in (q, k))
         fill = hopper().plan_gradients(hopper_settings(causal, offset, scale))
 
         def gradients(q, k, v, out, lse, dout, dlse):
@@ -242,7 +243,7 @@ def plan_forward(
     if out.numel() == 0 or k.numel() == 0:
         return None
     lse = torch.empty(B, Hq, Sq, dtype=torch.float32, device=q.device)
-    new_out, new_lse = plans.maker(out), plans.maker(lse)
+    new_out, new_lse = maker(out), maker(lse)
     if backend == "hopper":
         positive_scale = max(scale, SMALLEST_SCALE)
         fill = hopper().plan_forward(

@@ -18,13 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import configs, plans
+from .. import configs
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import boxes, readable, tma_reads
-from .launch import Launcher, Memory, cdiv, launcher, multiprocessors
+from .launch import Launcher, cdiv, launcher, multiprocessors
+from .memory import Memory, New
 
 LOG2E = math.log2(math.e)
 PREPROCESS_ROWS = 32
@@ -230,7 +231,7 @@ def plan_backward(
     words = rows * D, 2 * rows, turns
     total = sum(words)
     to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])
-    new_scratch = plans.maker_of((total,), (1,), torch.float32, device)
+    new_scratch = New((total,), (1,), torch.float32, device).maker()
 
     index = memory_index(device)
     queries, keys = (1, 1, BM, D), (1, 1, BN, D)

@@ -22,6 +22,7 @@ from .autograd import (
     refuse_tangents,
     use_op,
 )
+from .memory import maker
 
 
 def attention_qkv(
@@ -159,7 +160,7 @@ def plan(
     gradient = None
     if backend == "hopper":
         strides, made = qkv.stride(), torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-        new, split_new = plans.maker(made), splitter(made, q_heads, k_heads)
+        new, split_new = maker(made), splitter(made, q_heads, k_heads)
         fill = hopper().plan_gradients(hopper_settings(causal, 0, scale))
 
         def gradient(qkv, out, lse, dout):

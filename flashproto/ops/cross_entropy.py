@@ -17,7 +17,8 @@ from ..kernels.cross_entropy import (
     cross_entropy_total_kernel,
 )
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .launch import Launch, Memory, cdiv, launcher, multiprocessors
+from .launch import Launch, cdiv, launcher, multiprocessors
+from .memory import Memory
 from .rows import as_rows
 
 launch_forward = launcher(cross_entropy_forward_kernel, tensors=11)

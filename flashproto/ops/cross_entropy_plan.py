@@ -28,7 +28,8 @@ from .cross_entropy import (
     total_launch,
     total_programs,
 )
-from .launch import Memory, cdiv, takes_addresses
+from .launch import cdiv, takes_addresses
+from .memory import Memory, maker
 from .rows import as_rows
 
 Results = tuple[Tensor, Tensor | None, Tensor | None]
@@ -157,7 +158,7 @@ def plan(
     losses = torch.empty(() if one_number else targets.shape, dtype=torch.float32, device=device)
     lse = torch.empty(targets.shape, dtype=torch.float32, device=device)
     memory = torch.empty(layout.words, dtype=torch.float32, device=device)
-    new_loss, new_lse, new_memory, new_dlogits = map(plans.maker, (losses, lse, memory, dlogits))
+    new_loss, new_lse, new_memory, new_dlogits = map(maker, (losses, lse, memory, dlogits))
 
     def compute(logits, targets, weight, recorded):
         targets, weights = targets.contiguous(), constants(weight, smoothing)

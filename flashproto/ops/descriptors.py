@@ -16,7 +16,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, floa
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from . import triton_entry
-from .launch import Memory
+from .memory import Memory
 
 LANGUAGE_TYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32}
 # The stride of a dimension of one entry, which is never used: what it is may not be what TMA accepts.

@@ -13,14 +13,20 @@ compiled kernel under them and hands the arguments to Triton's own entry point i
 
 takes a microsecond, where calls differ in nothing but the addresses of their tensors; less where it is
 given the addresses themselves, see Memory.
+
+    make = launch_norm_forward.making(programs, x, weight, New.like(y), M, N, eps, R=4, ...)
+    y = make(x, weight)
+
+also makes its results, without a step of Python between.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from types import NoneType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -28,7 +34,8 @@ import triton
 from torch import Tensor
 
 from .. import backends
-from . import triton_entry
+from . import memory, triton_entry
+from .memory import Memory, New, Part
 from .words import with_new, with_pairs
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
@@ -86,29 +93,6 @@ def cdiv(a: int, b: int) -> int:
 # --- launchers -----------------------------------------------------------------------------------
 
 
-class Memory:
-    """What kernels know of a tensor: where it starts, its dtype, and the index of its device."""
-
-    __slots__ = ("address", "device", "dtype")
-
-    def __init__(self, address: int, dtype: torch.dtype, device: int) -> None:
-        self.address, self.dtype, self.device = address, dtype, device
-
-    def at(self, address: int) -> Memory:
-        return Memory(address, self.dtype, self.device)
-
-    def tensor_at(self, address: int) -> Tensor:
-        """For the interpreter, which wants tensors but goes by addresses: one element on the CPU."""
-        element = (ctypes.c_char * self.dtype.itemsize).from_address(address)
-        return torch.frombuffer(element, dtype=self.dtype)
-
-    def data_ptr(self) -> int:
-        return self.address
-
-    def get_device(self) -> int:
-        return self.device
-
-
 def takes_addresses(device: torch.device) -> bool:
     """Whether launches may be bound to Memory: the interpreter copies tensors of a GPU to the CPU."""
     return device.type == "cpu" or not backends.INTERPRETED
@@ -122,9 +106,14 @@ class Launcher(Protocol):
     an address where a Memory was bound, of None where None was.  Those it is called with are of the
     types, dtypes and device of those bound; which of them start at multiples of 16 bytes may differ.
     It keeps no tensor.
+
+    making(the same) returns a function of those alone that were bound as a tensor or as Memory; each of
+    its calls makes what was bound as New, and returns that: one tensor, or a tuple in the order of the
+    arguments.  Memory bound in Parts counts where the first of them is.
     """
 
     bind: Callable[..., Callable[..., None]]
+    making: Callable[..., Callable[..., Any]]
 
     def __call__(self, *arguments: Any, **named: Any) -> None: ...
 
@@ -152,7 +141,8 @@ def launcher(
     if not compiles or not triton_entry.KNOWN:
         ordinary: Any = functools.partial(_launch_ordinarily, kernel, **given)
         at = Memory.at if compiles else Memory.tensor_at
-        ordinary.bind = functools.partial(_bind_ordinarily, ordinary, at, descriptors + tensors)
+        bind = functools.partial(_bind_ordinarily, ordinary, at, descriptors + tensors)
+        ordinary.bind, ordinary.making = partial(bind, False), partial(bind, True)
         return cast(Launcher, ordinary)
     entries: dict[tuple[object, ...], triton_entry.Entry] = {}
 
@@ -175,6 +165,8 @@ def launcher(
         "_current_device": getattr(torch._C, "_cuda_getDevice", None),
         "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         "_on": torch.cuda.device,
+        "_memory": memory,
+        "_part": _part,
         "_specialization": functools.lru_cache(KEPT_NUMBERS, typed=True)(
             functools.partial(triton_entry.specialization, numbers)
         ),
@@ -190,34 +182,72 @@ def launcher(
         [p.name for p in others if p.name in tuples], defaults.keys(), given.keys(),
     )  # fmt: skip
     exec(source.launch, names)
-    binders: dict[tuple[type | None, ...], Callable[..., Callable[..., None]]] = {}
+    binders: dict[tuple[bool, tuple[_Kind, ...]], Callable[..., Callable[..., Any]]] = {}
 
-    def bind(programs: int, *arguments: Any, **named: Any) -> Callable[..., None]:
-        kinds = tuple(
-            None if x is None else Memory if isinstance(x, Memory) else Tensor
-            for x in arguments[: descriptors + tensors]
-        )
-        if kinds not in binders:
-            exec(source.binder(kinds), names)
-            binders[kinds] = names["bind"]
-        return binders[kinds](programs, *arguments, **named)
+    def bind_own(making: bool, programs: int, *arguments: Any, **named: Any) -> Callable[..., Any]:
+        kinds = _kinds(arguments[: descriptors + tensors])
+        if (making, kinds) not in binders:
+            exec(source.binder(kinds, making), names)
+            binders[making, kinds] = names["bind"]
+        return binders[making, kinds](programs, *arguments, **named)
 
-    names["launch"].bind = bind
+    names["launch"].bind, names["launch"].making = partial(bind_own, False), partial(bind_own, True)
     return cast(Launcher, names["launch"])
+
+
+class _Kind(NamedTuple):
+    """What a descriptor or tensor was bound as: its type, but Tensor for a descriptor too, and of New
+    and Part which of the memory that the launch makes it is in."""
+
+    type: type
+    made: int = -1
+
+
+def _kinds(arguments: Sequence[Any]) -> tuple[_Kind, ...]:
+    made: list[New] = []
+
+    def kind(x: Any) -> _Kind:
+        if x is None or isinstance(x, Memory):
+            return _Kind(type(x))
+        if not isinstance(x, (New, Part)):
+            return _Kind(Tensor)
+        new = x.new
+        if not any(new is other for other in made):
+            made.append(new)
+        return _Kind(type(x), next(i for i, other in enumerate(made) if other is new))
+
+    return tuple(map(kind, arguments))
 
 
 def _bind_ordinarily(
     launch: Callable[..., None], at: Callable[[Memory, int], Memory | Tensor], count: int,
-    programs: int, *arguments: Any, **named: Any,
-) -> Callable[..., None]:  # fmt: skip
-    memory = [x if isinstance(x, Memory) else None for x in arguments[:count]]
-    others = arguments[count:]
+    making: bool, programs: int, *arguments: Any, **named: Any,
+) -> Callable[..., Any]:  # fmt: skip
+    kinds, others = _kinds(arguments[:count]), arguments[count:]
+    bound_as: list[Any] = [
+        None if kind.type is Tensor else x for kind, x in zip(kinds, arguments, strict=False)
+    ]
+    news = {kind.made: x.new for kind, x in zip(kinds, bound_as, strict=True) if kind.made >= 0}
 
-    def bound(*given: Any) -> None:
-        tensors = (x if m is None else at(m, x) for m, x in zip(memory, given, strict=True))
+    def bound(*given: Any) -> Any:
+        made, rest = [new.make() for new in news.values()], iter(given)
+        tensors: list[Any] = []
+        for kind, x in zip(kinds, bound_as, strict=True):
+            if kind.made >= 0:
+                tensors.append(_part(made[kind.made], x))
+            elif kind.type is NoneType and making:
+                tensors.append(None)
+            else:
+                tensor = next(rest)
+                tensors.append(tensor if x is None else at(x, tensor))
         launch(programs, *tensors, *others, **named)
+        return made[0] if len(made) == 1 else tuple(made) if making else None
 
     return bound
+
+
+def _part(made: Tensor, x: New | Part) -> Tensor:
+    return made[x.elements :] if isinstance(x, Part) else made
 
 
 def _launch_ordinarily(kernel: Any, programs: int, *arguments: Any, **named: Any) -> Any:
@@ -245,10 +275,11 @@ class Launch(NamedTuple):
     def __call__(self) -> None:
         self.launch(self.programs, *self.arguments, **self.options)
 
-    def bound(self) -> Callable[..., None]:
+    def bound(self, making: bool = False) -> Callable[..., Any]:
         """The launch as a function of its descriptors and tensors, but for words: a launch leaves its
-        own behind, so that each has others, see words.py."""
-        bind = functools.partial(cast(Launcher, self.launch).bind, self.programs, **self.options)
+        own behind, so that each has others, see words.py.  making: see Launcher."""
+        launcher = cast(Launcher, self.launch)
+        bind = partial(launcher.making if making else launcher.bind, self.programs, **self.options)
         bound = bind(*self.arguments)
         if self.words is None:
             return bound
@@ -256,25 +287,25 @@ class Launch(NamedTuple):
             return with_new(bound, self.words)
         at = next(i for i, x in enumerate(self.arguments) if x is self.words) + 1
         clearing = bind(*self.arguments[:at], self.words, *self.arguments[at + 1 :])
-        return with_pairs(clearing, bound, self.words)
+        return with_pairs(clearing, bound, self.words, *(() if making else (None,)))
 
-    def bind(self, *tensors: Tensor | None) -> Callable[..., None] | None:
-        """The launch as a function of `tensors`, of which its own are views; None if one is a copy."""
+    def bind(self, *tensors: Tensor | None, making: bool = False) -> Callable[..., Any] | None:
+        """`bound`, if its first tensors are `tensors` or views of these; None if one is a copy."""
         for given, own in zip(tensors, self.arguments, strict=False):
             if given is not own and (
                 given is None or own is None or given.data_ptr() != own.data_ptr()
             ):
                 return None
-        return self.bound()
+        return self.bound(making)
 
 
 class _Source(NamedTuple):
     """launch: source of the function that `launcher` returns, and of find, which returns what is kept
-    for its arguments; binder(kinds): source of the maker of launches bound to descriptors and tensors
-    of these kinds: None, Memory or any other."""
+    for its arguments; binder(kinds, making): source of Launcher.bind, or of making, for descriptors and
+    tensors of these kinds."""
 
     launch: str
-    binder: Callable[[tuple[type | None, ...]], str]
+    binder: Callable[[tuple[_Kind, ...], bool], str]
 
 
 def _source(
@@ -321,40 +352,63 @@ def _source(
         "    _entry = _entries.get(_key)",
     ]
 
-    def run(absent: Collection[str], rest: Collection[str]) -> list[str]:
+    def run(address: Callable[[str], str], rest: list[str]) -> list[str]:
         encode = [
             f"    if {x}.encoded is None: {x}.encode(_descriptors[{i}])"
             for i, x in enumerate(described)
         ]
         handed = [f"*{x}.encoded" if triton_entry.DIRECT else x for x in described]
-        handed += ["0" if x in absent else f"{x}_address" for x in pointed]
-        handed += rest
+        handed += [*map(address, pointed), *rest]
         arguments = f"({', '.join(handed)},)" if triton_entry.PACKED else ", ".join(handed)
         return [
             *(encode if triton_entry.DIRECT else ()),
             f"    _run(_programs, 1, 1, _current_stream(_device), *_middle, {arguments})",
         ]
 
-    def binder(kinds: tuple[type | None, ...]) -> str:
+    def binder(kinds: tuple[_Kind, ...], making: bool) -> str:
         kind = dict(zip(described + pointed, kinds, strict=True))
-        absent = [x for x in pointed if kind[x] is None]
-        present = [x for x in pointed if x not in absent]
-        memory = [x for x in present if kind[x] is Memory]
-        names = ", ".join(described + pointed)
-        taken = ", ".join(described + [f"{x}_address" if x in memory else x for x in pointed])
+        tensors = [x for x in pointed if kind[x].type is Tensor]
+        memory = [x for x in pointed if kind[x].type is Memory]
+        made = [x for x in pointed if kind[x].made >= 0]
+        first = {kind[x].made: x for x in reversed(made)}  # of each memory that is made, in order
+        news, of_new = sorted(first), first.items()
+        result = ", ".join(f"_made{i}" for i in news)
+
+        quick = "_memory.empty_strided_cuda(_shape{i}, _strides{i}, _dtype{i})"
+
+        def address(x: str) -> str:
+            if kind[x].type is NoneType:
+                return "0"
+            if kind[x].made < 0:
+                return f"{x}_address"
+            return f"_address{kind[x].made}" + (f" + _bytes_{x}" if kind[x].type is Part else "")
+
+        taken = [x for x in described + pointed if x not in made]
+        if making:
+            taken = [x for x in taken if kind[x].type is not NoneType]
+        names = ", ".join(taken)
+        signature = ", ".join(f"{x}_address" if x in memory else x for x in taken)
+        addresses = " | ".join(f"{x}_address" for x in tensors + memory)
         bound = [
-            *(f"    {x}_address = {x}.data_ptr()" for x in present if x not in memory),
-            f"    _late = ({' | '.join(f'{x}_address' for x in present)}) & 15",
+            *(f"    {x}_address = {x}.data_ptr()" for x in tensors),
+            f"    _late = ({addresses}) & 15",
             "    if _run is None or _late or _device != _current_device() or _hooked():",
-            f"        return _bound_first(_late, {taken})",
-            *run(absent, ["*_rest"]),
+            f"        return _bound_first(_late, {signature})",
+            *(f"    _made{i} = {quick.format(i=i)} if _quick{i} else _make{i}()" for i in news),
+            *(f"    _address{i} = _made{i}.data_ptr()" for i in news),
+            *run(address, ["*_rest"]),
+            f"    return {result}",
         ]
-        first = [
+        ordinary = [
+            *(f"    {x} = None" for x in pointed if x not in taken and x not in made),
             *(f"    {x} = _bound_{x}.at({x})" for x in memory),
+            *(f"    _made{i} = _make{i}()" for i in news),
+            *(f"    {x} = _part(_made{kind[x].made}, _bound_{x})" for x in made),
             f"    launch{again}",
             "    if not _late:",
             f"        _run, _middle, _descriptors = find{again} or (None, None, None)",
             f"        _device = {device}",
+            f"    return {result}",
         ]
         nonlocals = "    nonlocal _run, _middle, _descriptors, _device"
         return "\n".join(
@@ -362,10 +416,14 @@ def _source(
                 f"def bind{head}",
                 "    _run = _middle = _descriptors = _device = None",
                 f"    _rest = ({''.join(f'{x}, ' for x in rest)})",
-                *(f"    _bound_{x} = {x}" for x in memory),
+                *(f"    _bound_{x} = {x}" for x in memory + made),
+                *(f"    _bytes_{x} = {x}.bytes" for x in made if kind[x].type is Part),
+                *(f"    _make{i} = {x}.new.make" for i, x in of_new),
+                *(f"    _quick{i} = {x}.new.past_dispatcher" for i, x in of_new),
+                *(f"    _shape{i}, _strides{i}, _dtype{i} = {x}.new.layout" for i, x in of_new),
                 f"    def _bound_first(_late, {names}):",
-                *(f"    {line}" for line in [nonlocals, *first]),
-                f"    def bound({taken}):",
+                *(f"    {line}" for line in [nonlocals, *ordinary]),
+                f"    def bound({signature}):",
                 *(f"    {line}" for line in bound),
                 "    return bound",
             ]
@@ -382,7 +440,7 @@ def _source(
         f"        _options = dict({', '.join(f'{x}={x}' for x in OPTIONS)})",
         f"        return _launch_first(_key, _programs, ({', '.join(parameters)}), _options)",
         "    _run, _middle, _descriptors = _entry",
-        *run((), rest),
+        *run("{}_address".format, rest),
         f"def find{head}",
         f"    _device = {device}",
         *find,

@@ -15,6 +15,7 @@ from .norm_launch import (
     How,
     empty_gradients,
     empty_outputs,
+    keeps_statistics,
     needed_outputs,
     norm_backward,
     norm_forward,
@@ -50,22 +51,23 @@ class Settings(NamedTuple):
     """What backward knows of a call beside the saved tensors; dtypes: of x, residual and bias."""
 
     normalized_ndim: int
+    eps: float
     centered: bool
     casting: str
     has_residual: bool
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
 
 
-def settings(x, residual, bias, normalized_ndim, centered, casting) -> Settings:
+def settings(x, residual, bias, normalized_ndim, eps, centered, casting) -> Settings:
     residual_dtype, bias_dtype = (x.dtype if t is None else t.dtype for t in (residual, bias))
     dtypes = x.dtype, residual_dtype, bias_dtype
-    return Settings(normalized_ndim, centered, casting, residual is not None, dtypes)
+    return Settings(normalized_ndim, eps, centered, casting, residual is not None, dtypes)
 
 
 def setup_context(ctx, inputs, output) -> None:
-    x, residual, weight, bias, normalized_ndim, _, centered, casting = inputs
+    x, residual, weight, bias, *how = inputs
     _, total, mean, rstd = output
-    ctx.settings = settings(x, residual, bias, normalized_ndim, centered, casting)
+    ctx.settings = settings(x, residual, bias, *how)
     ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
     ctx.set_materialize_grads(False)
 
@@ -75,12 +77,12 @@ def backward(saved, needs, launch, settings: Settings, dy: Tensor | None, dtotal
     weight, mean, rstd; `launch` calls norm_backward."""
     x, weight, mean, rstd = saved
     need_x, need_residual, need_dweight, need_dbias = needs[:4]
-    normalized_ndim, centered, casting, has_residual, dtypes = settings
+    normalized_ndim, eps, centered, casting, has_residual, dtypes = settings
     dtotal = dtotal if has_residual else None
     x_dtype, residual_dtype, _ = dtypes
     if dy is not None:
         dx, dresidual, dweight, dbias = launch(
-            dy, dtotal, x, weight, mean, rstd, normalized_ndim, centered, *dtypes,
+            dy, dtotal, x, weight, mean, rstd, normalized_ndim, eps, centered, *dtypes,
             need_dweight, need_dbias, casting,
         )  # fmt: skip
         dresidual = dx if residual_dtype == x_dtype else dresidual
@@ -102,7 +104,8 @@ class NormFunction(KernelFunction):
 
     @staticmethod
     def forward(x, residual, weight, bias, normalized_ndim, eps, centered, casting):
-        outputs = needed_outputs(x, residual, normalized_ndim, centered)
+        kept = keeps_statistics(x, normalized_ndim)
+        outputs = needed_outputs(x, residual, normalized_ndim, centered, kept)
         how = How(normalized_ndim, eps, centered, casting)
         run_forward((x, residual, weight, bias), outputs, how)
         return outputs
@@ -138,7 +141,7 @@ norm_backward_op = torch.library.custom_op(
     norm_backward,
     mutates_args=(),
     schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "int normalized_ndim, bool centered, ScalarType x_dtype, ScalarType residual_dtype, "
+    "int normalized_ndim, float eps, bool centered, ScalarType x_dtype, ScalarType residual_dtype, "
     'ScalarType bias_dtype, bool need_dweight, bool need_dbias, str casting="torch") '
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -146,13 +149,14 @@ norm_backward_op = torch.library.custom_op(
 
 @norm_op.register_fake
 def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting="torch"):
-    return empty_outputs(x, residual, normalized_ndim, centered)
+    kept = keeps_statistics(x, normalized_ndim)
+    return empty_outputs(x, residual, normalized_ndim, centered, kept)
 
 
 @norm_backward_op.register_fake
 def _(
-    dy, dtotal, x, weight, mean, rstd, normalized_ndim, centered, x_dtype, residual_dtype, bias_dtype,
-    need_dweight, need_dbias, casting="torch",
+    dy, dtotal, x, weight, mean, rstd, normalized_ndim, eps, centered, x_dtype, residual_dtype,
+    bias_dtype, need_dweight, need_dbias, casting="torch",
 ):  # fmt: skip
     return empty_gradients(
         x, weight, x_dtype, residual_dtype, bias_dtype, normalized_ndim, need_dweight, need_dbias

@@ -122,7 +122,7 @@ def backward_launches_hopper(
     partials = partial_sums(P, N, dweight, dbias)
     tensors = (
         dy, x, contiguous(weight),
-        contiguous(mean) if how.centered else None, rstd.contiguous(), dx, *partials,
+        contiguous(mean) if how.centered else None, contiguous(rstd), dx, *partials,
     )  # fmt: skip
     per_unit = 16 // x.element_size()
     whole = N % config.columns == 0

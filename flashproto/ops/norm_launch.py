@@ -41,13 +41,14 @@ launch_column_sums = launcher(column_sums_kernel, tensors=4)
 Inputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 """(x, residual, weight, bias)"""
 Outputs: TypeAlias = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
-"""(y, total, mean, rstd)"""
+"""(y, total, mean, rstd); the statistics are None where nobody keeps them"""
 Gradients: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 """(dx, dresidual, dweight, dbias); one that is not asked for is of no elements"""
 
 
 class How(NamedTuple):
-    """All of a call but its tensors; see functional/norm.py.  The backward reads no eps."""
+    """All of a call but its tensors; see functional/norm.py.  The backward reads eps only where it is
+    not given the statistics."""
 
     normalized_ndim: int
     eps: float
@@ -74,25 +75,36 @@ def sizes(x: Tensor, normalized_ndim: int) -> tuple[int, int]:
 
 
 def empty_outputs(
-    x: Tensor, residual: Tensor | None, normalized_ndim: int, centered: bool
+    x: Tensor, residual: Tensor | None, normalized_ndim: int, centered: bool, kept: bool = True
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(y, total, mean, rstd), uninitialised; one without a part to play is of no elements."""
-    y, total, mean, rstd = needed_outputs(x, residual, normalized_ndim, centered)
-    total = x.new_empty(0) if total is None else total
-    return y, total, x.new_empty(0, dtype=torch.float32) if mean is None else mean, rstd
+    """(y, total, mean, rstd), uninitialised; one without a part to play is of no elements.
+
+    kept: whether the statistics have one.
+    """
+    y, *others = needed_outputs(x, residual, normalized_ndim, centered, kept)
+    dtypes = x.dtype, torch.float32, torch.float32
+    total, mean, rstd = (
+        x.new_empty(0, dtype=dtype) if t is None else t for t, dtype in zip(others, dtypes, strict=True)
+    )
+    return y, total, mean, rstd
 
 
 def needed_outputs(
-    x: Tensor, residual: Tensor | None, normalized_ndim: int, centered: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    x: Tensor, residual: Tensor | None, normalized_ndim: int, centered: bool, kept: bool = True
+) -> Outputs:
     """empty_outputs, but None for one without a part to play, which eager calls need not pay for."""
     M, _ = sizes(x, normalized_ndim)
     y = torch.empty_like(x) if x.is_contiguous() else x.new_empty(x.shape)
     total = None
     if residual is not None:
         total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    mean = x.new_empty(M, dtype=torch.float32) if centered else None
-    return y, total, mean, x.new_empty(M, dtype=torch.float32)
+    mean = x.new_empty(M, dtype=torch.float32) if centered and kept else None
+    return y, total, mean, x.new_empty(M, dtype=torch.float32) if kept else None
+
+
+def keeps_statistics(x: Tensor, normalized_ndim: int) -> bool:
+    """Whether the forward keeps mean and rstd, where there are no hooks."""
+    return configs.norm_keeps_statistics(sizes(x, normalized_ndim)[1])
 
 
 def norm_forward(
@@ -106,8 +118,10 @@ def norm_forward(
     casting: str = "torch",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the forward kernel; returns (y, total, mean, rstd) as empty_outputs describes them."""
-    outputs = empty_outputs(x, residual, normalized_ndim, centered)
-    run_forward((x, residual, weight, bias), outputs, How(normalized_ndim, eps, centered, casting))
+    kept = keeps_statistics(x, normalized_ndim)
+    outputs = empty_outputs(x, residual, normalized_ndim, centered, kept)
+    filled = outputs if kept else (*outputs[:2], None, None)
+    run_forward((x, residual, weight, bias), filled, How(normalized_ndim, eps, centered, casting))
     return outputs
 
 
@@ -235,9 +249,10 @@ def norm_backward(
     dtotal: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor | None,
     normalized_ndim: int,
+    eps: float,
     centered: bool,
     x_dtype: torch.dtype,
     residual_dtype: torch.dtype,
@@ -247,19 +262,23 @@ def norm_backward(
     casting: str = "torch",
 ) -> Gradients:
     """Launch the backward kernels; x is total where a residual was added, dtotal the gradient that
-    reaches it from elsewhere.  Arguments otherwise and results as empty_gradients."""
+    reaches it from elsewhere; mean and rstd may be None where keeps_statistics says so.  Arguments
+    otherwise and results as empty_gradients."""
     gradients = empty_gradients(
         x, weight, x_dtype, residual_dtype, bias_dtype, normalized_ndim, need_dweight, need_dbias
     )
-    how = How(normalized_ndim, 0.0, centered, casting)
+    how = How(normalized_ndim, eps, centered, casting)
+    if not keeps_statistics(x, normalized_ndim):
+        mean = rstd = None
     run_backward(dy, dtotal, (x, None, weight, None, mean, rstd), gradients, how)
     return gradients
 
 
 Saved: TypeAlias = tuple[
-    Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor
+    Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None
 ]  # fmt: skip
-"""(x, input, weight, bias, mean, rstd) of kernels/norm_backward.py; mean is None where x has mean 0"""
+"""(x, input, weight, bias, mean, rstd) of kernels/norm_backward.py; mean is None where x has mean 0,
+both where the backward is to work them out again"""
 
 
 def run_backward(
@@ -280,7 +299,7 @@ def backward_launches(
     """The launches that fill the gradients, of some elements: of partial sums, and of their sums where
     these are asked for."""
     x, input, weight, bias, mean, rstd = saved
-    normalized_ndim, _, centered, casting, prologue, epilogue, split_rows = how
+    normalized_ndim, eps, centered, casting, prologue, epilogue, split_rows = how
     M, N = sizes(x, normalized_ndim)
     dx = gradients[0]
     dresidual, dweight, dbias = (t if t.numel() else None for t in gradients[1:])
@@ -289,7 +308,7 @@ def backward_launches(
     input = None if input is None else as_rows(input, normalized_ndim)
     tensors = (
         dy, dtotal, x, input, contiguous(weight), contiguous(bias),
-        contiguous(mean) if centered else None, rstd.contiguous(),
+        contiguous(mean) if centered else None, contiguous(rstd),
         dx, dresidual,
     )  # fmt: skip
     numbers = (
@@ -310,8 +329,9 @@ def backward_launches(
     hooked = how.hooked
     itemsize = 4 if hooked else x.element_size()
     config = configs.norm_backward(
-        N, itemsize, sums, centered, capability(x.device), dtotal is not None, dbias is not None
-    )
+        N, itemsize, sums, centered, capability(x.device), dtotal is not None, dbias is not None,
+        rstd is not None,
+    )  # fmt: skip
     if split_rows:
         config = configs.norm_split(N, itemsize)
     options: dict[str, Any] = {
@@ -336,7 +356,8 @@ def backward_launches(
         launch = launch_backward_hooked if hooked else launch_backward
         options |= tile_options(config, N) | {"STAGES": config.stages, "CLUSTER": config.cluster}
         options["num_ctas"] = config.cluster if config.cluster > 1 else None
-        first = Launch(launch, P, (*tensors, *partials, *numbers, *hooks), options)
+        eps_or_none = eps if rstd is None else None
+        first = Launch(launch, P, (*tensors, *partials, *numbers, eps_or_none, *hooks), options)
     return [first, column_sums_launch(*partials, dweight, dbias)] if sums else [first]
 
 

@@ -1,7 +1,8 @@
 """LayerNorm and RMSNorm: the plans of eager calls, see plans.py.
 
-Legend: norm_launch.py.  The statistics of a call are one piece of memory, mean behind rstd, and so are
-the partial sums of dweight and dbias: launches take addresses there, multiples of 16 bytes.
+Legend: norm_launch.py.  The statistics of a call, if it keeps any, are one piece of memory, mean behind
+rstd, and so are the partial sums of dweight and dbias: launches take addresses there, multiples of 16
+bytes.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import plans
+from .. import configs, plans
 from .autograd import differentiates, recorder
-from .launch import Memory, cdiv, takes_addresses
+from .launch import cdiv, takes_addresses
+from .memory import Memory, New, aligned, maker
 from .norm import NormBackwardFunction, Settings, backward, norm, settings
 from .norm_launch import (
     How,
@@ -33,7 +35,8 @@ def padded(count: int) -> int:
 
 
 class Statistics(NamedTuple):
-    """Where mean, if there is one, and rstd of M rows are in their memory."""
+    """Where mean, if there is one, and rstd of M rows are in their memory; there is none where the
+    backward works them out again."""
 
     rows: int
     centered: bool
@@ -47,42 +50,72 @@ class Statistics(NamedTuple):
         """Bytes from rstd to mean."""
         return 4 * padded(self.rows)
 
-    def views(self, memory: Tensor) -> tuple[Tensor | None, Tensor]:
+    def views(self, memory: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         """(mean, rstd)."""
+        if memory is None:
+            return None, None
         M, start = self.rows, padded(self.rows)
         return memory[start : start + M] if self.centered else None, memory[:M]
 
+    def parts(self, device: torch.device) -> tuple[Any, Any]:
+        """(mean, rstd) for a launch that makes them."""
+        memory = New((self.words,), (1,), torch.float32, device)
+        return memory.behind(padded(self.rows)) if self.centered else None, memory
+
 
 def recorder_of(
-    compute: Callable[..., tuple[Tensor, Tensor | None, Tensor]],
+    fill: Callable[..., Any],
     gradients: Callable[..., tuple[Tensor | None, ...]],
+    has_weight: bool,
+    has_statistics: bool,
     layout: Statistics,
     settings: Settings,
 ) -> Callable[..., Any]:
-    """What records a call (x, weight, bias, residual) of a plan; the last ones may be left out.
+    """What records a call of a plan.
 
-    compute: (x, residual, weight, bias) to (y, total, statistics); gradients: see plan_gradients.
+    fill: x, then what is given of residual, weight and bias, to y, then what there is of total and
+    statistics; gradients: see plan_gradients.
 
-    An argument takes time, None too, and so does an attribute of ctx: hence a Function of the plan's
-    own (of 6 KiB), and last what is most often None.
+    What a small call takes is Python between torch and the launch.  Hence a Function of the plan's own
+    (of 6 KiB) with no argument that is None, and two ways forward: starred arguments take time too.
     """
+    has_residual = settings.has_residual
+    others_kept = slice(has_residual, has_residual + has_weight)
+
+    def forward_with_weight(ctx, x, weight, bias=None):
+        made = fill(x, weight) if bias is None else fill(x, weight, bias)
+        if not has_statistics:
+            ctx.save_for_backward(x, weight)
+            return made
+        y, statistics = made
+        ctx.save_for_backward(x, weight, statistics)
+        return y
+
+    def forward_anyhow(ctx, x, *others):
+        made = fill(x, *others)
+        if not has_residual:
+            y, *statistics = made if has_statistics else (made,)
+            ctx.save_for_backward(x, *others[others_kept], *statistics)
+            return y
+        y, total, *statistics = made
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(total, *others[others_kept], *statistics)
+        return y, total
 
     class PlannedNormFunction(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, bias=None, residual=None):
-            y, total, statistics = compute(x, residual, weight, bias)
-            if residual is None:
-                ctx.save_for_backward(x, weight, statistics)
-                return y
-            ctx.save_for_backward(total, weight, statistics)
-            ctx.set_materialize_grads(False)
-            return y, total
+        forward = staticmethod(
+            forward_with_weight if has_weight and not has_residual else forward_anyhow
+        )
 
         @staticmethod
         def backward(ctx, dy, dtotal=None):
-            x, weight, statistics = ctx.saved_tensors
-            statistics = statistics.contiguous()
-            need_x, need_dweight, need_dbias, need_residual = (*ctx.needs_input_grad, False, False)[:4]
+            x, *kept = ctx.saved_tensors
+            weight = kept[0] if has_weight else None
+            statistics = kept[-1].contiguous() if has_statistics else None
+            need_x, *needed = ctx.needs_input_grad
+            need_residual = has_residual and needed[0]
+            need_dweight = has_weight and needed[has_residual]
+            need_dbias = len(needed) > has_residual + has_weight and needed[-1]
             needs = need_x, need_residual, need_dweight, need_dbias
             if dy is None or differentiates():
                 saved, launch = (x, weight, *layout.views(statistics)), NormBackwardFunction.apply
@@ -90,7 +123,8 @@ def recorder_of(
             else:
                 made = gradients(x, weight, statistics, dy, dtotal, needs)
             dx, dresidual, dweight, dbias = made[:4]
-            return dx, dweight, dbias, dresidual
+            between = ((dresidual,) if has_residual else ()) + ((dweight,) if has_weight else ())
+            return dx, *between, dbias
 
     return recorder(PlannedNormFunction)
 
@@ -105,62 +139,45 @@ def plan(
     centered: bool,
     casting: str,
 ) -> plans.Plan:
-    """norm as a function of its tensors, for such as are like these."""
+    """norm as a function of x and what is given of residual, weight and bias, for such as are like
+    these."""
+    given = [t is not None for t in (x, residual, weight, bias)]
 
-    def anyhow(x, residual, weight, bias):
-        return norm(x, residual, weight, bias, normalized_ndim, eps, centered, casting)
+    def anyhow(*tensors):
+        rest = iter(tensors)
+        inputs = (next(rest) if there else None for there in given)
+        return norm(*inputs, normalized_ndim, eps, centered, casting)
 
     if x.numel() == 0 or not takes_addresses(x.device):
         return anyhow
-    M, _ = sizes(x, normalized_ndim)
+    M, N = sizes(x, normalized_ndim)
     how = How(normalized_ndim, eps, centered, casting)
-    inputs: Any = tuple(t if t is None else plans.aligned(t) for t in (x, residual, weight, bias))
-    y, total, _, _ = needed_outputs(x, residual, normalized_ndim, centered)
-    floats = Memory(0, torch.float32, x.get_device())
-    outputs: Any = y, total, floats if centered else None, floats
+    inputs: Any = tuple(t if t is None else aligned(t) for t in (x, residual, weight, bias))
+    results = needed_outputs(x, residual, normalized_ndim, centered, False)[:2]
+    y, total = (t if t is None else New.like(t) for t in results)
+    layout = Statistics(M, centered)
+    outputs: Any = y, total, *layout.parts(x.device)
     launch = forward_launch(inputs, outputs, how)
-    fill = launch.bind(*inputs, *outputs)
+    fill = launch.bind(*inputs, making=True)
     if fill is None:
         return anyhow
-    fill_without_statistics = None
-    if launch.words is None and not launch.aligned:  # of wide rows they cost nothing
+    plain: Callable[..., Any] | None = None
+    if launch.words is None and not launch.aligned:  # of wide rows statistics cost nothing
         without: Any = y, total, None, None
-        fill_without_statistics = forward_launch(inputs, without, how).bound()
-    layout = Statistics(M, centered)
-    statistics, to_mean = x.new_empty(layout.words, dtype=torch.float32), layout.to_mean
-    new_y, new_total, new_statistics = map(plans.maker, (y, total, statistics))
+        plain = forward_launch(inputs, without, how).bound(making=True)
+    has_statistics = configs.norm_keeps_statistics(N)
+    if not has_statistics:
+        assert plain is not None
+        fill = plain
+    kept = settings(x, residual, bias, normalized_ndim, eps, centered, casting)
+    gradients = plan_gradients(how, layout, kept)
+    record = recorder_of(fill, gradients, weight is not None, has_statistics, layout, kept)
 
-    def compute(x, residual, weight, bias):
-        y, total, statistics = new_y(), new_total(), new_statistics()
-        at_rstd = statistics.data_ptr()
-        at_mean = at_rstd + to_mean if centered else None
-        fill(x, residual, weight, bias, y, total, at_mean, at_rstd)
-        return y, total, statistics
+    def without_statistics(*tensors):
+        made = fill(*tensors)
+        return made[0] if residual is None else made[:2]
 
-    kept = settings(x, residual, bias, normalized_ndim, centered, casting)
-    record = recorder_of(compute, plan_gradients(how, layout, kept), layout, kept)
-
-    def recorded_without_bias(x, residual, weight, bias):
-        return record(x, weight)
-
-    def recorded_with_bias(x, residual, weight, bias):
-        return record(x, weight, bias)
-
-    def recorded_with_residual(x, residual, weight, bias):
-        return record(x, weight, bias, residual)
-
-    def plain(x, residual, weight, bias):
-        if fill_without_statistics is None:
-            y, total, _ = compute(x, residual, weight, bias)
-        else:
-            y, total = new_y(), new_total()
-            fill_without_statistics(x, residual, weight, bias, y, total, None, None)
-        return y if residual is None else (y, total)
-
-    recorded = recorded_with_residual
-    if residual is None:
-        recorded = recorded_without_bias if bias is None else recorded_with_bias
-    planned = plans.ByGrad(recorded, plain)
+    planned = plans.ByGrad(record, without_statistics if plain is None else plain)
     return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
@@ -186,18 +203,18 @@ def plan_gradients(
 
 
 def plan_gradients_like(
-    x: Tensor, weight: Tensor | None, statistics: Tensor, dy: Tensor, dtotal: Tensor | None,
+    x: Tensor, weight: Tensor | None, statistics: Tensor | None, dy: Tensor, dtotal: Tensor | None,
     needs: tuple[bool, ...], how: How, layout: Statistics, settings: Settings,
 ) -> Callable[..., tuple[Tensor | None, ...]]:  # fmt: skip
     """plan_gradients of tensors like these: of their strides too."""
     need_x, need_residual, need_dweight, need_dbias = needs
-    normalized_ndim, centered, casting, _, dtypes = settings
+    normalized_ndim, eps, centered, casting, _, dtypes = settings
     same = dtypes[0] == dtypes[1]
     wanted = need_dweight, need_dbias
 
     def anyhow(x, weight, statistics, dy, dtotal):
         dx, dresidual, dweight, dbias = norm_backward(
-            dy, dtotal, x, weight, *layout.views(statistics), normalized_ndim, centered,
+            dy, dtotal, x, weight, *layout.views(statistics), normalized_ndim, eps, centered,
             *dtypes, *wanted, casting,
         )  # fmt: skip
         return pick(dx, dresidual, dweight, dbias)
@@ -210,19 +227,20 @@ def plan_gradients_like(
         )  # fmt: skip
 
     made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)
-    dy, x = plans.aligned(dy), plans.aligned(x)
+    dy, x = aligned(dy), aligned(x)
     saved = x, None, weight, None, *layout.views(statistics)
     first, *sums = backward_launches(dy, dtotal, saved, made, how)
     dx, dresidual, dweight, dbias = (t if t.numel() else None for t in made)
     floats = Memory(0, torch.float32, x.get_device())
     has_dweight, has_dbias = dweight is not None, dbias is not None
     partials = floats if has_dweight else None, floats if has_dbias else None
-    mean = floats if centered else None
+    rstd = None if statistics is None else floats
+    mean = rstd if centered else None
     # The kernel of aligned rows takes neither what it has no use for nor gaps where it would be.
     given = (dy, x, weight) if first.aligned else (dy, dtotal, x, None, weight, None)
     results = (dx,) if first.aligned else (dx, dresidual)
     own = first.arguments[: len(given)]
-    tensors = *own, mean, floats, *results, *partials
+    tensors = *own, mean, rstd, *results, *partials
     launch = first._replace(arguments=(*tensors, *first.arguments[len(tensors) :])).bind(*given)
     if launch is None:
         return anyhow
@@ -237,15 +255,17 @@ def plan_gradients_like(
         words = padded(max(t.numel() for t in total[:2] if t is not None))
         add_up = sums[0]._replace(arguments=(*partials, *total[2:])).bound()
     to_mean, to_dbias = layout.to_mean, 4 * words * has_dweight
-    memory = statistics.new_empty(words * (has_dweight + has_dbias))
+    memory = x.new_empty(words * (has_dweight + has_dbias), dtype=torch.float32)
     new_dx, new_dresidual, new_dweight, new_dbias, new_sums = map(
-        plans.maker, (dx, dresidual, dweight, dbias, memory)
+        maker, (dx, dresidual, dweight, dbias, memory)
     )
 
     def planned(x, weight, statistics, dy, dtotal):
         dx, dresidual = new_dx(), new_dresidual()
-        at_rstd = statistics.data_ptr()
-        at_mean = at_rstd + to_mean if centered else None
+        at_rstd = at_mean = None
+        if statistics is not None:
+            at_rstd = statistics.data_ptr()
+            at_mean = at_rstd + to_mean if centered else None
         if add_up is None:
             fill(dy, dtotal, x, None, weight, None, at_mean, at_rstd, dx, dresidual, None, None)
             return pick(dx, dresidual, None, None)

@@ -6,13 +6,14 @@ Legend: softmax.py.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import plans
 from .autograd import differentiates, recorder
+from .memory import New, aligned, maker
 from .softmax import (
     SoftmaxBackwardFunction,
     backward_launch,
@@ -23,37 +24,30 @@ from .softmax import (
 )
 
 
-class Softmax(NamedTuple):
-    """A plan's parts.
+def recorder_of(
+    compute: Callable[[Tensor], Tensor], gradient: Callable[[Tensor, Tensor], Tensor], log: bool,
+    dtype: torch.dtype,
+) -> Callable[..., Any]:  # fmt: skip
+    """What records a call of a plan, a Function of the plan's own: an argument would take time.
 
     compute: x to y; gradient: (dy, y) to dx, see plan_gradient; dtype: x's.
     """
 
-    compute: Callable[[Tensor], Tensor]
-    gradient: Callable[[Tensor, Tensor], Tensor]
-    log: bool
-    dtype: torch.dtype
+    class PlannedSoftmaxFunction(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = compute(x)
+            ctx.save_for_backward(y)
+            return y
 
+        @staticmethod
+        def backward(ctx, dy):
+            (y,) = ctx.saved_tensors
+            if differentiates():
+                return SoftmaxBackwardFunction.apply(dy, y, log, dtype)
+            return gradient(dy, y)
 
-class PlannedSoftmaxFunction(torch.autograd.Function):
-    """For calls that follow a plan, see `plan`: `record` is all that such a call takes."""
-
-    @staticmethod
-    def forward(ctx, x, plan):
-        y = plan.compute(x)
-        ctx.save_for_backward(y)
-        ctx.plan = plan
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        (y,), (_, gradient, log, dtype) = ctx.saved_tensors, ctx.plan
-        if differentiates():
-            return SoftmaxBackwardFunction.apply(dy, y, log, dtype), None
-        return gradient(dy, y), None
-
-
-record = recorder(PlannedSoftmaxFunction)
+    return recorder(PlannedSoftmaxFunction)
 
 
 def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
@@ -64,27 +58,14 @@ def plan(x: Tensor, log: bool, dtype: torch.dtype) -> plans.Plan:
 
     if x.numel() == 0:
         return anyhow
-    x = plans.aligned(x)
-    y = x.new_empty(x.shape, dtype=dtype)
+    x = aligned(x)
+    y: Any = New.like(x.new_empty(x.shape, dtype=dtype))
     launch = forward_launch(x, y, None, log)
-    lse = () if launch.aligned else (None,)  # the kernels of aligned rows take none
-    fill = launch.bind(x, y, *lse)
-    if fill is None:  # a copy of x
+    compute = launch.bind(x, making=True)
+    if compute is None:  # a copy of x
         return anyhow
-
-    new_y = plans.maker(y)
-
-    def compute(x):
-        y = new_y()
-        fill(x, y, *lse)
-        return y
-
-    parts = Softmax(compute, plan_gradient(log, x.dtype), log, x.dtype)
-
-    def recorded(x):
-        return record(x, parts)
-
-    planned = plans.ByGrad(recorded, compute)
+    record = recorder_of(compute, plan_gradient(log, x.dtype), log, x.dtype)
+    planned = plans.ByGrad(record, compute)
     return plans.where_aligned(planned, anyhow) if launch.aligned else planned
 
 
@@ -98,7 +79,7 @@ def plan_gradient(log: bool, dtype: torch.dtype) -> Callable[[Tensor, Tensor], T
         if key not in kinds:
             dx = y.new_empty(y.shape, dtype=dtype)
             fill = backward_launch(dy, y, None, None, dx, log).bind(dy, y, None, None, dx)
-            kinds[key] = None if fill is None else (fill, plans.maker(dx))
+            kinds[key] = None if fill is None else (fill, maker(dx))
         found = kinds[key]
         if found is None:
             return softmax_backward(dy, y, log, dtype)

@@ -49,26 +49,26 @@ def zeros_like(words: Tensor) -> Callable[[], Tensor]:
     return lambda: torch.zeros(count, dtype=torch.int64, device=device)
 
 
-def with_new(launch: Callable[..., None], words: Tensor) -> Callable[..., None]:
+def with_new(launch: Callable[..., Any], words: Tensor) -> Callable[..., Any]:
     """launch(*tensors, words) as a function of `tensors`."""
     zeros = zeros_like(words)
     return lambda *tensors: launch(*tensors, zeros())
 
 
 def with_pairs(
-    clearing: Callable[..., None], ordinary: Callable[..., None], words: Tensor
-) -> Callable[..., None]:
+    clearing: Callable[..., Any], ordinary: Callable[..., Any], words: Tensor, *no_used: None
+) -> Callable[..., Any]:
     """clearing(*tensors, words, used) as a function of `tensors`.
 
-    ordinary(*tensors, words, None), which clears none, is taken where there can be no pair; it is what
-    calls without a plan launch, so that nothing is compiled while a CUDA graph is captured.
+    ordinary(*tensors, words, *no_used), which clears none, is taken where there can be no pair; it is
+    what calls without a plan launch, so that nothing is compiled while a CUDA graph is captured.
     """
     count, index, zeros = words.numel(), words.get_device(), zeros_like(words)
 
-    def without_pair(*tensors: Any) -> None:
-        ordinary(*tensors, zeros(), None)
+    def without_pair(*tensors: Any) -> Any:
+        return ordinary(*tensors, zeros(), *no_used)
 
-    def with_pair(*tensors: Any) -> None:
+    def with_pair(*tensors: Any) -> Any:
         if current_device() != index:
             with torch.cuda.device(index):
                 return with_pair(*tensors)
@@ -78,9 +78,10 @@ def with_pairs(
         key = index, stream, count
         pair = _pairs.pop(key, None)
         fresh, used = (zeros(), zeros()) if pair is None else pair
-        clearing(*tensors, fresh, used)
+        made = clearing(*tensors, fresh, used)
         if len(_pairs) >= KEPT:
             _pairs.clear()
         _pairs[key] = used, fresh
+        return made
 
     return with_pair if words.is_cuda else without_pair
