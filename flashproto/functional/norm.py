@@ -39,7 +39,6 @@ class NormOptions(TypedDict, total=False):
         step of decoding, say) keep more of the GPU busy.  Off unless asked for, since it costs time
         where rows are many, and since the last bits are those of another order of summation; they
         depend on the row and its width alone either way.
-    impl: the backend by name; None chooses.
     """
 
     casting: str
@@ -48,7 +47,6 @@ class NormOptions(TypedDict, total=False):
     dtype: torch.dtype | None
     memory_efficient: bool
     split_rows: bool
-    impl: str | None
 
 
 def layer_norm(
@@ -57,6 +55,8 @@ def layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    impl: str | None = None,
     **options: Unpack[NormOptions],
 ) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the trailing `normalized_shape`.
@@ -66,14 +66,14 @@ def layer_norm(
         normalized_shape: trailing dimensions to normalize over, an int for the last one.
         weight, bias: of shape normalized_shape, of any floating dtype, or None.
         eps: added to the (biased) variance.
-        options: casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl: see
-            NormOptions.
+        impl: the backend by name; None chooses.
+        options: casting, prologue, epilogue, dtype, memory_efficient, split_rows: see NormOptions.
 
     Returns: y of x's shape, computed in float32 (float64 for float64) and rounded once.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Ba, Kiros and Hinton, "Layer Normalization" (2016); Chan et al. (1979) for the moments.
     """
-    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, options)
+    return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, impl, options)
 
 
 def rms_norm(
@@ -83,6 +83,7 @@ def rms_norm(
     eps: float | None = None,
     *,
     bias: Tensor | None = None,
+    impl: str | None = None,
     **options: Unpack[NormOptions],
 ) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight + bias over the trailing `normalized_shape`.
@@ -90,7 +91,7 @@ def rms_norm(
     Arguments, result and errors as layer_norm; eps=None is torch.finfo(x.dtype).eps, as in torch.
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
     """
-    return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, options)
+    return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, impl, options)
 
 
 def add_layer_norm(
@@ -100,6 +101,8 @@ def add_layer_norm(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
+    *,
+    impl: str | None = None,
     **options: Unpack[NormOptions],
 ) -> tuple[Tensor, Tensor]:
     """layer_norm(x + residual) and the sum, in one pass.
@@ -109,7 +112,9 @@ def add_layer_norm(
     after the other; a prologue acts on x alone, before the sum, which is rounded once.  Arguments and
     errors otherwise as layer_norm.
     """
-    return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, options)
+    return _norm(
+        "add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, impl, options
+    )
 
 
 def add_rms_norm(
@@ -120,14 +125,15 @@ def add_rms_norm(
     eps: float | None = None,
     *,
     bias: Tensor | None = None,
+    impl: str | None = None,
     **options: Unpack[NormOptions],
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x + residual) and the sum, in one pass; otherwise as add_layer_norm."""
-    return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, options)
+    return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, impl, options)
 
 
 def _norm(
-    operator, x, residual, normalized_shape, weight, bias, eps, centered, options
+    operator, x, residual, normalized_shape, weight, bias, eps, centered, impl, options
 ):  # fmt: skip
     """A plan if there is one, before the options are looked at one by one."""
     if residual is None and weight is not None:  # as is usual: looking at all four takes twice as long
@@ -135,17 +141,19 @@ def _norm(
     else:
         tensors = tuple(t for t in (x, residual, weight, bias) if t is not None)
     trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
-    kind = operator, trailing, eps, weight is None, *options.items()
+    kind = operator, trailing, eps, weight is None, impl
+    if options:
+        kind += tuple(options.items())
     if (plan := plans.find(kind, tensors)) is not None:
         return plan(*tensors)
     return _norm_anew(
-        operator, x, residual, trailing, weight, bias, eps, centered, kind, tensors, **options
+        operator, x, residual, trailing, weight, bias, eps, centered, impl, kind, tensors, **options
     )
 
 
 def _norm_anew(
-    operator, x, residual, trailing, weight, bias, eps, centered, kind, tensors, *, casting="torch",
-    prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False, impl=None,
+    operator, x, residual, trailing, weight, bias, eps, centered, impl, kind, tensors, *,
+    casting="torch", prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False,
 ):  # fmt: skip
     hooked = prologue is not None or epilogue is not None or split_rows
     plain = not hooked and dtype is None and not memory_efficient

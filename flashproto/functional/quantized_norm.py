@@ -23,7 +23,8 @@ class QuantizedNormOptions(TypedDict, total=False):
 
     residual: of x's shape, added to x first, as in add_layer_norm.
     dtype: torch.float8_e4m3fn, the default, or torch.float8_e5m2.
-    casting, prologue, epilogue, impl: as in functional.norm.NormOptions.
+    casting, prologue, epilogue: as in functional.norm.NormOptions.
+    impl: the backend by name; None chooses.
     """
 
     residual: Tensor | None

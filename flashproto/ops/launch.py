@@ -165,6 +165,7 @@ def launcher(
         "_current_device": getattr(torch._C, "_cuda_getDevice", None),
         "_current_stream": getattr(torch._C, "_cuda_getCurrentRawStream", None),
         "_on": torch.cuda.device,
+        "_device_count": torch.cuda.device_count,
         "_memory": memory,
         "_part": _part,
         "_specialization": functools.lru_cache(KEPT_NUMBERS, typed=True)(
@@ -392,7 +393,7 @@ def _source(
         bound = [
             *(f"    {x}_address = {x}.data_ptr()" for x in tensors),
             f"    _late = ({addresses}) & 15",
-            "    if _run is None or _late or _device != _current_device() or _hooked():",
+            "    if _run is None or _late or _elsewhere and _device != _current_device() or _hooked():",
             f"        return _bound_first(_late, {signature})",
             *(f"    _made{i} = {quick.format(i=i)} if _quick{i} else _make{i}()" for i in news),
             *(f"    _address{i} = _made{i}.data_ptr()" for i in news),
@@ -415,6 +416,7 @@ def _source(
             [
                 f"def bind{head}",
                 "    _run = _middle = _descriptors = _device = None",
+                "    _elsewhere = _device_count() > 1",  # else no other device can be current
                 f"    _rest = ({''.join(f'{x}, ' for x in rest)})",
                 *(f"    _bound_{x} = {x}" for x in memory + made),
                 *(f"    _bytes_{x} = {x}.bytes" for x in made if kind[x].type is Part),
