@@ -65,7 +65,7 @@ class Gpu:
         like: Any = SimpleNamespace(
             numel=lambda: count, get_device=lambda: index, device=torch.device("cpu"), is_cuda=True
         )
-        return words.with_pairs(clearing or self.clearing, self.ordinary, like)
+        return words.with_pairs(clearing or self.clearing, self.ordinary, like, None)
 
 
 @pytest.fixture
@@ -177,13 +177,36 @@ def test_few_are_kept_and_plans_forget_them(gpu) -> None:
 
 
 def test_on_the_cpu_words_are_new(gpu) -> None:
-    launch = words.with_pairs(gpu.clearing, gpu.ordinary, torch.empty(COUNT, dtype=torch.int64))
+    own = torch.empty(COUNT, dtype=torch.int64)
+    launch = words.with_pairs(gpu.clearing, gpu.ordinary, own, None)
     launch("x")
     assert gpu.log == [("ordinary", 0, "x")] and not words._pairs
 
 
+def test_returns_what_the_launch_makes(gpu) -> None:
+    """Of a launch that makes its results; the ordinary one is then bound to no used words."""
+
+    def clearing(*arguments: Any) -> str:
+        gpu.clearing(*arguments)
+        return "cleared"
+
+    def ordinary(x: str, fresh: Tensor) -> str:
+        gpu.ordinary(x, fresh, None)
+        return "ordinary"
+
+    like: Any = SimpleNamespace(
+        numel=lambda: COUNT, get_device=lambda: 0, device=torch.device("cpu"), is_cuda=True
+    )
+    launch = words.with_pairs(clearing, ordinary, like)
+    assert [launch("x"), launch("y")] == ["cleared", "cleared"]
+    gpu.capturing = True
+    assert launch("z") == "ordinary"
+    assert words.with_new(ordinary, torch.empty(COUNT, dtype=torch.int64))("x") == "ordinary"
+
+
+@pytest.mark.parametrize("making", [False, True])
 @pytest.mark.parametrize("clears", [False, True])
-def test_a_bound_launch_passes_words_behind_its_tensors(gpu, monkeypatch, clears) -> None:
+def test_a_bound_launch_passes_words_behind_its_tensors(gpu, monkeypatch, clears, making) -> None:
     """What is bound, and what the bound function is then called with."""
     calls: list[tuple[object, ...]] = []
     own, x = torch.full((COUNT,), 0, dtype=torch.int64), torch.ones(1)
@@ -195,13 +218,16 @@ def test_a_bound_launch_passes_words_behind_its_tensors(gpu, monkeypatch, clears
             kinds = tuple("words" if a is own else a for a in arguments)
             return lambda *given: calls.append((kinds, given))
 
+        making = bind
+
     arguments = (x, own, None, 5, 6) if clears else (x, own, 5, 6)
-    bound = Launch(Launcher, 3, arguments, {"num_warps": 4}, own, clears=clears).bound()
+    bound = Launch(Launcher, 3, arguments, {"num_warps": 4}, own, clears=clears).bound(making)
     y = torch.ones(1)
     bound(y)
     ((kinds, given),) = calls
     if clears:  # on the CPU, where there are no pairs
-        assert kinds == (x, "words", None, 5, 6) and given[2] is None
+        assert kinds == (x, "words", None, 5, 6)
+        assert given[2:] == (() if making else (None,))  # what is made takes nothing for a None
     else:
         assert kinds == (x, "words", 5, 6)
     assert given[0] is y and given[1] is not own and not given[1].any()
@@ -209,7 +235,7 @@ def test_a_bound_launch_passes_words_behind_its_tensors(gpu, monkeypatch, clears
         calls.clear()
         monkeypatch.setattr(words, "current_device", lambda: -1)
         monkeypatch.setattr(Tensor, "is_cuda", True)
-        Launch(Launcher, 3, arguments, {"num_warps": 4}, own, clears=True).bound()(y)
+        Launch(Launcher, 3, arguments, {"num_warps": 4}, own, clears=True).bound(making)(y)
         ((kinds, given),) = calls
         assert kinds == (x, "words", "words", 5, 6)
         assert given[0] is y and given[1] is not given[2] and not given[1].any()
@@ -220,14 +246,15 @@ def test_kernels_clear_the_words_of_the_launch_before(device, monkeypatch) -> No
     other rows each time: with words that are not 0, a row has the sums of another."""
     made = []
 
-    def always(clearing: Any, ordinary: Any, like: Tensor) -> Callable[..., None]:
+    def always(clearing: Any, ordinary: Any, like: Tensor, *no_used: None) -> Callable[..., Any]:
         pair: list[Tensor] = [torch.zeros_like(like), torch.zeros_like(like)]
         made.append(pair)
 
-        def bound(*tensors: Any) -> None:
-            clearing(*tensors, *pair)
+        def bound(*tensors: Any) -> Any:
+            results = clearing(*tensors, *pair)
             assert pair[0].all() and not pair[1].any()
             pair.reverse()
+            return results
 
         return bound
 
