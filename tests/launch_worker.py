@@ -10,8 +10,10 @@ calls a bound launch made, and how many one that makes its results.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +24,23 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import create_function_from_signature
 
-torch._C._cuda_getDevice = lambda: -1  # the index of CPU tensors
+
+class Devices:
+    """What launches ask torch for; the tensors are on device -1, the index of CPU tensors."""
+
+    count, current = 1, -1
+
+    @classmethod
+    @contextlib.contextmanager
+    def on(cls, index: int) -> Iterator[None]:
+        before, cls.current = cls.current, index
+        yield
+        cls.current = before
+
+
+torch._C._cuda_getDevice = lambda: Devices.current
+torch.cuda.device_count = lambda: Devices.count  # type: ignore[assignment]
+torch.cuda.device = Devices.on  # type: ignore[assignment, misc]
 torch._C._cuda_getCurrentRawStream = lambda device: 7
 
 from flashproto.ops import launch, triton_entry  # noqa: E402
@@ -74,6 +92,7 @@ class Compiled:
         self.key = key
 
     def launch(self, *arguments: Any) -> None:
+        assert Devices.current == -1, "launched while another device is current"
         launched.append((self.key, arguments))
 
 
@@ -114,6 +133,11 @@ def check(
     return check_launched(arguments, given | named)
 
 
+def elsewhere(draw: random.Random) -> contextlib.AbstractContextManager[None]:
+    """Now and then, where there are several devices, another one than the tensors' is current."""
+    return Devices.on(draw.choice((-1, -1, 3)) if Devices.count > 1 else -1)
+
+
 def check_bound(
     draw: random.Random, launch_toy: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> int:
@@ -124,11 +148,13 @@ def check_bound(
         Memory(0, x.dtype, -1) if only else x for x, only in zip(arguments[:3], memory, strict=True)
     ]
     arguments = (*arguments[:8], None, *arguments[9:])
+    Devices.count = draw.choice((1, 2))
     again = launch_toy.bind(3, *given, *arguments[3:], **named)
     found = 0
     for start in (0, *(draw.choice((0, 0, 1, 8)) for _ in range(3))):
         tensors = [x if x is None else torch.empty(64, dtype=x.dtype)[start:] for x in arguments[:3]]
-        again(*(x.data_ptr() if only else x for x, only in zip(tensors, memory, strict=True)))
+        with elsewhere(draw):
+            again(*(x.data_ptr() if only else x for x, only in zip(tensors, memory, strict=True)))
         found += check_launched((*tensors, *arguments[3:]), named)
     return found
 
@@ -143,6 +169,7 @@ def check_making(
     own = New((3, 4), (5, 1), draw.choice(DTYPES), x.device)
     bound: Any = draw.choice((w, None if w is None else Memory(0, w.dtype, -1), own, y.behind(16)))
     arguments = (*arguments[:8], None, *arguments[9:])
+    Devices.count = draw.choice((1, 2))
     again = launch_toy.making(3, x, bound, y, *arguments[3:], **named)
     found = 0
     for start in (0, *(draw.choice((0, 0, 1, 8)) for _ in range(3))):
@@ -152,7 +179,8 @@ def check_making(
             given += others
         elif isinstance(bound, Memory):
             given += [others[0].data_ptr()]
-        made = again(*given)
+        with elsewhere(draw):
+            made = again(*given)
         if bound is own:
             others, made = made[:1], made[1]
             assert (others[0].shape, others[0].stride()) == ((3, 4), (5, 1))

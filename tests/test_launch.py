@@ -62,12 +62,8 @@ def test_interpreted_kernels_fill_what_a_launch_makes() -> None:
     )
     made_y, made_state = make(x, words.data_ptr())
     ((given_x, nothing, given_y, behind, given_state, given_words, number),) = calls
-    assert (given_x is x, nothing, given_y is made_y, given_state is made_state) == (
-        True,
-        None,
-        True,
-        True,
-    )
+    assert given_x is x and nothing is None
+    assert given_y is made_y and given_state is made_state
     assert (made_y.shape, made_state.shape, behind.shape, number) == ((3,), (12,), (4,), 7)
     assert behind.data_ptr() == made_state[8:].data_ptr()
     assert given_words.data_ptr() == words.data_ptr()
@@ -76,12 +72,10 @@ def test_interpreted_kernels_fill_what_a_launch_makes() -> None:
 def test_parts_of_memory_start_at_multiples_of_16_bytes() -> None:
     new = New((12,), (1,), torch.float32, torch.device("cpu"))
     assert new.behind(8).bytes == 32
-    for refused in (
-        lambda: new.behind(6),
-        lambda: New((3, 4), (4, 1), *new.layout[2:], new.device).behind(4),
-    ):
+    matrix = New((3, 4), (4, 1), torch.float32, torch.device("cpu"))
+    for memory, elements in ((new, 6), (matrix, 4)):
         with pytest.raises(ValueError, match="elements is"):
-            refused()
+            memory.behind(elements)
 
 
 def test_divides_and_rounds_up() -> None:

@@ -346,6 +346,22 @@ def test_transforms_follow_none(device, followed) -> None:
             flashproto.softmax(dual, impl="triton")
 
 
+def test_export_keeps_the_op(device, followed) -> None:
+    """Also of a constant, for which a plan was found before."""
+    constant, x = rows(device), rows(device)
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + flashproto.softmax(constant, impl="triton")
+
+    for _ in range(6):
+        expected = Model()(x)
+    assert followed[-1]
+    exported = torch.export.export(Model(), (x,), strict=False)
+    assert any("flashproto.softmax" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), expected, rtol=0, atol=0)
+
+
 def test_autocast_follows_none(device, followed) -> None:
     x = rows(device, bf16)
     for _ in range(3):
@@ -469,7 +485,7 @@ def test_last_plans_are_those_of_such_tensors(device, keys) -> None:
     assert keys and not any(keys)
     keys.clear()
     torch.func.grad(lambda z: (call(x) * z).sum())(x)
-    assert not any(keys)
+    assert keys and not any(keys)
 
 
 def test_few_last_plans(device, keys) -> None:
