@@ -25,7 +25,7 @@ from . import backends
 from .ops import words
 from .ops.autograd import wants_grad
 
-KEPT = 4096  # of about 4 KiB each, 10 of norms; a key holds no tensor, a plan none either
+KEPT = 4096  # of about 4 KiB each, 10 of norms and softmax; a key holds no tensor, a plan none either
 RECENT = 4
 
 # Looks in one call whether tensors have the metadata of others, which in Python takes a third of one.
