@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from flashproto import configs
+from flashproto import configs, plans
 from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
@@ -422,7 +422,10 @@ def test_search_has_candidates_that_fit(which: str) -> None:
         names = [search.difference(config, base) for config in found]
         assert names[0] == "present" and len(set(names)) == len(names)
         with search.Chosen(which) as chosen:
+            for _ in range(2):
+                plans.keep(("a call",), lambda: len)
             chosen.set(found[1])
+            plans.keep(("a call",), lambda: pytest.fail("of another configuration"))
             assert not chosen.asked
             assert search.present(which, p) == found[1] and chosen.asked
         assert search.present(which, p) == base

@@ -26,7 +26,7 @@ from torch import Tensor
 
 import flashproto
 
-from .. import backends, configs
+from .. import backends, configs, plans
 from .attention import TOKENS, WIDTH, Problem, Sampled, work
 from .measure import far_behind, one_line
 from .timing import interleaved, make_timer
@@ -43,9 +43,9 @@ VARIED: dict[str, dict[str, Sequence[Any]]] = {
 
 def present(which: str, p: Problem) -> Any:
     """The configuration that configs has for the problem."""
-    if which == "forward":
-        return configs.attention_forward_hopper(p.D, p.S, p.causal)
     heads, group = p.B * p.Hkv, p.Hq // p.Hkv
+    if which == "forward":
+        return configs.attention_forward_hopper(p.D, p.S, p.causal, p.S, heads, group)
     return configs.attention_backward_hopper(p.D, p.S, p.causal, heads=heads, group=group)
 
 
@@ -112,7 +112,8 @@ class Chosen:
 
 
 def forget_plans() -> None:
-    """Launches keep what they worked out for a shape, the configuration among it."""
+    """Launches and calls keep what they worked out for a shape, the configuration among it."""
+    plans.forget()
     launches = sys.modules.get("flashproto.ops.attention_hopper")
     for name, function in vars(launches).items() if launches else ():
         if name.startswith("plan_") and hasattr(function, "cache_clear"):
@@ -124,8 +125,9 @@ class Cell:
 
     def __init__(self, p: Problem, which: str) -> None:
         self.p, self.which = p, which
-        q, k, v, self.grad = (
-            torch.randn(p.B, p.Hq, p.S, p.D, device="cuda").to(p.dtype) for _ in range(4)
+        q, self.grad, k, v = (
+            torch.randn(p.B, heads, p.S, p.D, device="cuda").to(p.dtype)
+            for heads in (p.Hq, p.Hq, p.Hkv, p.Hkv)
         )
         self.leaves = [t.requires_grad_() for t in (q, k, v)]
         self.sampled = Sampled(p, q, k, v, self.grad)
@@ -137,6 +139,7 @@ class Cell:
 
     def call(self, config: Any, chosen: Chosen) -> Callable[[], Any]:
         """What is timed: a forward pass, or a backward pass of a graph kept for it."""
+        forget_plans()  # a call that follows one has a backward that keeps its configuration
         out = self.attend() if self.which == "backward" else None
 
         def run() -> Any:
