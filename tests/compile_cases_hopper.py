@@ -18,7 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.ops.attention_hopper import PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
-HEAD_DIMS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)
+HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as leave consumers
 # without rows
 QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (1024, 1024, 1))

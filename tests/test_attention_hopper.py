@@ -117,28 +117,34 @@ def test_needs_a_device_of_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("D", [8, 64, 96, 128, 192, 256])
-@pytest.mark.parametrize("Sk", [1, 1024, 4096, 16384])
+@pytest.mark.parametrize("Sk", [1, 640, 1024, 4096, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
     config = configs.attention_forward_hopper(D, Sk, causal)
     tiles = config.BM + (config.KS + config.VS) * config.BN
     shuffled = 64 * config.D * 2  # one consumer's output on its way to wide stores
-    assert tiles * config.D * 2 + shuffled <= SHARED_LIMIT
+    assert (tiles * config.D * 2 + shuffled) * config.PROGRAMS <= SHARED_LIMIT
     assert config.D >= D and config.BM == 64 * config.W
+    threads = 128 * config.PROGRAMS
+    assert threads * (config.W * config.REGISTERS + 24) <= 65536
+    if config.max_registers is not None:
+        assert (config.W + 1) * config.max_registers >= config.W * config.REGISTERS + 24
     assert config.PB >= 2 + config.W, "Triton uses the lowest named barriers itself"
 
 
 @pytest.mark.parametrize(
     ("D", "Sk", "causal", "W", "KS", "VS", "options"),
     [
-        (64, 1024, False, 3, 3, 2, ""),
-        (64, 1024, True, 2, 4, 4, "overlap skip"),
+        (64, 640, False, 1, 3, 3, "overlap kept three"),
+        (64, 1024, False, 4, 3, 3, "overlap"),
+        (64, 1024, True, 1, 3, 3, "overlap kept three"),
         (64, 2048, True, 3, 3, 2, "skip"),
-        (64, 4096, False, 3, 3, 2, "skip"),
+        (64, 4096, False, 4, 3, 3, "overlap"),
+        (64, 8192, False, 3, 3, 2, "skip"),
         (64, 16384, True, 3, 3, 2, "skip"),
         (128, 1024, False, 2, 2, 2, "overlap"),
         (128, 1024, True, 2, 2, 2, "overlap"),
-        (128, 4096, False, 2, 3, 2, "overlap half"),
+        (128, 4096, False, 2, 3, 2, "overlap kept"),
         (128, 4096, True, 2, 2, 2, "overlap"),
         (128, 16384, True, 2, 2, 2, "overlap"),
         (256, 1024, False, 2, 2, 2, ""),
@@ -150,7 +156,8 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     config = configs.attention_forward_hopper(D, Sk, causal)
     assert (config.W, config.KS, config.VS) == (W, KS, VS)
     assert ("overlap" in options) == config.OVERLAP
-    assert ("half" in options) == config.HALF
+    assert (64 if "kept" in options else 0) == config.KEPT
+    assert (3 if "three" in options else 1) == config.PROGRAMS
     assert ("skip" in options) == config.SKIP
 
 
@@ -159,12 +166,18 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     [(64, 0), (65, 1), (128, 1), (129, 0), (192, 0), (193, 2), (1023, 2), (1024, 2), (1025, 1),
      (1984, 2), (2048, 1), (2049, 0), (4096, 0), (16384, 0)],
 )  # fmt: skip
-@pytest.mark.parametrize("Sk", [1000, 4096])
+@pytest.mark.parametrize("Sk", [1000, 8000])
 def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
-    """At head_dim 64, without a mask, in rows that are not long; with few queries there is but one."""
+    """At head_dim 64, without a mask, in rows that are not long; with few queries there is but one,
+    and four where they have no more padding and keys are not many."""
     config = configs.attention_forward_hopper(64, Sk, False, Sq)
+    pads_less = -(-Sq // 256) * 256 <= -(-Sq // 192) * 192
+    assert (config.W == 4) == (Sk == 1000 and pads_less and Sq > 64)
+    if config.W == 4:
+        assert not config.IDLE and not config.PLANNED
+        return
     assert config.IDLE == (idle > 0) == config.PLANNED
-    assert not (config.IDLE and (config.CAUSAL or config.HALF or config.W < 3))
+    assert not (config.IDLE and (config.CAUSAL or config.KEPT or config.W < 3))
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk)
     assert len(costs) == -(-Sq // config.BM)
     if config.W == 3:
@@ -213,10 +226,10 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
         assert max(map(len, plan)) <= 2 * tiles * heads / programs + 1
 
 
-@pytest.mark.parametrize(("S", "heads"), [(1024, 512), (2048, 256)])
+@pytest.mark.parametrize(("S", "heads"), [(832, 512), (1856, 256)])
 def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
     """With 132 programs within half an item of the shortest time there could be, and in less than in
-    turns, which take 24 and 22 whole items."""
+    turns, which take 20 whole items each."""
     config = configs.attention_forward_hopper(64, S, False, S)
     together = configs.heads_together_forward(config, 1, heads, heads, S)
     plan = configs.balanced_plan(config, heads, together, S, S, S, 132)
@@ -231,7 +244,7 @@ def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
 
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(("heads", "Sq", "programs"), [(1, 64, 1), (3, 300, 9), (16, 4096, 132)])
-@pytest.mark.parametrize(("D", "causal"), [(128, True), (64, False)])
+@pytest.mark.parametrize(("D", "causal"), [(128, True), (64, True)])
 def test_table_holds_every_item_once(
     D: int, causal: bool, heads: int, Sq: int, programs: int, capturing: bool,
     monkeypatch: pytest.MonkeyPatch,
@@ -615,8 +628,9 @@ def test_rows_past_the_end_do_not_matter(
     inputs, gradients = make(problem, "cuda")
     found = []
     for idle in (True, True, False):
-        config = configs.attention_forward_hopper(64, Sk, False)
-        config = dataclasses.replace(config, IDLE=idle)
+        config = configs.attention_forward_hopper(64, 8192, False)
+        assert config.W == 3
+        config = dataclasses.replace(config, SKIP=Sk >= 2048, IDLE=idle)
         with monkeypatch.context() as patched:
             patched.setattr(configs, "attention_forward_hopper", lambda *_, config=config: config)
             attention_hopper.plan_forward.cache_clear()
@@ -634,10 +648,42 @@ def test_rows_past_the_end_do_not_matter(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("B", "Hq", "Hkv", "Sq", "Sk", "causal", "W", "programs"),
+    [
+        (700, 3, 3, 49, 49, False, 1, 3),
+        (3, 9, 9, 735, 735, False, 1, 3),
+        (2, 40, 8, 1111, 1111, True, 1, 3),
+        (5, 16, 2, 3, 300, True, 1, 3),  # packed
+        (2, 30, 30, 2000, 77, False, 1, 3),
+        (4, 50, 10, 1000, 1000, False, 4, 1),
+        (1, 7, 7, 250, 4097, False, 4, 1),
+        (1, 3, 1, 5001, 736, False, 4, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_rows_of_head_dim_64(
+    B: int, Hq: int, Hkv: int, Sq: int, Sk: int, causal: bool, W: int, programs: int,
+    dtype: torch.dtype, hopper: None,
+) -> None:  # fmt: skip
+    """Three programs a multiprocessor, or four consumers; the same bits every time."""
+    config = configs.attention_forward_hopper(64, Sk, causal, Sq, B * Hkv, Hq // Hkv)
+    assert (W, programs) == (config.W, config.PROGRAMS)
+    problem = Problem(dtype, B, Hq, Hkv, Sq, Sk, 64, 64, causal=causal)
+    inputs, gradients = make(problem, "cuda")
+    found = [flashproto.attention(*inputs, return_lse=True, impl="hopper") for _ in range(3)]
+    for again in found[1:]:
+        assert all(map(torch.equal, found[0], again))
+    exact, eager = exact_and_eager(problem, inputs, gradients)
+    got = results(found[-1], inputs, gradients)
+    assert_within_bound(got, exact, eager, problem.dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_captures_a_shape_that_never_ran(causal: bool, hopper: None) -> None:
     """Whose order of work no table has yet."""
-    seen, q = (torch.randn(1, H, S, 64, device="cuda").bfloat16() for H, S in ((2, 1600), (7, 2000)))
+    seen, q = (torch.randn(1, H, S, 64, device="cuda").bfloat16() for H, S in ((2, 1600), (7, 1800)))
     configurations = {
         configs.attention_forward_hopper(64, x.shape[2], causal, x.shape[2]) for x in (seen, q)
     }

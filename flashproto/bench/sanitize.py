@@ -29,10 +29,11 @@ from .attention import rounding_of_dq
 from .measure import compare
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-KEYS = (200, 2100, 4200, 8200, 16400)  # one between any two lengths at which a configuration changes
+# One between any two lengths at which a configuration changes.
+KEYS = (200, 1200, 2100, 4200, 8200, 16400)
 # (B, Hq, Hkv, Sq): a head pair of a few tiles; for the forward also few queries, few of grouped heads,
-# and more of them
-SHAPES = ((1, 2, 1, 380), (1, 2, 2, 300), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33))
+# more of them, and tiles for four consumers
+SHAPES = ((1, 2, 1, 380), (1, 2, 2, 300), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33), (1, 2, 2, 500))
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,14 @@ IDLE_SHARES = {1: 0.75, 2: 0.84, 3: 1.0}
 # Queries up to which consumers without rows sit out at head_dim 64.  Full rows, times as fast with it:
 # 1.08 at 1024, 1.02 at 2048, 1.00 at 4096, 1.01 at 8192.
 IDLE_QUERIES = 2048
+# Keys below which three programs share a multiprocessor at head_dim 64, without a mask and under the
+# causal.  Times as fast as three consumers of one program, full: 1.20 at 128, 1.40 at 256, 1.12 at 384,
+# 1.08 at 512, 1.06 at 640, 1.11 at 704, 0.97 at 768; causal: 1.05 at 896, 1.08 at 1024, 1.03 at 1088,
+# 0.97 at 1152.
+SHORT_ROWS = (736, 1120)
+# Keys below which, at head_dim 64 without a mask, four consumers take the rows where they pad no more
+# of them than three do.  Times as fast as three: 1.08 at 1024, 1.03 at 4096, 0.96 at 16384.
+FOUR_CONSUMERS = 6144
 # Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
 # (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
 # 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
@@ -55,10 +63,11 @@ class HopperForward:
 
     D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
-    registers for P twice; HALF: a consumer keeps half of its queries in registers; SKIP: halves of key
-    tiles that none of a consumer's rows may see, and rows past the end, take no softmax; PACK: 1, or
-    the query heads of a key head, which a work item takes together, rounded up to a power of two; IDLE:
-    consumers all of whose rows are past the end sit out, needs CAUSAL and HALF off.
+    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, half
+    or all; SKIP: halves of key tiles that none of a consumer's rows may see, and rows past the end,
+    take no softmax; PACK: 1, or the query heads of a key head, which a work item takes together,
+    rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit out, needs
+    CAUSAL off and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer each 3.
     """
 
     CAUSAL: bool
@@ -68,10 +77,11 @@ class HopperForward:
     KS: int
     VS: int
     OVERLAP: bool
-    HALF: bool = False
+    KEPT: int = 0
     SKIP: bool = False
     PACK: int = 1
     IDLE: bool = False
+    PROGRAMS: int = 1
 
     @property
     def PLANNED(self) -> bool:
@@ -96,8 +106,19 @@ class HopperForward:
     @property
     def max_registers(self) -> int | None:
         """Of a thread at the start, if Triton is to be told: with one consumer it would ask for 256,
-        which ptxas refuses; two start with 168."""
-        return 168 if self.W == 1 else None
+        which ptxas refuses, with four for 102; two start with 168, three with 128.  A multiprocessor
+        has 65536."""
+        return {1: {1: 168, 3: 80}[self.PROGRAMS], 4: 96}.get(self.W)
+
+    @property
+    def REGISTERS(self) -> int:
+        """Of a consumer's thread: what the program starts with, but for the 24 of the producer's."""
+        return {1: {1: 248, 3: 136}[self.PROGRAMS], 2: 240, 3: 160, 4: 112}[self.W]
+
+    @property
+    def TURNS(self) -> bool:
+        """Whether the consumers take turns to issue products; four are faster without."""
+        return 1 < self.W < 4
 
     # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
     @property
@@ -114,7 +135,7 @@ class HopperForward:
 
     @property
     def PB(self) -> int:
-        return self.QB - self.W
+        return self.QB - self.W * self.TURNS
 
 
 @dataclass(frozen=True)
@@ -198,9 +219,10 @@ def attention_forward_hopper(
 
     A work item takes as long as its keys are many, whether its rows are queries or padding: with few
     queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
-    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work; 16 or
-    32 heads packed at head_dim 256 leave two no registers (ALONE_PACKED).  Of three, those that would
-    have only padding in the last item of a head sit out.
+    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work (short
+    rows of head_dim 64 have one anyhow); 16 or 32 heads packed at head_dim 256 leave two no registers
+    (ALONE_PACKED).  Of three, those that would have only padding in the last item of a head sit out;
+    four take their place where they have no more padding and rows are not long.
     """
     config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
     pack = 1 << (group - 1).bit_length()
@@ -209,11 +231,21 @@ def attention_forward_hopper(
     if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
         pack, alone = 1, False
     items_of_one = heads * -(-Sq * pack // 64)
-    if alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors):
+    few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
+    if few and config.PROGRAMS == 1:
         config = _few_queries(config.D, causal)
-    idle = config.W == 3 and not causal and pack == 1 and Sq <= IDLE_QUERIES
-    idle = idle and _last_consumers(config, Sq) < config.W
-    return replace(config, PACK=pack, IDLE=idle)
+    if config.W == 3 and not causal and pack == 1:
+        four = HopperForward(causal, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
+        if Sk < FOUR_CONSUMERS and _padded(four, Sq) <= _padded(config, Sq):
+            return four
+        idle = Sq <= IDLE_QUERIES and _last_consumers(config, Sq) < config.W
+        return replace(config, IDLE=idle)
+    return replace(config, PACK=pack)
+
+
+def _padded(config: HopperForward, Sq: int) -> int:
+    """Rows of a head with those that are padding."""
+    return -(-Sq // config.BM) * config.BM
 
 
 def _last_consumers(config: HopperForward, Sq: int) -> int:
@@ -228,18 +260,19 @@ def _few_queries(D: int, causal: bool) -> HopperForward:
 
 
 def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
-    """Three consumers at head_dim 64, unless rows are short and their tiles' ends many.  In long full
-    rows a third buffer of keys and queries in registers pay at head_dim 128, and overlap at head_dim
-    256; SKIP pays at head_dim 64 but in short full rows."""
-    if D == 64 and causal and Sk < 1536:
-        return HopperForward(causal, D, BN=128, W=2, KS=4, VS=4, OVERLAP=True, SKIP=True)
+    """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
+    consumer in each of three programs, which do so at different times.  In long full rows a third
+    buffer of keys and queries in registers pay at head_dim 128, and overlap at head_dim 256; SKIP pays
+    at head_dim 64 but in short full rows."""
+    if D == 64 and Sk < SHORT_ROWS[causal]:
+        return HopperForward(causal, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
         return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
     long = not causal and Sk > 2048
     if D == 128:
         KS = 3 if long else 2
-        return HopperForward(causal, D, BN=128, W=2, KS=KS, VS=2, OVERLAP=True, HALF=long)
+        return HopperForward(causal, D, BN=128, W=2, KS=KS, VS=2, OVERLAP=True, KEPT=64 * long)
     return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=long)
 
 

@@ -128,7 +128,7 @@ def plan_forward(
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
     total = tiles * B * heads
-    programs = min(total, most)
+    programs = min(total, most * config.PROGRAMS)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
     offset = offset if causal else Sk
     order = None

@@ -20,14 +20,19 @@ it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
     OVERLAP    as soon as S_j is there, while the tensor cores still do this consumer's P V
     otherwise  when both are done, with the registers of P free again: another consumer's products run
 
-and the consumers take turns to issue (PB), so that one computes its softmax while others have the
-tensor cores.  Across items likewise: the first scores of the next item are issued behind the last P V
-of this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma is in flight at any
-loop edge, and nothing depends on there being a next tile: the producer ends with a phantom K and Q of
-no bytes.
+and two or three consumers take turns to issue (PB), so that one computes its softmax while others have
+the tensor cores; four do without.  Across items likewise: the first scores of the next item are issued
+behind the last P V of this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma
+is in flight at any loop edge, and nothing depends on there being a next tile: the producer ends with a
+phantom K and Q of no bytes.
 
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
-writes 32; with HALF a consumer keeps half of its queries in registers, which takes 8 off.
+writes 32; with KEPT a consumer keeps half of its queries in registers, which takes 8 off.
+
+Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
+programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their
+queries KEPT: while one of them begins or ends an item the others compute.  They read keys and values
+three times as often as three consumers of one program, which is why it does not pay in longer rows.
 
 With few queries most rows of an item would be padding, and each query head of a group would read the
 same keys and values.  With PACK an item has a key head, and row r is head r % PACK of the group and
@@ -109,7 +114,9 @@ def attention_forward_kernel(
     )  # fmt: skip
     if W == 1:
         gl.warp_specialize(
-            [(producer, (produce, CFG)), (consumer, (gl.constexpr(0), consume, CFG))], [4], [248]
+            [(producer, (produce, CFG)), (consumer, (gl.constexpr(0), consume, CFG))],
+            [4],
+            [CFG.REGISTERS],
         )
     elif W == 2:
         gl.warp_specialize(
@@ -119,9 +126,9 @@ def attention_forward_kernel(
                 (consumer, (gl.constexpr(1), consume, CFG)),
             ],
             [4, 4],
-            [240, 240],
+            [CFG.REGISTERS, CFG.REGISTERS],
         )
-    else:
+    elif W == 3:
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
@@ -130,5 +137,17 @@ def attention_forward_kernel(
                 (consumer, (gl.constexpr(2), consume, CFG)),
             ],
             [4, 4, 4],
-            [160, 160, 160],
+            [CFG.REGISTERS, CFG.REGISTERS, CFG.REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (producer, (produce, CFG)),
+                (consumer, (gl.constexpr(0), consume, CFG)),
+                (consumer, (gl.constexpr(1), consume, CFG)),
+                (consumer, (gl.constexpr(2), consume, CFG)),
+                (consumer, (gl.constexpr(3), consume, CFG)),
+            ],
+            [4, 4, 4, 4],
+            [CFG.REGISTERS, CFG.REGISTERS, CFG.REGISTERS, CFG.REGISTERS],
         )

@@ -75,13 +75,13 @@ def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
 @gluon.jit
 def take_turn(c: gl.constexpr, CFG: gl.constexpr):
     """Wait until the other consumers have issued their products."""
-    if CFG.W > 1:
+    if CFG.TURNS:
         static_sync(CFG.PB + c, 256)
 
 
 @gluon.jit
 def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
-    if CFG.W > 1:
+    if CFG.TURNS:
         static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
 
 
@@ -90,12 +90,12 @@ def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def kept_queries(q, CFG: gl.constexpr):
-    """With HALF the first half of each query of q [64, D], in registers."""
-    if CFG.HALF:
+    """With KEPT the first so many columns of each query of q [64, D], in registers."""
+    if CFG.KEPT:
         S: gl.constexpr = gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
         )
-        return q.slice(0, CFG.D // 2, dim=1).load(
+        return q.slice(0, CFG.KEPT, dim=1).load(
             gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
         )
     else:
@@ -106,12 +106,15 @@ def kept_queries(q, CFG: gl.constexpr):
 def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
     """Issue Q K^T of a tile; z [64, BN] zeros."""
     k = matrix(ks.index(slot), CFG.BN, CFG.D)
-    if CFG.HALF:
-        H: gl.constexpr = CFG.D // 2
-        x = warpgroup_mma(kept, k.slice(0, H, dim=1).permute((1, 0)), z, use_acc=False, is_async=True)
-        return warpgroup_mma(
-            q.slice(H, H, dim=1), k.slice(H, H, dim=1).permute((1, 0)), x, is_async=True
-        )
+    if CFG.KEPT:
+        N: gl.constexpr = CFG.KEPT
+        REST: gl.constexpr = CFG.D - N
+        x = warpgroup_mma(kept, k.slice(0, N, dim=1).permute((1, 0)), z, use_acc=False, is_async=True)
+        if REST:
+            x = warpgroup_mma(
+                q.slice(N, REST, dim=1), k.slice(N, REST, dim=1).permute((1, 0)), x, is_async=True
+            )
+        return x
     else:
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
 
