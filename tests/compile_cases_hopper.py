@@ -19,9 +19,11 @@ from flashproto.ops.attention_hopper import PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
-# (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as leave consumers
-# without rows
-QUERIES = ((16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (1024, 1024, 1))
+# (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
+# three consumers, with rows for all of them and without
+QUERIES = (
+    (16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (960, 1024, 1), (1088, 1024, 1),
+)  # fmt: skip
 # At head_dim 256, more heads packed, by one consumer and by two.
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
