@@ -342,7 +342,7 @@ def test_few_queries_against_float64(case: int, seed: int, hopper: None) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("Sq", [1, 16, 40])
+@pytest.mark.parametrize("Sq", [1, 16, 40, 1000])
 def test_a_row_has_the_same_bits_in_any_batch(D: int, causal: bool, Sq: int, hopper: None) -> None:
     """Few sequences and many take different configurations; beside NaN too."""
     shapes = (70, 8, Sq, D), (70, 2, 777, D), (70, 2, 777, D)
