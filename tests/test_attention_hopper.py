@@ -190,27 +190,6 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
         assert not configs.attention_forward_hopper(D, Sk, causal, Sq, 8, group).IDLE
 
 
-@pytest.mark.parametrize(
-    ("heads", "group", "Sq", "W"),
-    [
-        (12, 1, 1024, 1),  # 192 items of 64 rows, or 48 of 256
-        (24, 1, 1024, 1),
-        (6, 8, 1024, 1),
-        (60, 1, 1024, 4),
-        (8, 8, 1024, 4),  # 8 rounds of the one, 2 of the other, all but full
-        (512, 1, 1024, 4),
-        (64, 8, 4096, 4),
-        (99, 1, 250, 1),  # one round
-        (100, 1, 250, 4),
-    ],
-)
-def test_few_heads_of_head_dim_64_leave_no_multiprocessor_idle(heads, group, Sq, W) -> None:
-    """Four consumers take 256 rows at a time; one takes 64, in up to three programs."""
-    config = configs.attention_forward_hopper(64, 1024, False, Sq, heads, group)
-    assert (W, 3 if W == 1 else 1) == (config.W, config.PROGRAMS)
-    assert config.BN == 64 and config.PACK == 1  # the same bits
-
-
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
@@ -266,13 +245,14 @@ def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
 
 @pytest.mark.parametrize("capturing", [False, True])
 @pytest.mark.parametrize(("heads", "Sq", "programs"), [(1, 64, 1), (3, 300, 9), (16, 4096, 132)])
-@pytest.mark.parametrize(("D", "causal"), [(128, True), (64, True)])
+@pytest.mark.parametrize(("D", "causal"), [(128, True), (64, False)])
 def test_table_holds_every_item_once(
     D: int, causal: bool, heads: int, Sq: int, programs: int, capturing: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    config = configs.attention_forward_hopper(D, Sq, causal)
+    config = configs.attention_forward_hopper(D, 8192, causal)
+    assert (2 if causal else 3) == config.W
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
     table = order.on_device()
     total = heads * -(-Sq // config.BM)
@@ -679,10 +659,8 @@ def test_rows_past_the_end_do_not_matter(
         (5, 16, 2, 3, 300, True, 1, 3),  # packed
         (2, 30, 30, 2000, 77, False, 1, 3),
         (4, 50, 10, 1000, 1000, False, 4, 1),
-        (7, 30, 30, 250, 4097, False, 4, 1),
-        (5, 12, 4, 5001, 736, False, 4, 1),
-        (1, 7, 7, 250, 4097, False, 1, 3),
-        (1, 3, 1, 5001, 736, False, 1, 3),
+        (1, 7, 7, 250, 4097, False, 4, 1),
+        (1, 3, 1, 5001, 736, False, 4, 1),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

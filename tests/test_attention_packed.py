@@ -96,13 +96,12 @@ def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
         assert config.CQ * config.PACK == 64
         if (config.W, config.PROGRAMS) != (usual.W, usual.PROGRAMS):
             alone = D == 256 and config.PACK in (16, 32)
-            few = Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
-            four = D == 64 and {config.W, usual.W} == {3, 4} and config.PACK == 1
-            assert (config.W == config.PROGRAMS == usual.PROGRAMS == 1 and (alone or few)) or four
+            assert config.W == config.PROGRAMS == usual.PROGRAMS == 1
+            assert alone or Sq * config.PACK <= 64 or items <= MULTIPROCESSORS
         else:
             assert replace(config, PACK=1, IDLE=False) == usual
         rounds, usual_rounds = (-(-n // MULTIPROCESSORS) for n in (items, unpacked))
-        assert rounds <= usual_rounds or config.W < usual.W == 4
+        assert rounds <= usual_rounds
         tiles = config.BM + (config.KS + config.VS) * config.BN
         assert (tiles + 64) * config.D * 2 * config.PROGRAMS <= SHARED_LIMIT
         assert config.PB >= 2 + config.W, "Triton uses the lowest named barriers itself"
@@ -342,7 +341,7 @@ def test_few_queries_against_float64(case: int, seed: int, hopper: None) -> None
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("Sq", [1, 16, 40, 1000])
+@pytest.mark.parametrize("Sq", [1, 16, 40])
 def test_a_row_has_the_same_bits_in_any_batch(D: int, causal: bool, Sq: int, hopper: None) -> None:
     """Few sequences and many take different configurations; beside NaN too."""
     shapes = (70, 8, Sq, D), (70, 2, 777, D), (70, 2, 777, D)

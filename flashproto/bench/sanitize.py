@@ -33,7 +33,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 KEYS = (200, 1200, 2100, 4200, 8200, 16400)
 # (B, Hq, Hkv, Sq): a head pair of a few tiles; for the forward also few queries, few of grouped heads,
 # more of them, and tiles for four consumers
-SHAPES = ((1, 2, 1, 380), (1, 2, 2, 300), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33), (50, 2, 2, 256))
+SHAPES = ((1, 2, 1, 380), (1, 2, 2, 300), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33), (1, 2, 2, 500))
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,10 @@ IDLE_QUERIES = 2048
 # 0.97 at 1152.
 SHORT_ROWS = (736, 1120)
 # Keys below which, at head_dim 64 without a mask, four consumers take the rows where they pad no more
-# of them than three do.  Times as fast as three: 1.08 at 1024, 1.03 at 4096, 0.96 at 16384.
+# of them than three do.  Times as fast as three: 1.07 at 1024, 1.02 at 2048, 1.01 at 4096; with rings
+# of eight buffers 1.08, 1.03 at 4096 and 0.96 at 16384.  Where heads are so few that tiles of 256 rows
+# do not fill the multiprocessors it was not measured.
 FOUR_CONSUMERS = 6144
-# Of the rows that four consumers would leave to the busiest multiprocessor, those that three programs
-# of one consumer have to leave to it, at most, to take their place where heads are few.  A row has the
-# same bits in both, so that these do not depend on the batch.
-FEWER_ROWS = 4 / 5
 # Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
 # (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
 # 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
@@ -226,8 +224,7 @@ def attention_forward_hopper(
     One consumer is enough for 64 rows, and faster where two leave multiprocessors without work (short
     rows of head_dim 64 have one anyhow); 16 or 32 heads packed at head_dim 256 leave two no registers
     (ALONE_PACKED).  Of three, those that would have only padding in the last item of a head sit out;
-    four, or three programs of one, take their place where four have no more padding and rows are not
-    long.
+    four take their place where they have no more padding and rows are not long.
     """
     config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
     pack = 1 << (group - 1).bit_length()
@@ -240,27 +237,17 @@ def attention_forward_hopper(
     if few and config.PROGRAMS == 1:
         config = _few_queries(config.D, causal)
     if config.W == 3 and not causal and pack == 1:
-        if Sk < FOUR_CONSUMERS and _padded(256, Sq) <= _padded(config.BM, Sq):
-            return _four_consumers(heads * group, Sq, multiprocessors)
+        four = HopperForward(causal, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
+        if Sk < FOUR_CONSUMERS and _padded(four, Sq) <= _padded(config, Sq):
+            return four
         idle = Sq <= IDLE_QUERIES and _last_consumers(config, Sq) < config.W
         return replace(config, IDLE=idle)
     return replace(config, PACK=pack)
 
 
-def _padded(BM: int, Sq: int) -> int:
+def _padded(config: HopperForward, Sq: int) -> int:
     """Rows of a head with those that are padding."""
-    return -(-Sq // BM) * BM
-
-
-def _four_consumers(heads: int, Sq: int, multiprocessors: int) -> HopperForward:
-    """At head_dim 64, without a mask; of few query heads one consumer in each of three programs, where
-    that leaves fewer rows to the busiest multiprocessor."""
-    four = HopperForward(False, 64, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
-    one = _short_rows(False)
-    of_four, of_one = (
-        -(-heads * -(-Sq // config.BM) // multiprocessors) * config.BM for config in (four, one)
-    )
-    return one if of_one <= FEWER_ROWS * of_four else four
+    return -(-Sq // config.BM) * config.BM
 
 
 def _last_consumers(config: HopperForward, Sq: int) -> int:
@@ -274,18 +261,13 @@ def _few_queries(D: int, causal: bool) -> HopperForward:
     return HopperForward(causal, D, BN, W=1, KS=KS, VS=VS, OVERLAP=D < 256)
 
 
-def _short_rows(causal: bool) -> HopperForward:
-    """At head_dim 64."""
-    return HopperForward(causal, 64, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
-
-
 def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
     """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
     consumer in each of three programs, which do so at different times.  In long full rows a third
     buffer of keys and queries in registers pay at head_dim 128, and overlap at head_dim 256; SKIP pays
     at head_dim 64 but in short full rows."""
     if D == 64 and Sk < SHORT_ROWS[causal]:
-        return _short_rows(causal)
+        return HopperForward(causal, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
         return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)

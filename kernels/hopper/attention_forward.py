@@ -32,7 +32,7 @@ writes 32; with KEPT a consumer keeps half of its queries in registers, which ta
 Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their
 queries KEPT: while one of them begins or ends an item the others compute.  They read keys and values
-three times as often as three consumers of one program, which is why it does not pay in longer rows.
+three times as often as three consumers of one program, and in longer rows are slower than these.
 
 With few queries most rows of an item would be padding, and each query head of a group would read the
 same keys and values.  With PACK an item has a key head, and row r is head r % PACK of the group and
