@@ -15,7 +15,7 @@ from flashproto import configs
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
-from flashproto.ops.attention_hopper import PREPROCESS_ROWS
+from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
@@ -28,7 +28,7 @@ QUERIES = (
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
-FLOAT32 = {"lse_ptr", "dlse_ptr", "ld_ptr", "dq_ptr"}
+FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"plan", "turns_ptr"}
 
 
@@ -52,6 +52,11 @@ def packed_heads(element: str, queries: int, pack: int, D: int) -> str:
 def float32(*box: int) -> str:
     """The type of a descriptor of float32 with such boxes."""
     return f"tensordesc<fp32[{', '.join(map(str, box))}],{layout(torch.float32, box)!r}>"
+
+
+def lse_and_delta(rows: int) -> str:
+    """The type of a descriptor of what the preprocess leaves of so many queries."""
+    return f"tensordesc<bf16[{rows}, {LD}],{layout(torch.bfloat16, (rows, LD))!r}>"
 
 
 def case(
@@ -122,13 +127,13 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
             descriptors = {
                     "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
-                    "ld_desc": float32(2 * config.BM), "dq_desc": float32(128, 32),
+                    "ld_desc": lse_and_delta(config.BM), "dq_desc": float32(128, 32),
                 }  # fmt: skip
             yield case(
                     f"backward-{D}-{'causal' if causal else 'full'}"
                     f"{'-ordered' * config.ORDERED}{'-alternate' * config.ALTERNATE}"
                     f"{'-zeros' * (not config.FIRST)}"
-                    f"{'-pairs' * config.PAIRS}{'-early' * config.EARLY}",
+                    f"{'-pairs' * config.PAIRS}",
                     attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
                 )  # fmt: skip
     for D in HEAD_DIMS:

@@ -20,6 +20,7 @@ from flashproto import backends, configs, plans
 from flashproto.configs import hopper as hopper_configs
 from flashproto.functional.attention import hopper_attention_reasons
 from flashproto.kernels.hopper import attention_backward_work as work
+from flashproto.kernels.hopper.attention_backward_rows import preprocess_kernel
 from flashproto.ops import attention_hopper
 
 SHARED_LIMIT = 227 * 1024
@@ -202,7 +203,7 @@ def test_backward_configurations(
     assert ordered == config.ORDERED
     assert (config.DOWN and config.FIRST) or not ordered
     assert (1 if config.PAIRS else DQ) == config.DQ
-    paired = D == 64 and not ordered and heads == 512 and Sk >= (2048 if causal else 1024)
+    paired = D == 64 and not ordered and heads == 512 and Sk >= (2048 if causal else 512)
     assert paired == config.PAIRS
     assert not (config.PAIRS and (config.DOWN or config.FIRST))
     assert config.DONE >= 4, "Triton uses the lowest named barriers itself"
@@ -210,7 +211,7 @@ def test_backward_configurations(
     keys = 2 * config.KV * config.BN * config.D
     halves = queries + keys + config.TILES * config.BN * config.BM
     parts = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32 * 4
-    assert halves * 2 + parts + 4 * config.BM * 4 <= SHARED_LIMIT
+    assert halves * 2 + parts + 2 * config.BM * 32 <= SHARED_LIMIT
 
 
 @pytest.mark.parametrize(
@@ -427,6 +428,55 @@ def test_walks_of_paired_blocks(causal: bool, M: int, monkeypatch: pytest.Monkey
     assert len(starts) == 16 or M < 64, "programs that start together begin apart"
 
 
+@pytest.mark.parametrize("M", [1, 7, 64])
+@pytest.mark.parametrize("NB", [1, 20])
+def test_walks_that_begin_apart(M: int, NB: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every query tile of every head once, from the one beside the key tile on; keys may be more."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(128, 16384, False)
+    assert config.ROUND
+    GROUP = 3
+    for n in range(NB):
+        walk = list(producer_walk(config, 1, 0, M, GROUP, n))
+        beside = n * config.BN // config.BM % M
+        heads = range(GROUP, 2 * GROUP)
+        assert walk == [(h, (beside + i) % M) for h in heads for i in range(M)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [2.0**-100, 0.125, 3.0])
+def test_lse_and_delta_of_the_preprocess(dtype: torch.dtype, scale: float) -> None:
+    """Three numbers each add up to -lse / scale and -delta in float32; rows that see no key and rows
+    past the end have finite ones, for which no probability is left."""
+    Sq, Sp, H, D = 40, 64, 2, 64
+    generator = torch.Generator().manual_seed(3)
+    out, dout = (torch.randn(1, H, Sq, D, generator=generator).to(dtype) for _ in range(2))
+    lse = 50 * torch.randn(1, H, Sq, generator=generator)
+    lse[0, 1, 5] = -torch.inf
+    dlse = torch.randn(1, H, Sq, generator=generator)
+    ld = torch.full((H * Sp, attention_hopper.LD), torch.nan, dtype=torch.bfloat16)
+    sums, turns = torch.ones(H * Sp * D), torch.ones(64, dtype=torch.int32)
+    strides = [n // 8 for n in out.stride()[:3]]
+    preprocess_kernel[(H * Sp // 32,)](
+        out, dout, lse, dlse, ld, sums, turns, Sq, Sp, Sp, H, D, *strides, *strides, scale,
+        HAS_DLSE=True, FIRST=False, D=D, R=32, BM=64,
+    )  # fmt: skip
+    ld = ld.view(H, Sp, -1).double()
+    assert ld.isfinite().all()
+    assert not ld[:, Sq:, 3:].any()
+    assert not ld[..., 6:].any()
+    assert (ld[:, Sq:, :3].sum(-1) * scale < -1e6).all()
+    assert ld[1, 5, :3].sum() * scale < -1e6
+    seen = lse[0].isfinite()
+    delta = (out.double() * dout.double()).sum(-1)[0] - dlse[0]
+    for first, want in ((0, -lse[0].double() / scale), (3, -delta)):
+        got = ld[:, :Sq, first : first + 3].sum(-1)
+        tolerance = {0: 0.0, 3: 1e-5}[first]  # delta is a sum
+        torch.testing.assert_close(got[seen], want[seen], rtol=1e-6, atol=tolerance)
+    assert not sums.any()
+    assert turns[0] == 0
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,14 +601,17 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
 @pytest.mark.parametrize(
     "shape", [*ORDERED_SHAPES, (1, 1, 1, 1, 3000), (2, 6, 3, 300, 300), (9, 40, 40, 70, 257)]
 )
-@pytest.mark.parametrize("D", [24, 64])
+@pytest.mark.parametrize("D", [24, 64, 96, 128])
 @pytest.mark.parametrize("causal", [False, True])
-def test_paired_blocks_of_keys(
+def test_backward_of_long_rows(
     shape: tuple[int, ...], D: int, causal: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tiles of 256 keys, whatever the length, in items of one and of many steps."""
-    config = configs.attention_backward_hopper(D, 4096, causal)
-    assert config.PAIRS
+    """What long rows take, whatever the length, in items of one and of many steps: at head_dim 64 tiles
+    of 256 keys, and sums of dQ that begin with zeros; without a mask, walks that begin apart."""
+    config = configs.attention_backward_hopper(D, 16384, causal)
+    assert (D <= 64) == config.PAIRS
+    assert not config.FIRST
+    assert causal != config.ROUND
     monkeypatch.setattr(configs, "attention_backward_hopper", lambda *_: config)
     attention_hopper.plan_backward.cache_clear()
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
@@ -568,6 +621,33 @@ def test_paired_blocks_of_keys(
         outputs = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
         assert_within_bound(results(outputs, inputs, gradients), exact, eager, problem.dtype)
     attention_hopper.plan_backward.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_scores_far_from_zero(shift: int, D: int, dtype: torch.dtype, hopper: None) -> None:
+    """lse and delta reach the backward's products as three halves each: they are as good as float32."""
+    B, H, S = 2, 3, 700
+    q, k, v = (torch.randn(B, H, S, D, device="cuda") for _ in range(3))
+    q[..., 0], k[..., 0] = 48.0, 48.0 * shift
+    v[..., 0] += 100.0
+    leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+    dout = torch.randn(B, H, S, D, device="cuda").to(dtype)
+    dlse = 100 * torch.randn(B, H, S, device="cuda")
+
+    def gradients(like: Tensor, impl: str) -> list[Tensor]:
+        given = [t.detach().to(like.dtype).requires_grad_() for t in leaves]
+        outputs = flashproto.attention(*given, causal=True, return_lse=True, impl=impl)
+        upstream = [dout.to(like.dtype), dlse.to(outputs[1].dtype)]
+        return [g.double() for g in torch.autograd.grad(outputs, given, upstream)]
+
+    exact = gradients(dlse.double(), "reference")
+    ours, portable = gradients(dout, "hopper"), gradients(dout, "triton")
+    for a, b, want in zip(ours, portable, exact, strict=True):
+        unit = want.norm()
+        assert (a - want).norm() <= 1.5 * (b - want).norm() + 1e-3 * unit
 
 
 @pytest.mark.gpu

@@ -59,7 +59,7 @@ def fits(config: Any) -> bool:
     if config.PAIRS and (config.DQ != 1 or config.DOWN or config.FIRST):
         return False
     halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
-    return halves * 2 + 16 * config.BM <= SHARED
+    return halves * 2 + 64 * config.BM <= SHARED
 
 
 def candidates(config: Any, varied: Mapping[str, Sequence[Any]]) -> list[Any]:

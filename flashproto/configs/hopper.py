@@ -54,6 +54,14 @@ ORDERED_HEADS = {
     128: ((65536, 16), (32768, 32)),
     256: ((16384, 8), (32768, 32)),
 }
+# Keys of a row from which on, without a mask and under the causal, key tiles of 256 are faster at
+# head_dim 64: full 1.06 at 512 and more behind, causal 0.95 at 1024, 1.09 at 2048.
+PAIRED_ROWS = (512, 2048)
+# Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
+# store, without a mask and under the causal.  At head_dim 128 full 1.00 at 2048, 1.01 at 4096, 1.03 at
+# 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192; causal 0.99 at 4096, 1.00 at 8192, 1.03 at
+# 16384, of grouped heads 0.97 to 1.00.
+ZEROED_ROWS = {64: (1536, 8192), 128: (3072, 12288)}
 # Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
 # would cost more than the larger tiles gain.
 PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
@@ -149,7 +157,7 @@ class HopperBackward:
     buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
     FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
     zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up; EARLY: the next step's scores are issued before dQ leaves.
+    diagonal up.
     """
 
     CAUSAL: bool
@@ -162,7 +170,6 @@ class HopperBackward:
     DOWN: bool
     FIRST: bool
     ALTERNATE: bool = False
-    EARLY: bool = False
 
     @property
     def PAIRS(self) -> bool:
@@ -173,7 +180,7 @@ class HopperBackward:
     @property
     def ROUND(self) -> bool:
         """Whether walks begin one behind the other and go round."""
-        return self.PAIRS and not self.CAUSAL
+        return self.DQ == 1 and not (self.CAUSAL or self.FIRST)
 
     @property
     def NQ(self) -> int:
@@ -189,11 +196,6 @@ class HopperBackward:
     def STEP(self) -> int:
         """Of the inner loop: heads in order, else queries."""
         return 1 if self.DOWN else self.BM
-
-    @property
-    def LATE(self) -> bool:
-        """Whether lse and delta are read when needed, for want of registers to read them ahead."""
-        return self.BM == 128
 
     # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
     # where FULL is not in use, ODD (dS of odd steps, in turns) where DONE is not.  Triton uses 0 to 3.
@@ -283,19 +285,20 @@ def attention_backward_hopper(
 ) -> HopperBackward:
     """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
-    and added, but are few in short rows of few heads; zeros cost less than the waits for the first key
-    tile there.  Alternate walks make key heads of one query head wait less, and of eight more."""
+    and added, but are few in short rows of few heads.  In long rows zeros cost less than to keep to the
+    order that the first key tile's store takes; under the causal mask not for grouped heads.  Alternate
+    walks make key heads of one query head wait less, and of eight more."""
     D = hopper_head_dim(head_dim)
-    if D == 64 and not ordered and Sk >= (2048 if causal else 1024) and heads * Sk >= PAIRED_KEYS:
+    if D == 64 and not ordered and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS:
         return HopperBackward(causal, ordered, D, BM=64, BN=256, DQ=1, KV=1, DOWN=False, FIRST=False)
     BM, BN, DQ = {64: (128, 128, 2), 128: (64, 128, 1), 256: (64, 64, 0)}[D]
     KV = 2 if D == 64 else 1
-    first = ordered or D != 64 or Sk < (8192 if causal else 1536)
+    grouped = D == 128 and causal and group > 1
+    first = ordered or D == 256 or grouped or Sk < ZEROED_ROWS[D][causal]
     down = ordered or (causal and first)
     alternate = ordered and causal and group == 1
-    early = D == 64 and causal and not ordered and Sk < 2048
     return HopperBackward(
-        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, EARLY=early
+        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate
     )
 
 

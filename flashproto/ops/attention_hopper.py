@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.hopper.attention_backward import attention_backward_kernel
-from ..kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
+from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import boxes, readable, tma_reads
@@ -29,6 +29,7 @@ from .memory import Memory, New
 
 LOG2E = math.log2(math.e)
 PREPROCESS_ROWS = 32
+LD = COLUMNS.value  # bfloat16 numbers for lse and delta of a query
 SUMS_BOX = (128, 32)  # of the float32 sums of dQ
 
 Shape = tuple[int, ...]
@@ -228,7 +229,7 @@ def plan_backward(
     padded = query_tiles * BM
     rows = B * Hq * padded
     # One piece of memory: sums of dQ, lse and delta, counters of work items and of tiles.
-    words = rows * D, 2 * rows, turns
+    words = rows * D, rows * LD // 2, turns
     total = sum(words)
     to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])
     new_scratch = New((total,), (1,), torch.float32, device).maker()
@@ -238,13 +239,14 @@ def plan_backward(
     q_boxes = boxes(index, dtype, q_shape, q_strides, queries)
     dout_boxes = boxes(index, dtype, q_shape, dout_strides, queries)
     k_boxes, v_boxes = (boxes(index, dtype, k_shape, s, keys) for s in (k_strides, v_strides))
-    rows_boxes = boxes(index, torch.float32, words[1:2], (1,), (2 * BM,))
+    rows_boxes = boxes(index, torch.bfloat16, (rows, LD), (LD, 1), (BM, LD))
     sums_boxes = boxes(index, torch.float32, (words[0] // 32, 32), (32, 1), SUMS_BOX)
     preprocess, main, postprocess = backward_launchers(config)
     own, floats, counts = (Memory(0, t, index) for t in (dtype, torch.float32, torch.int32))
+    halves = Memory(0, torch.bfloat16, index)
     launch_preprocess = preprocess.bind(
-        rows // PREPROCESS_ROWS, own, own, floats, floats, floats, floats, counts,
-        Sq, padded, zeroed, Hq, head_dim, *eighths(out_strides), *eighths(dout_strides),
+        rows // PREPROCESS_ROWS, own, own, floats, floats, halves, floats, counts,
+        Sq, padded, zeroed, Hq, head_dim, *eighths(out_strides), *eighths(dout_strides), positive_scale,
         HAS_DLSE=has_dlse,
     )  # fmt: skip
     launch_main = main.bind(

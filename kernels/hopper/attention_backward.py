@@ -53,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .attention_backward_consumers import consumer, wide_consumer
 from .attention_backward_pairs import pair_consumer
+from .attention_backward_rows import COLUMNS
 from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
 from .attention_backward_work import (
     first_item,
@@ -73,9 +74,9 @@ from .warpgroups import bar_sync
 def load_q(q_desc, ld_desc, b, h, m, H, M, full, q, ld, more, CFG: gl.constexpr):
     """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
     if more:
-        mbarrier.expect(full, CFG.BM * CFG.D * 2 + CFG.BM * 8)
+        mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
         tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
-        tma_load(ld_desc, [((b * H + h) * M + m) * (2 * CFG.BM)], full, ld)
+        tma_load(ld_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, ld)
     else:
         mbarrier.expect(full, 0)
 
@@ -205,7 +206,7 @@ VARYING = (
 @gluon.jit(do_not_specialize=VARYING)
 def attention_backward_kernel(
     q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
-    ld_desc,  # boxes [2 BM] of lse in base 2 and delta, as the preprocess leaves them
+    ld_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
     dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
     turns_ptr,  # counters, 0 before: [0] of work items, from FIRST_TURN on of each query tile's turns
     dk_ptr, dv_ptr,
@@ -228,7 +229,7 @@ def attention_backward_kernel(
     dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
     ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
-    lds = gl.allocate_shared_memory(gl.float32, [2, 2 * BM], ld_desc.layout)
+    lds = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], ld_desc.layout)
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
+from .attention_backward_rows import COLUMNS, DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import (
     comes_first,
@@ -22,6 +23,28 @@ from .attention_backward_work import (
     outer_step,
 )
 from .warpgroups import bar_arrive, hidden_zero, matrix, static_sync, wide_rows
+
+# --- the first two products ------------------------------------------------------------------------
+
+
+@gluon.jit
+def product(rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of ld
+    [BM, COLUMNS]: two asynchronous products.
+
+    The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
+    registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
+    give.  A product with ones in three columns takes a fourth of that, and no registers.
+    """
+    BM: gl.constexpr = ld.shape[0]
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, A))
+    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
+    ones = gl.zeros([64, COLUMNS], gl.bfloat16, A) + ones[None, :]
+    z = gl.zeros([64, BM], gl.float32, LAYOUT)
+    x = warpgroup_mma(rows, queries.permute((1, 0)), z, use_acc=False, is_async=True)
+    return warpgroup_mma(ones, ld.permute((1, 0)), x, is_async=True)
+
 
 # --- masks and stores ------------------------------------------------------------------------------
 
@@ -90,16 +113,6 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 @gluon.jit
-def scores(kc, qs, it, LAYOUT: gl.constexpr, CFG: gl.constexpr):
-    """Begin K Q^T [64, BM] of step `it`, ahead of it."""
-    BM: gl.constexpr = CFG.BM
-    D: gl.constexpr = CFG.D
-    q = matrix(qs.index(it & 1), BM, D)
-    z = gl.zeros([64, BM], gl.float32, LAYOUT)
-    return warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile."""
     (
@@ -120,15 +133,12 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
-    CL: gl.constexpr = gl.SliceLayout(0, ST)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
     mbarrier.wait(k_full.index(0), 0)
     t = get_item(items, 0)
     mbarrier.wait(q_full.index(0), 0)
-    if not CFG.LATE:
-        lse = lds.index(0).slice(0, BM).load(CL)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
@@ -145,46 +155,29 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         low = m0 * BM + offset - row
         high = M * BM + offset - row
         outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
-        if CFG.EARLY:
-            gl.static_assert(D == 64 and CFG.LATE)  # kc stays, and lse is read when needed
-            x = scores(kc, qs, it, ST, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        if CFG.EARLY:
-            x = warpgroup_mma_wait(0, deps=(x,))
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 q = matrix(qs.index(slot), BM, D)
                 do = matrix(dos.index(slot), BM, D)
+                ld = lds.index(slot)
                 here = at + (it >> 30)
                 k = matrix(ks.index(here), BN, D)
                 if D != 64:
                     kc = k.slice(64 * c, 64, 0)
                     vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-                z = gl.zeros([64, BM], gl.float32, ST)
-                if not CFG.EARLY:
-                    x = warpgroup_mma(kc, q.permute((1, 0)), z, use_acc=False, is_async=True)
-                dp = warpgroup_mma(vc, do.permute((1, 0)), z, use_acc=False, is_async=True)
-                if not CFG.EARLY:
-                    x = warpgroup_mma_wait(1, deps=(x,))
+                x = product(kc, q, ld, LSE, ST)
+                dp = product(vc, do, ld, DELTA, ST)
+                x = warpgroup_mma_wait(2, deps=(x,))
                 x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
-                if CFG.LATE:
-                    lse = lds.index(slot).slice(0, BM).load(CL)
-                p = probabilities(x, lse[None, :], scale_log2)
+                p = probabilities(x, 0.0, scale_log2)
                 dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
-                if CFG.LATE:
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
-                    delta = lds.index(slot).slice(BM, BM).load(CL)
-                else:
-                    delta = lds.index(slot).slice(BM, BM).load(CL)
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
-                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                dp = warpgroup_mma_wait(1, deps=(dp,))
+                ds = score_gradient(p, dp, 0.0).to(dt)
                 dsw = dss.index(slot)
                 dsw.slice(64 * c, 64, 0).store(ds)
-                if CFG.EARLY:
-                    # work for the tensor cores until both warpgroups have written dS
-                    dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
                 fence_async_shared()
                 static_sync(CFG.DS, 256)
                 zq = gl.zeros([64, 64], gl.float32, QA)
@@ -196,33 +189,16 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     dq = warpgroup_mma(
                         dsw.slice(64 * c, 64, 1).permute((1, 0)), k, zq, use_acc=False, is_async=True
                     )
+                dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+                bar_arrive(CFG.OB + slot, 384)
+                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 it += 1
-                if CFG.EARLY:
-                    mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                    dv, dk = warpgroup_mma_wait(1, deps=(dv, dk))
-                    bar_arrive(CFG.OB + slot, 384)
-                    # The next scores while dQ leaves, with this item's keys: after its last step for
-                    # nothing.  They are waited for here, as ptxas serialises what is in flight over
-                    # the end of a loop.
-                    x = scores(kc, qs, it, ST, CFG)
-                    dq = warpgroup_mma_wait(1, deps=(dq,))
-                    put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
-                    bar_arrive(CFG.QB + slot, 384)
-                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                    x = warpgroup_mma_wait(0, deps=(x,))
-                else:
-                    dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-                    # The next lse comes before the adds, or it queues behind them; both waits also hold
-                    # ptxas from waiting earlier for what is in flight.
-                    mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                    if not CFG.LATE:
-                        lse = lds.index(it & 1).slice(0, BM).load(CL)
-                    dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-                    bar_arrive(CFG.OB + slot, 384)
-                    put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
-                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                    dk = warpgroup_mma_wait(0, deps=(dk,))
-                    bar_arrive(CFG.QB + slot, 384)
+                # these waits also hold ptxas from waiting for dK before dQ leaves
+                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                dk = warpgroup_mma_wait(0, deps=(dk,))
+                bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
             tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
         # read and worked out again, so as to take no registers in the loop
@@ -260,7 +236,6 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     AC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
     )
-    CL: gl.constexpr = gl.SliceLayout(0, ST)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
@@ -286,27 +261,24 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 v = matrix(vs.index(it >> 30), 64, D)
                 q = matrix(qs.index(slot), BM, D)
                 do = matrix(dos.index(slot), BM, D)
-                z = gl.zeros([64, BM], gl.float32, ST)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    x = warpgroup_mma(k, q.permute((1, 0)), z, use_acc=False, is_async=True)
-                    lse = lds.index(slot).slice(0, BM).load(CL)
+                    x = product(k, q, lds.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
                     x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
-                    ps.store(probabilities(x, lse[None, :], scale_log2).to(dt))
+                    ps.store(probabilities(x, 0.0, scale_log2).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-                    dp = warpgroup_mma(v, do.permute((1, 0)), z, use_acc=False, is_async=True)
-                    delta = lds.index(slot).slice(BM, BM).load(CL)
+                    dp = product(v, do, lds.index(slot), DELTA, ST)
                     dp = warpgroup_mma_wait(0, deps=(dp,))
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
-                    dsw.store(score_gradient(p, dp, delta[None, :]).to(dt))
+                    dsw.store(score_gradient(p, dp, 0.0).to(dt))
                     fence_async_shared()
                 static_sync(CFG.DS, 256)
                 zq = gl.zeros([64, N], gl.float32, AC)

@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import masked, store_rows
+from .attention_backward_consumers import masked, product, store_rows
+from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import get_item, key_tile
 from .warpgroups import bar_arrive, matrix, static_arrive, static_sync
@@ -43,7 +44,6 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
-    CL: gl.constexpr = gl.SliceLayout(0, AC)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
@@ -68,34 +68,29 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 k = matrix(ks.index(it >> 30), BN, D)
                 v = matrix(vs.index(it >> 30), BN, D)
                 dsw = dss.index(slot)
-                z = gl.zeros([64, BM], gl.float32, AC)
+                ld = lds.index(slot)
                 k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
-                x = warpgroup_mma(k0, q.permute((1, 0)), z, use_acc=False, is_async=True)
-                dp = warpgroup_mma(v0, do.permute((1, 0)), z, use_acc=False, is_async=True)
-                x = warpgroup_mma_wait(1, deps=(x,))
+                x = product(k0, q, ld, LSE, AC)
+                dp = product(v0, do, ld, DELTA, AC)
+                x = warpgroup_mma_wait(2, deps=(x,))
                 x = masked(x, limit, dist, CFG.CAUSAL)
-                lse = lds.index(slot).slice(0, BM).load(CL)
-                p = probabilities(x, lse[None, :], scale_log2)
+                p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
-                delta = lds.index(slot).slice(BM, BM).load(CL)
-                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                ds = score_gradient(p, dp, 0.0).to(dt)
                 dsw.slice(64 * c, 64, 0).store(ds)
                 dv0 = warpgroup_mma_wait(0, deps=(dv0,))
                 k1, v1 = k.slice(128 + 64 * c, 64, 0), v.slice(128 + 64 * c, 64, 0)
-                x = warpgroup_mma(k1, q.permute((1, 0)), z, use_acc=False, is_async=True)
+                x = product(k1, q, ld, LSE, AC)
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
-                dp = warpgroup_mma(v1, do.permute((1, 0)), z, use_acc=False, is_async=True)
+                dp = product(v1, do, ld, DELTA, AC)
                 x = masked(x, limit - 128, dist - 128, CFG.CAUSAL)
-                lse = lds.index(slot).slice(0, BM).load(CL)
-                p = probabilities(x, lse[None, :], scale_log2)
+                p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
-                delta = lds.index(slot).slice(BM, BM).load(CL)
-                ds = score_gradient(p, dp, delta[None, :]).to(dt)
+                ds = score_gradient(p, dp, 0.0).to(dt)
                 dsw.slice(128 + 64 * c, 64, 0).store(ds)
-                fence_async_shared()
                 mine = slot == c
                 if not mine:
                     static_arrive(OTHERS_TURN, 256)
@@ -107,6 +102,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 bar_arrive(CFG.OB + slot, 384)
                 if mine:
                     static_sync(MY_TURN, 256)
+                    fence_async_shared()  # for all that the barrier has brought
                     zq = gl.zeros([64, D], gl.float32, AC)
                     dq = warpgroup_mma(dsw.permute((1, 0)), k, zq, use_acc=False, is_async=True)
                     dq = warpgroup_mma_wait(0, deps=(dq,))

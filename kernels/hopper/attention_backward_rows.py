@@ -3,6 +3,17 @@
 Both are bound by memory: 4 D bytes a row of out and dout in, and after 4 D of sums in and 2 D of dQ
 out.  Where the first key tile does not store its part of dQ but adds it too (FIRST is false), 4 D of
 zeros out as well; else only query tiles that no key tile visits are zeroed.
+
+lse and delta go to the main kernel as bfloat16, 16 for each query, which it adds to the scores and to
+dP by a product with ones:
+
+    LSE ... LSE + 2         -lse / scale, which makes raw scores the logarithms of P
+    DELTA ... DELTA + 2     -delta
+    behind                  zeros
+
+Three each, the number rounded, what is left rounded, and what is then left: as good as float32.  Rows
+that see no key or do not exist have a number for -lse that is finite, as the ones come with zeros for
+the other term; where delta is not, P is NaN.
 """
 
 import triton
@@ -10,14 +21,18 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..online_softmax import LOG2E
 from .attention_backward_sums import register_offsets
 from .attention_backward_work import FIRST_TURN
+
+COLUMNS = gl.constexpr(16)  # the least that a product takes
+LSE = gl.constexpr(0)
+DELTA = gl.constexpr(3)
+NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any exponent
 
 
 @triton.jit(
     do_not_specialize=[
-        "Sq", "Sp", "zeroed", "H", "D_out", "so_b", "so_h", "so_s", "sd_b", "sd_h", "sd_s",
+        "Sq", "Sp", "zeroed", "H", "D_out", "so_b", "so_h", "so_s", "sd_b", "sd_h", "sd_s", "scale",
     ]
 )  # fmt: skip
 def preprocess_kernel(
@@ -26,12 +41,12 @@ def preprocess_kernel(
     zeroed,  # of those the first ones, whose sums of dQ start at zero
     H, D_out,
     so_b, so_h, so_s, sd_b, sd_h, sd_s,  # strides of out and dout, in units of 8 elements
+    scale,  # of the scores, positive
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """For each tile of BM queries, BM of lse in base 2, then BM of delta; inf and 0 for rows that see
-    no key or do not exist.  Zeros to the sums of dQ of the first queries, to the counter of work items
-    and to those of tiles.  R rows a program."""
+    """lse and delta of each query, see above; zeros to the sums of dQ of the first queries, to the
+    counter of work items and to those of tiles.  R rows a program."""
     pid = tl.program_id(0)
     n = Sp // R
     bh = pid // n
@@ -56,9 +71,17 @@ def preprocess_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, 0.0)
     empty = lse == -float("inf")
-    at = ld_ptr + bh.to(tl.int64) * (2 * Sp) + r // BM * (2 * BM) + r % BM
-    tl.store(at, tl.where(empty, float("inf"), lse * LOG2E))
-    tl.store(at + BM, tl.where(empty, 0.0, delta))
+    logarithm = tl.where(empty, NOTHING, -lse / scale)
+    column = tl.arange(0, COLUMNS)[None, :]
+    term = tl.where(column < DELTA, logarithm[:, None], tl.where(empty, 0.0, -delta)[:, None])
+    part = column - tl.where(column < DELTA, LSE, DELTA)
+    high = term.to(tl.bfloat16)
+    rest = term - high.to(tl.float32)
+    middle = rest.to(tl.bfloat16)
+    low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+    parts = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, 0.0)))
+    at = ld_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
+    tl.store(at, parts.to(tl.bfloat16))
 
 
 @gluon.jit(do_not_specialize=["Sq", "tiles", "H", "D_out", "s_b", "s_h", "s_s"])

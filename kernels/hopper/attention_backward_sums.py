@@ -30,6 +30,11 @@ Why the order holds, in terms of PTX's memory model:
                 follows.  Bulk adds go through the asynchronous proxy: the proxy fence puts them behind
                 what was acquired, and warp 0 issues them behind a barrier (OB) at which warp 1 arrives
                 after that.  Consumers with atomics meet warp 1 at EMPTY before theirs.
+
+Between a consumer's stores to shared memory and the bulk add that reads them stands a proxy fence: the
+producer's, behind FULL.  PTX wants it on the path from one to the other, whoever executes it (Goens et
+al., "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", 2023).  A consumer's would
+wait until its stores have got through, behind all that the tensor cores read meanwhile.
 """
 
 from triton.experimental import gluon
@@ -77,7 +82,6 @@ def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
     if by_tma(CFG.DQ, c):
         static_sync(CFG.EMPTY + c, 256)
         stages.index(c).store(gl.reshape(x, [128, 32]))
-        fence_async_shared()
         static_arrive(CFG.FULL + c, 256)
     else:
         at = dq_ptr + (tile * 2 + c).to(gl.int64) * (64 * N) + register_offsets(N)
@@ -99,6 +103,7 @@ def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr)
     """Send warpgroup c's part of dQ from shared memory, once it lies there."""
     if by_tma(CFG.DQ, c):
         static_sync(CFG.FULL + c, 256)
+        fence_async_shared()
         at = tile * 128 if CFG.PAIRS else (tile * 2 + c) * 128
         if CFG.FIRST:
             if place == 0:

@@ -9,11 +9,12 @@ taken, by a counter in global memory, does it and takes the next: list schedulin
 what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
 number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
 
-By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
-first query tile to the last; with key tiles of 256 and no mask (CFG.ROUND) each begins a 32nd of the
-way behind the one before and goes round, so that programs that start together do not add to the same
-sums.  Otherwise (CFG.DOWN) it goes from the last query tile down, through the heads of the group at
-each: programs that start together are at the same query tile whatever their keys, and share it in L2.
+By default and without a mask, or in long rows, the walk goes head by head, from the first query tile to
+the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one before, at the queries
+of its own place or, with key tiles of 256, a 32nd of the way on, and goes round, so that programs that
+start together do not read the same tiles and add to the same sums.  Otherwise (CFG.DOWN) it goes from
+the last query tile down, through the heads of the group at each: programs that start together are at
+the same query tile whatever their keys, and share it in L2.
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
@@ -146,7 +147,10 @@ def first_tile(col, m0, M, up, CFG: gl.constexpr):
     elif CFG.DOWN:
         return M - 1
     elif CFG.ROUND:
-        return col // CFG.BN % 32 * M // 32
+        if CFG.PAIRS:
+            return col // CFG.BN % 32 * M // 32
+        else:
+            return col // CFG.BM % M
     else:
         return m0
 
