@@ -445,17 +445,17 @@ def test_walks_that_begin_apart(M: int, NB: int, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [2.0**-100, 0.125, 3.0])
-def test_lse_and_delta_of_the_preprocess(dtype: torch.dtype, scale: float) -> None:
+def test_lse_and_delta_of_the_preprocess(device: str, dtype: torch.dtype, scale: float) -> None:
     """Three numbers each add up to -lse / scale and -delta in float32; rows that see no key and rows
     past the end have finite ones, for which no probability is left."""
     Sq, Sp, H, D = 40, 64, 2, 64
-    generator = torch.Generator().manual_seed(3)
-    out, dout = (torch.randn(1, H, Sq, D, generator=generator).to(dtype) for _ in range(2))
-    lse = 50 * torch.randn(1, H, Sq, generator=generator)
+    out, dout = (torch.randn(1, H, Sq, D, device=device).to(dtype) for _ in range(2))
+    lse, dlse = (torch.randn(1, H, Sq, device=device) for _ in range(2))
+    lse *= 50
     lse[0, 1, 5] = -torch.inf
-    dlse = torch.randn(1, H, Sq, generator=generator)
-    ld = torch.full((H * Sp, attention_hopper.LD), torch.nan, dtype=torch.bfloat16)
-    sums, turns = torch.ones(H * Sp * D), torch.ones(64, dtype=torch.int32)
+    ld = torch.full((H * Sp, attention_hopper.LD), torch.nan, dtype=torch.bfloat16, device=device)
+    sums = torch.ones(H * Sp * D, device=device)
+    turns = torch.ones(64, dtype=torch.int32, device=device)
     strides = [n // 8 for n in out.stride()[:3]]
     preprocess_kernel[(H * Sp // 32,)](
         out, dout, lse, dlse, ld, sums, turns, Sq, Sp, Sp, H, D, *strides, *strides, scale,
