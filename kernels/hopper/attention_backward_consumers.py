@@ -34,7 +34,8 @@ def product(rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr):
 
     The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
     registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
-    give.  A product with ones in three columns takes a fourth of that, and no registers.
+    give.  A product with ones in three columns takes a fourth of that, and no registers.  It leaves
+    `probabilities` and `score_gradient` nothing to subtract.
     """
     BM: gl.constexpr = ld.shape[0]
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
