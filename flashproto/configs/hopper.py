@@ -183,6 +183,12 @@ class HopperBackward:
         return self.DQ == 1 and not (self.CAUSAL or self.FIRST)
 
     @property
+    def ONCE(self) -> bool:
+        """Whether descriptors of K's rows and of V are worked out once an item, not once a step: where
+        they find registers."""
+        return self.D == 64 and not self.ALTERNATE
+
+    @property
     def NQ(self) -> int:
         """Columns of the part of dQ that one warpgroup makes."""
         return 128 if self.D == 256 else 64

@@ -145,8 +145,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         at = r % CFG.KV
-        if D == 64:
-            # these descriptors find registers for the length of an item
+        if CFG.ONCE:
             kc = matrix(ks.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
             vc = matrix(vs.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
         dk = gl.zeros([64, D], gl.float32, AC)
@@ -166,7 +165,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 ld = lds.index(slot)
                 here = at + (it >> 30)
                 k = matrix(ks.index(here), BN, D)
-                if D != 64:
+                if not CFG.ONCE:
                     kc = k.slice(64 * c, 64, 0)
                     vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
                 x = product(kc, q, ld, LSE, ST)
