@@ -9,6 +9,7 @@ fields alone: after a change of a property or of a named barrier's number, empty
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass, replace
 
 from .attention import padded_head_dim
@@ -60,8 +61,8 @@ PAIRED_ROWS = (512, 2048)
 # Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
 # store, without a mask and under the causal.  At head_dim 128 full 1.00 at 2048, 1.01 at 4096, 1.03 at
 # 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192; causal 0.99 at 4096, 1.00 at 8192, 1.03 at
-# 16384, of grouped heads 0.97 to 1.00.
-ZEROED_ROWS = {64: (1536, 8192), 128: (3072, 12288)}
+# 16384, of grouped heads 0.97 to 1.00.  At 256 the store is always faster.
+ZEROED_ROWS = {64: (1536, 8192), 128: (3072, 12288), 256: (math.inf, math.inf)}
 # Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
 # would cost more than the larger tiles gain.
 PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
@@ -300,7 +301,7 @@ def attention_backward_hopper(
     BM, BN, DQ = {64: (128, 128, 2), 128: (64, 128, 1), 256: (64, 64, 0)}[D]
     KV = 2 if D == 64 else 1
     grouped = D == 128 and causal and group > 1
-    first = ordered or D == 256 or grouped or Sk < ZEROED_ROWS[D][causal]
+    first = ordered or grouped or Sk < ZEROED_ROWS[D][causal]
     down = ordered or (causal and first)
     alternate = ordered and causal and group == 1
     return HopperBackward(

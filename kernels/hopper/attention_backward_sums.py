@@ -32,9 +32,10 @@ Why the order holds, in terms of PTX's memory model:
                 after that.  Consumers with atomics meet warp 1 at EMPTY before theirs.
 
 Between a consumer's stores to shared memory and the bulk add that reads them stands a proxy fence: the
-producer's, behind FULL.  PTX wants it on the path from one to the other, whoever executes it (Goens et
-al., "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", 2023).  A consumer's would
-wait until its stores have got through, behind all that the tensor cores read meanwhile.
+producer's, behind FULL.  It has to lie between the two, in the program whose asynchronous access it is
+(Lustig, Cooksey, Giroux, "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", 2022);
+here a thread of either side would do.  A consumer would wait there until its stores have got through,
+behind all that the tensor cores read meanwhile.
 """
 
 from triton.experimental import gluon
