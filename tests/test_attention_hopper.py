@@ -9,6 +9,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -612,15 +613,19 @@ def test_backward_of_long_rows(
     assert (D <= 64) == config.PAIRS
     assert not config.FIRST
     assert causal != config.ROUND
-    monkeypatch.setattr(configs, "attention_backward_hopper", lambda *_: config)
+    choose = mock.Mock(return_value=config)
+    monkeypatch.setattr(configs, "attention_backward_hopper", choose)
     attention_hopper.plan_backward.cache_clear()
+    plans.forget()
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
     inputs, gradients = make(problem, "cuda")
     exact, eager = exact_and_eager(problem, inputs, gradients)
     for _ in range(3):
         outputs = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
         assert_within_bound(results(outputs, inputs, gradients), exact, eager, problem.dtype)
+    choose.assert_called()
     attention_hopper.plan_backward.cache_clear()
+    plans.forget()
 
 
 @pytest.mark.gpu
