@@ -18,7 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
-HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
+HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
 # three consumers, with rows for all of them and without
 QUERIES = (
@@ -130,12 +130,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                     "ld_desc": lse_and_delta(config.BM), "dq_desc": float32(128, 32),
                 }  # fmt: skip
             yield case(
-                    f"backward-{D}-{'causal' if causal else 'full'}"
-                    f"{'-ordered' * config.ORDERED}{'-alternate' * config.ALTERNATE}"
-                    f"{'-zeros' * (not config.FIRST)}"
-                    f"{'-pairs' * config.PAIRS}",
-                    attention_backward_kernel, element, {"CFG": config}, descriptors, 64,
-                )  # fmt: skip
+                config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
+            )
     for D in HEAD_DIMS:
         config = configs.attention_backward_hopper(D, 4096, causal=False)
         rows = {

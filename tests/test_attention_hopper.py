@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flashproto
 from flashproto import backends, configs, plans
+from flashproto.bench.search import forget_plans
 from flashproto.configs import hopper as hopper_configs
 from flashproto.functional.attention import hopper_attention_reasons
 from flashproto.kernels.hopper import attention_backward_work as work
@@ -195,19 +196,30 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
-@pytest.mark.parametrize("Sk", [512, 1024, 4096, 16384])
+@pytest.mark.parametrize("Sk", [512, 1024, 2048, 4096, 16384])
 @pytest.mark.parametrize("heads", [1, 512])
+@pytest.mark.parametrize("group", [1, 4])
 def test_backward_configurations(
-    D: int, DQ: int, causal: bool, ordered: bool, Sk: int, heads: int
+    D: int, DQ: int, causal: bool, ordered: bool, Sk: int, heads: int, group: int
 ) -> None:
-    config = configs.attention_backward_hopper(D, Sk, causal, ordered, heads)
+    config = configs.attention_backward_hopper(D, Sk, causal, ordered, heads, group)
     assert ordered == config.ORDERED
     assert (config.DOWN and config.FIRST) or not ordered
     assert (1 if config.PAIRS else DQ) == config.DQ
-    paired = D == 64 and not ordered and heads == 512 and Sk >= (2048 if causal else 512)
+    paired = D == 64 and heads == 512 and Sk >= (2048 if causal else 512)
     assert paired == config.PAIRS
-    assert not (config.PAIRS and (config.DOWN or config.FIRST))
-    assert config.DONE >= 4, "Triton uses the lowest named barriers itself"
+    assert not (config.ALTERNATE and config.WAVES)
+    if config.BOTH:
+        assert causal and config.DOWN
+    assert config.ALTERNATE <= config.FIRST
+    assert (
+        group > 1 and causal and not ordered and not paired and (D > 64 or Sk > 2047)
+    ) == config.WAVES
+    barriers = [config.DONE, config.ODD, config.EMPTY, config.EMPTY + 1, config.FULL, config.FULL + 1,
+                config.QB, config.QB + 1, config.OB, config.OB + 1, config.DS]  # fmt: skip
+    assert len(set(barriers)) == len(barriers)
+    assert min(barriers) >= 4, "Triton uses the lowest named barriers itself"
+    assert max(barriers) == 15
     queries = 4 * config.BM * config.D
     keys = 2 * config.KV * config.BN * config.D
     halves = queries + keys + config.TILES * config.BN * config.BM
@@ -347,11 +359,12 @@ def producer_walk(
     config: configs.HopperBackward, hk: int, m0: int, M: int, GROUP: int, n: int = 0, up: int = 0
 ) -> Iterator[tuple[int, int]]:
     """(query head, query tile) as the producer's device code steps through them for key tile n."""
-    start = work.first_tile.fn(n * config.BN, m0, M, up, config)
-    h, m = hk * GROUP, start
+    h0, col = hk * GROUP, n * config.BN
+    h = began = work.first_head.fn(h0, col, GROUP, config)
+    m = start = work.first_tile.fn(col, m0, M, up, config)
     for _ in range((M - m0) * GROUP):
         yield h, m
-        h, m = work.next_tile.fn(h, m, hk * GROUP, m0, start, up, GROUP, M, config)
+        h, m = work.next_tile.fn(h, m, h0, began, m0, start, up, GROUP, M, config)
 
 
 def consumer_walk(
@@ -378,9 +391,13 @@ def consumer_walk(
         tile, dist = work.outer_step.fn(tile, dist, m0, M, up, GROUP, config)
 
 
-def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+PROGRAMS = 132
+
+
+def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     """Let device code of the schedule run as Python."""
-    functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y}
+    functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y,
+                 "num_programs": lambda _: programs}  # fmt: skip
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
     monkeypatch.setattr(work, "place", work.place.fn)
@@ -427,6 +444,72 @@ def test_walks_of_paired_blocks(causal: bool, M: int, monkeypatch: pytest.Monkey
         starts.add(walk[0])
     assert len(starts) == min(16, M) or not causal
     assert len(starts) == 16 or M < 64, "programs that start together begin apart"
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("GROUP", [1, 4])
+@pytest.mark.parametrize("offset", [0, -300, 500])
+def test_walks_in_waves(zeros: bool, GROUP: int, offset: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other round of programs goes up; every query tile of every head once, each key tile's from
+    a head of its own on where nobody waits; consumers count along."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(128, 16384 if zeros else 1024, True, group=8)
+    assert config.WAVES and zeros == config.ROTATE
+    heads, NB, M = 5, 6, 12
+    for together in (1, 2, 4):
+        for t in range(NB * heads):
+            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, config)
+            n, h0 = col // config.BN, hk * GROUP
+            assert up == t % (together * NB) // 6 % 2
+            walk = list(producer_walk(config, hk, m0, M, GROUP, n, up))
+            tiles = range(m0, M) if up else range(M - 1, m0 - 1, -1)
+            first = n % GROUP if zeros else 0
+            order = [h0 + (first + i) % GROUP for i in range(GROUP)]
+            assert walk == [(h, m) for m in tiles for h in order]
+            consumed = list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
+            assert [dist for _, dist, _ in consumed] == [m * config.BM + offset for _, m in walk]
+            assert {first for *_, first in consumed} == {n == 0}
+            if not zeros:  # only there they need to know which tile it is
+                assert [tile for tile, *_ in consumed] == [h * M + m for h, m in walk]
+
+
+def fetches(config: configs.HopperBackward, NB: int, heads: int, together: int, room: int) -> int:
+    """How many query tiles come from beyond a cache that has room for so many, if all take equally
+    long: a tile of all heads of a group is a step."""
+    M = NB * config.BN // config.BM
+    steps: dict[int, list[tuple[int, int]]] = {}
+    free = [0] * PROGRAMS
+    for t in range(NB * heads):
+        _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, 0, config)
+        program = free.index(min(free))
+        for at in producer_walk(config, hk, m0, M, 1, col // config.BN, up):
+            steps.setdefault(free[program], []).append(at)
+            free[program] += 1
+    cache: dict[tuple[int, int], None] = {}  # the one used last is last
+    count = 0
+    for step in sorted(steps):
+        for at in steps[step]:
+            count += at not in cache
+            cache.pop(at, None)
+            cache[at] = None
+            if len(cache) > room:
+                del cache[next(iter(cache))]
+    return count
+
+
+@pytest.mark.parametrize("S", [4096, 8192, 16384, 32768])
+def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 key heads of 8 query heads: of 64 queries' q, dout and sums of dq, L2 has room for 64 times
+    all 8."""
+    on_the_host(monkeypatch, PROGRAMS)
+    waves = configs.attention_backward_hopper(128, S, True, heads=8, group=8)
+    together = configs.heads_together_backward(waves, 1, 64, 8, S, S, PROGRAMS)
+    without = dataclasses.replace(waves, WAVES=False)
+    NB = S // waves.BN
+    got, others = (fetches(config, NB, 8, together, 64) for config in (waves, without))
+    least = 8 * S // waves.BM
+    assert least <= got < 1.5 * least
+    assert others > 2 * got
 
 
 @pytest.mark.parametrize("M", [1, 7, 64])
@@ -506,20 +589,26 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
             assert ups == (groups * (together // 2) + left // 2 if config.ALTERNATE else 0)
 
 
-@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize(("D", "length"), [(64, 1024), (64, 4096), (128, 4096), (256, 4096)])
 @pytest.mark.parametrize("GROUP", [1, 3])
 @pytest.mark.parametrize("together", [1, 2, 5])
 @pytest.mark.parametrize(
     "shape", [(512, 512), (777, 1301), (1301, 777), (60, 300), (90, 700), (1, 2000)]
 )
 def test_places_in_order(
-    D: int, GROUP: int, together: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+    D: int,
+    length: int,
+    GROUP: int,
+    together: int,
+    shape: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the order of items, key tiles add to each query tile at the places 0, 1, ..., so that none
     waits for an item of a higher number; consumers agree with the producer on where they are."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(D, 4096, True, True, group=GROUP)
+    config = configs.attention_backward_hopper(D, length, True, True, group=GROUP)
     assert (GROUP == 1) == config.ALTERNATE
+    assert (D == 64 and length == 4096) == config.PAIRS
     Sq, Sk = shape
     heads, M, NB = 5, -(-Sq // config.BM), -(-Sk // config.BN)
     for offset in (Sk - Sq, 0, -200):
@@ -533,7 +622,11 @@ def test_places_in_order(
                 places.setdefault((h, m), []).append(at)
                 walk.append((h * M + m, m * config.BM + offset, at == 0))
             h0 = hk * GROUP
-            assert walk == list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
+            consumed = list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
+            if config.PAIRS:  # whose consumers leave tiles to the producer
+                assert [dist for _, dist, _ in consumed] == [dist for _, dist, _ in walk]
+            else:
+                assert walk == consumed
         assert all(at == list(range(len(at))) for at in places.values())
 
 
@@ -575,13 +668,32 @@ ORDERED_SHAPES = [
 ]
 
 
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
+    """What configs chooses for every backward is its return_value."""
+    chosen = mock.Mock()
+    monkeypatch.setattr(configs, "attention_backward_hopper", chosen)
+    forget_plans()
+    yield chosen
+    chosen.assert_called()
+    forget_plans()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ORDERED_SHAPES)
-@pytest.mark.parametrize("D", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    ("D", "length"), [(64, 1024), (64, 16384), (96, 1024), (128, 1024), (256, 1024)]
+)
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_backward_gives_the_same_bits_100_times(
-    shape: tuple[int, ...], D: int, causal: bool, hopper: None
-) -> None:
+    shape: tuple[int, ...], D: int, length: int, causal: bool, hopper: None,
+    request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """By the configuration of such a length: at head_dim 64 long rows have key tiles of 256."""
+    _, Hq, Hkv, _, _ = shape
+    config = configs.attention_backward_hopper(D, length, causal, True, group=Hq // Hkv)
+    assert (D == 64 and (length == 16384 or not causal)) == config.PAIRS
+    request.getfixturevalue("choose").return_value = config
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
     inputs, gradients = make(problem, "cuda")
 
@@ -598,34 +710,41 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
     assert different.item() == 0
 
 
+# (head_dim, keys, heads, query heads of a key head) of rows for which the backward takes, causal: pairs
+# and zeros, the same of few keys with the first tile's store, zeros, and alternate walks; waves
+BACKWARDS = [
+    (24, 16384, 1024, 1), (64, 2048, 1024, 1), (96, 16384, 1024, 1), (128, 1024, 1024, 1),
+    (64, 4096, 1, 8), (96, 1024, 1, 8), (128, 16384, 1, 8), (192, 1024, 1, 8),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [*ORDERED_SHAPES, (1, 1, 1, 1, 3000), (2, 6, 3, 300, 300), (9, 40, 40, 70, 257)]
 )
-@pytest.mark.parametrize("D", [24, 64, 96, 128])
+@pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("causal", [False, True])
-def test_backward_of_long_rows(
-    shape: tuple[int, ...], D: int, causal: bool, hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What long rows take, whatever the length, in items of one and of many steps: at head_dim 64 tiles
-    of 256 keys, and sums of dQ that begin with zeros; without a mask, walks that begin apart."""
-    config = configs.attention_backward_hopper(D, 16384, causal)
-    assert (D <= 64) == config.PAIRS
-    assert not config.FIRST
-    assert causal != config.ROUND
-    choose = mock.Mock(return_value=config)
-    monkeypatch.setattr(configs, "attention_backward_hopper", choose)
-    attention_hopper.plan_backward.cache_clear()
-    plans.forget()
+def test_backward_by_the_configuration_of_other_rows(
+    shape: tuple[int, ...], how: tuple[int, int, int, int], causal: bool, hopper: None,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
+) -> None:  # fmt: skip
+    """What rows of other lengths and groups take, in items of one and of many steps; by few programs,
+    so that there are rounds of them."""
+    D, length, heads, group = how
+    config = configs.attention_backward_hopper(D, length, causal, False, heads, group)
+    assert (heads > 1 and D <= 64) == config.PAIRS
+    assert (group > 1 and causal) == config.WAVES
+    assert (D == 192 or length < 3072 or (D == 64 and causal)) == config.FIRST
+    if group == 1:
+        assert (causal and length < 3072) == config.ALTERNATE
+    monkeypatch.setattr(attention_hopper, "multiprocessors", lambda _: 7)
+    request.getfixturevalue("choose").return_value = config
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
     inputs, gradients = make(problem, "cuda")
     exact, eager = exact_and_eager(problem, inputs, gradients)
     for _ in range(3):
         outputs = flashproto.attention(*inputs, causal=causal, return_lse=True, impl="hopper")
         assert_within_bound(results(outputs, inputs, gradients), exact, eager, problem.dtype)
-    choose.assert_called()
-    attention_hopper.plan_backward.cache_clear()
-    plans.forget()
 
 
 @pytest.mark.gpu

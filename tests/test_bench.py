@@ -401,6 +401,12 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
                 assert dataclasses.replace(config, PACK=min(config.PACK, 2)) in forward
     backward = {(c.D, c.causal, c.deterministic) for c in calls if c.backward}
     assert len(backward) == 4 * len(sanitize.HEAD_DIMS)
+    chosen = {c.chosen for c in calls}
+    for D, length, causal, ordered, heads, group in itertools.product(
+        (64, 80, 128, 192, 256), (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768),
+        (False, True), (False, True), (1, 40, 1024), (1, 8),
+    ):  # fmt: skip
+        assert configs.attention_backward_hopper(D, length, causal, ordered, heads, group) in chosen
     assert len({c.key for c in calls}) == len(calls)
 
 

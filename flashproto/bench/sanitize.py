@@ -27,10 +27,12 @@ import flashproto
 from .. import backends, configs, reference
 from .attention import rounding_of_dq
 from .measure import compare
+from .search import Chosen
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # One between any two lengths at which a configuration changes.
 KEYS = (200, 1200, 2100, 4200, 8200, 16400)
+SEVERAL_TILES = 600  # keys
 # (B, Hq, Hkv, Sq): a head pair of a few tiles; for the forward also few queries, few of grouped heads,
 # more of them, and tiles for four consumers
 SHAPES = ((1, 2, 1, 380), (1, 2, 2, 300), (1, 2, 2, 3), (1, 4, 1, 5), (30, 8, 2, 33), (1, 2, 2, 500))
@@ -46,6 +48,7 @@ class Call:
     backward: bool
     deterministic: bool
     shape: tuple[int, int, int, int] = SHAPES[0]
+    chosen: configs.HopperBackward | None = None  # of the backward, if not the one of this length
 
     @property
     def config(self) -> configs.HopperForward:
@@ -59,11 +62,13 @@ class Call:
         which = "forward" if not self.backward else (
             "deterministic backward" if self.deterministic else "backward")  # fmt: skip
         B, Hq, Hkv, Sq = self.shape
-        return f"D{self.D} B{B} H{Hq}/{Hkv} Sq{Sq} Sk{self.Sk} {mask} {which}"
+        name = f" by {self.chosen.name}" if self.chosen else ""
+        return f"D{self.D} B{B} H{Hq}/{Hkv} Sq{Sq} Sk{self.Sk} {mask} {which}{name}"
 
 
 def calls() -> list[Call]:
-    """The shortest call for each forward configuration, and one for each backward configuration."""
+    """The shortest call for each forward configuration, and one of a few tiles for each backward
+    configuration."""
     made, seen = [], set()
     for causal in (False, True):
         for D in HEAD_DIMS:
@@ -73,11 +78,33 @@ def calls() -> list[Call]:
                     seen.add((D, call.config))
                     made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
+    made += [
+        Call(config.D, SEVERAL_TILES, config.CAUSAL, True, config.ORDERED, chosen=config)
+        for config in backward_configurations()
+    ]
     return made
+
+
+def backward_configurations() -> list[configs.HopperBackward]:
+    chosen = (
+        configs.attention_backward_hopper(D, Sk, causal, deterministic, heads, group)
+        for D, causal, deterministic, Sk, heads, group in itertools.product(
+            (64, 128, 256), (False, True), (False, True), KEYS, (1, 1024), (1, 8)
+        )
+    )
+    return list(dict.fromkeys(chosen))
 
 
 def run(call: Call) -> str | None:
     """What is wrong with the call's results; None if nothing."""
+    if call.chosen is None:
+        return checked(call)
+    with Chosen("backward") as chosen:
+        chosen.set(call.chosen)
+        return checked(call)
+
+
+def checked(call: Call) -> str | None:
     B, Hq, Hkv, Sq = call.shape
     shapes = ((B, Hq, Sq, call.D), (B, Hkv, call.Sk, call.D), (B, Hkv, call.Sk, call.D))
     host = [torch.randn(shape).bfloat16() for shape in shapes]

@@ -56,7 +56,7 @@ def fits(config: Any) -> bool:
     if isinstance(config, configs.HopperForward):
         tiles = config.BM + (config.KS + config.VS) * config.BN + 64
         return tiles * D * 2 * config.PROGRAMS <= SHARED and config.PB >= 2 + config.W
-    if config.PAIRS and (config.DQ != 1 or config.DOWN or config.FIRST):
+    if config.PAIRS and config.DQ != 1:
         return False
     halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
     return halves * 2 + 64 * config.BM <= SHARED

@@ -48,8 +48,8 @@ ALONE_PACKED = (16, 32)
 # In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
 # With fewer, the items of a head start too close together not to wait; more share too little in L2.
 # What rows of 4096 took more than in no order, with so many heads:
-#     causal   head_dim 256: 4, 17%; 8, 10%; 16, 42%.  128: 8, 0%; 32, 17%.  64: 16, 8%; 32, 3%.
-#     full     head_dim 256: 2, 17%; 4, 10%; 8, 22%.  128: 4, 3%; 16, 1%.
+#     causal   head_dim 256: 4, 17%; 8, 10%; 16, 42%.  128: 8, 0%; 32, 17%.  64: 8, 2%; 16, -2%; 64, 4%.
+#     full     head_dim 256: 2, 17%; 4, 10%; 8, 22%.  128: 4, 3%; 16, 1%.  64: 8, 0%; 16, 1%; 64, 5%.
 ORDERED_HEADS = {
     64: ((65536, 64), (131072, 64)),
     128: ((65536, 16), (32768, 32)),
@@ -59,10 +59,30 @@ ORDERED_HEADS = {
 # head_dim 64: full 1.06 at 512 and more behind, causal 0.95 at 1024, 1.09 at 2048.
 PAIRED_ROWS = (512, 2048)
 # Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
-# store, without a mask and under the causal.  At head_dim 128 full 1.00 at 2048, 1.01 at 4096, 1.03 at
-# 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192; causal 0.99 at 4096, 1.00 at 8192, 1.03 at
-# 16384, of grouped heads 0.97 to 1.00.  At 256 the store is always faster.
-ZEROED_ROWS = {64: (1536, 8192), 128: (3072, 12288), 256: (math.inf, math.inf)}
+# store, by head_dim and keys of a tile: without a mask, under the causal, and there of grouped heads.
+# In pairs full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048.  At head_dim 128 full 1.00
+# at 2048, 1.01 at 4096, 1.03 at 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192; causal 0.97
+# at 2048, 0.99 at 4096, 1.00 at 8192, 1.03 at 16384, of grouped heads 0.96 at 2048, 1.02 at 4096 and
+# 8192, 1.03 at 32768.  At 256 the store is always faster.
+ZEROED_ROWS = {
+    (64, 128): (1536, 8192, math.inf),
+    (64, 256): (3072, 3072, 0),
+    (128, 128): (3072, 12288, 3072),
+    (256, 64): (math.inf, math.inf, math.inf),
+}
+# Keys of a row below which alternate walks are faster in no order too.  At head_dim 64 1.03 at 512 and
+# 1024, 1.02 at 2048; at 128 1.05 at 512, 1.03 at 1024, 1.01 at 2048, 1.00 at 4096; at 256 they are not,
+# 0.93 at 2048.
+ALTERNATE_ROWS = {64: 3072, 128: 3072, 256: 0}
+# Keys of a row from which on grouped heads walk in waves, if not in pairs.  At head_dim 64 0.98 at
+# 1024, 1.04 at 4096, 1.02 at 8192; at 128 1.08 at 1024, 1.06 at 2048, 1.15 at 4096, 1.12 at 8192, 1.09
+# at 16384, 1.07 at 32768; at 256 1.10 at 1024, 1.13 at 4096, 1.17 at 8192, 1.27 at 16384.
+WAVED_ROWS = {64: 2048, 128: 0, 256: 0}
+# Under the causal mask, keys of the heads that are mixed in the backward, and the most heads, since
+# programs that walk together queue for the sums of few; not where they begin with different heads.
+# Times as fast as with those that fit in L2: head_dim 256 1.03 at 4096, 1.05 at 8192, 1.04 at 16384, of
+# grouped heads 1.04 at 4096; 128 1.04 at 8192, 0.99 and 1.00 at 16384.
+SPREAD_HEADS = (65536, 8)
 # Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
 # would cost more than the larger tiles gain.
 PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
@@ -158,7 +178,7 @@ class HopperBackward:
     buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
     FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
     zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up.
+    diagonal up; WAVES: every other round of programs is.  Both need CAUSAL and DOWN.
     """
 
     CAUSAL: bool
@@ -171,11 +191,31 @@ class HopperBackward:
     DOWN: bool
     FIRST: bool
     ALTERNATE: bool = False
+    WAVES: bool = False
+
+    @property
+    def BOTH(self) -> bool:
+        """Whether some walks go up and others down."""
+        return self.ALTERNATE or self.WAVES
+
+    @property
+    def ROTATE(self) -> bool:
+        """Whether walks begin with different heads of a group; atomics would have to know."""
+        return self.WAVES and self.DQ == 1 and not self.FIRST
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others that are chosen."""
+        return (
+            f"backward-{self.D}-{'causal' if self.CAUSAL else 'full'}{'-ordered' * self.ORDERED}"
+            f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
+            f"{'-pairs' * self.PAIRS}"
+        )
 
     @property
     def PAIRS(self) -> bool:
         """Whether each warpgroup owns a pair of blocks of 64 keys, and the two make dQ in turns; needs
-        DQ 1, and neither DOWN nor FIRST."""
+        DQ 1."""
         return self.BN == 256
 
     @property
@@ -205,7 +245,7 @@ class HopperBackward:
         return 1 if self.DOWN else self.BM
 
     # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
-    # where FULL is not in use, ODD (dS of odd steps, in turns) where DONE is not.  Triton uses 0 to 3.
+    # where FULL is not in use; ODD is for dS of odd steps, in pairs.  Triton uses 0 to 3.
     DS = 15
     OB = 13
     QB = 11
@@ -213,7 +253,7 @@ class HopperBackward:
     PS = FULL
     EMPTY = 7
     DONE = 6
-    ODD = DONE
+    ODD = 5
     TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
 
 
@@ -293,19 +333,20 @@ def attention_backward_hopper(
     """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
     and added, but are few in short rows of few heads.  In long rows zeros cost less than to keep to the
-    order that the first key tile's store takes; under the causal mask not for grouped heads.  Alternate
-    walks make key heads of one query head wait less, and of eight more."""
+    order that the first key tile's store takes.  Alternate walks make key heads of one query head wait
+    less, in order and in short rows, and of eight more; those walk in waves, if in no order."""
     D = hopper_head_dim(head_dim)
-    if D == 64 and not ordered and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS:
-        return HopperBackward(causal, ordered, D, BM=64, BN=256, DQ=1, KV=1, DOWN=False, FIRST=False)
-    BM, BN, DQ = {64: (128, 128, 2), 128: (64, 128, 1), 256: (64, 64, 0)}[D]
-    KV = 2 if D == 64 else 1
-    grouped = D == 128 and causal and group > 1
-    first = ordered or grouped or Sk < ZEROED_ROWS[D][causal]
-    down = ordered or (causal and first)
-    alternate = ordered and causal and group == 1
+    BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
+    pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
+    if pairs:
+        BM, BN, DQ, KV = 64, 256, 1, 1
+    grouped = causal and group > 1
+    first = ordered or Sk < ZEROED_ROWS[D, BN][causal + grouped]
+    waves = grouped and not ordered and not pairs and Sk >= WAVED_ROWS[D]
+    down = ordered or waves or (causal and first)
+    alternate = causal and not grouped and (ordered or Sk < ALTERNATE_ROWS[D])
     return HopperBackward(
-        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate
+        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
     )
 
 
@@ -327,8 +368,9 @@ def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk:
 def heads_together_backward(
     config: HopperBackward, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
 ) -> int:
-    """Key heads whose tiles are mixed: those whose queries fit in L2 together, and enough key tiles for
-    some rounds of programs; in order, as many as were measured fastest, two at least.  If possible such
+    """Key heads whose tiles are mixed: those whose queries fit in L2 together, but enough key tiles for
+    some rounds of programs, and heads to add to; in order, as many as were measured fastest, two at
+    least.  If possible such
     that all groups are whole, as a last one with few heads would leave programs without work (by a
     simulation of the schedule 5% of 16 heads in groups of 3).
     """
@@ -338,10 +380,12 @@ def heads_together_backward(
         wanted = min(most, max(2, keys // Sk))
     else:
         fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
+        spread = 1 if config.ROTATE and Hq > Hkv else min(SPREAD_HEADS[1], SPREAD_HEADS[0] // Sk)
         if not config.CAUSAL:
-            fit, rounds = 1, 1  # all items are alike and, but for the first, wait for none
+            # all items are alike and, but for the first, wait for none
+            fit = rounds = spread = 1
         items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
-        wanted = max(1, fit, -(-items // -(-Sk // config.BN)))
+        wanted = max(1, fit, spread, -(-items // -(-Sk // config.BN)))
         if config.ORDERED:
             wanted = min(wanted, most)
     least = min(heads, wanted)

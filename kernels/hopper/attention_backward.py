@@ -57,6 +57,7 @@ from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
 from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
 from .attention_backward_work import (
+    first_head,
     first_item,
     first_tile,
     key_tile,
@@ -119,7 +120,7 @@ def producer(args, CFG: gl.constexpr):
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
         items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     ) = args  # fmt: skip
-    # steps behind the last item in which a buffer for dQ is still wanted: in turns each of the last two
+    # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
     # steps has one
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
@@ -139,7 +140,8 @@ def producer(args, CFG: gl.constexpr):
         b, hk, col, m0, up = key_tile(gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, CFG)
         n = col // CFG.BN
         h0 = hk * GROUP
-        h = h0
+        h1 = first_head(h0, col, GROUP, CFG)
+        h = h1
         start = first_tile(col, m0, M, up, CFG)
         m = start
         cnt = gl.where(more == 1, (M - m0) * GROUP, 2)
@@ -180,6 +182,7 @@ def producer(args, CFG: gl.constexpr):
             if (more == 1) | (j < LEFT):
                 if g >= 2:
                     hand_back(g, CFG)
+            if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
                     take_turn(turns_ptr, tile1, place1, CFG)
@@ -190,7 +193,7 @@ def producer(args, CFG: gl.constexpr):
             place1, place2 = place(m, n, up, NB, M, offset, CFG), place1
             began = begins
             g += 1
-            h, m = next_tile(h, m, h0, m0, start, up, GROUP, M, CFG)
+            h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)
         if more == 1:
             t = take_item(turns_ptr, CFG)
     if CFG.DQ:

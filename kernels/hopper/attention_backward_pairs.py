@@ -23,7 +23,7 @@ from ..scores import probabilities, score_gradient
 from .attention_backward_consumers import masked, product, store_rows
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
-from .attention_backward_work import get_item, key_tile
+from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
 from .warpgroups import bar_arrive, matrix, static_arrive, static_sync
 
 
@@ -52,16 +52,19 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(q_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         dk0 = gl.zeros([64, D], gl.float32, AC)
         dv0 = gl.zeros([64, D], gl.float32, AC)
         dk1 = gl.zeros([64, D], gl.float32, AC)
         dv1 = gl.zeros([64, D], gl.float32, AC)
         limit = Sk - 1 - row  # the last key there is, counted from the first block's first, as is dist
+        low = m0 * BM + offset - row
+        high = M * BM + offset - row
+        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
-        for _ in range(GROUP):
-            for dist in range(m0 * BM + offset - row, M * BM + offset - row, BM):
+        for _ in range(outer):
+            for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 q = matrix(qs.index(slot), BM, D)
                 do = matrix(dos.index(slot), BM, D)
@@ -73,7 +76,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x = product(k0, q, ld, LSE, AC)
                 dp = product(v0, do, ld, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = masked(x, limit, dist, CFG.CAUSAL)
+                x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -85,7 +88,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
                 dp = product(v1, do, ld, DELTA, AC)
-                x = masked(x, limit - 128, dist - 128, CFG.CAUSAL)
+                x = masked(x, limit - 128, distance(index, dist, CFG) - 128, CFG.CAUSAL)
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -110,6 +113,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
+            _, dist = outer_step(0, dist, m0, M, up, GROUP, CFG)
         # read and worked out again, so as to take no registers in the loop
         t = get_item(items, r)
         b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)

@@ -16,6 +16,15 @@ start together do not read the same tiles and add to the same sums.  Otherwise (
 the last query tile down, through the heads of the group at each: programs that start together are at
 the same query tile whatever their keys, and share it in L2.
 
+Under a causal mask they do not stay together: tiles of the last keys end first, and their programs
+start the next items at the last queries, which nobody else reads any more.  Of grouped heads, what lies
+between the two is more than L2 holds.  So (CFG.WAVES) every other round of programs goes the other way,
+from the diagonal up.  The first of it to begin is the tile of the first keys, the others follow as fast
+as the diagonal rises, and so they walk side by side, until all end at the last queries and start down
+again.  (So it is where a round takes all keys of some heads.  If it takes half of them, the other half
+begins in the middle, where those are that still go down.)  With bulk adds to zeros (CFG.ROTATE) each
+key tile also begins with another head of its group, lest all at a query tile add to the same sums.
+
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
 and the n-th to add does so when it says n.  Under a causal mask (CFG.ALTERNATE, where no
@@ -107,6 +116,8 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr):
         bh += r - nb * hg
         if CFG.ALTERNATE:
             nb = gl.where(up == 1, NB - 1 - nb, nb)
+        elif CFG.WAVES:
+            up = r // gl.num_programs(0) & 1
         col = nb * CFG.BN
     else:
         bh = t // NB
@@ -142,7 +153,7 @@ def comes_first(i, col, m0, up, NB, M, offset, CFG: gl.constexpr):
 @gluon.jit
 def first_tile(col, m0, M, up, CFG: gl.constexpr):
     """The query tile with which the walk of the key tile from key `col` on begins."""
-    if CFG.ALTERNATE:
+    if CFG.BOTH:
         return gl.where(up == 1, m0, M - 1)
     elif CFG.DOWN:
         return M - 1
@@ -156,14 +167,21 @@ def first_tile(col, m0, M, up, CFG: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(h, m, h0, m0, start, up, GROUP, M, CFG: gl.constexpr):
-    """What comes after query tile m of head h; h0 is the first head of the group, `start` the first
-    tile of each."""
+def first_head(h0, col, GROUP, CFG: gl.constexpr):
+    """The head with which it begins, of the group from h0 on."""
+    if CFG.ROTATE:
+        h0 += col // CFG.BN % GROUP
+    return h0
+
+
+@gluon.jit
+def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
+    """What comes after query tile m of head h; h0 is the first head of the group, `began` the one with
+    which the walk began, `start` the first tile of each."""
     if CFG.DOWN:
         h += 1
-        wrap = h == h0 + GROUP
-        h = gl.where(wrap, h0, h)
-        m = gl.where(wrap, m + 2 * up - 1, m)
+        h = gl.where(h == h0 + GROUP, h0, h)
+        m = gl.where(h == began, m + 2 * up - 1, m)
     else:
         m += 1
         m = gl.where(m == M, m0, m)
@@ -180,7 +198,7 @@ def next_tile(h, m, h0, m0, start, up, GROUP, M, CFG: gl.constexpr):
 @gluon.jit
 def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
     """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
-    if CFG.ALTERNATE:
+    if CFG.BOTH:
         return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
         return M - m0, 0, GROUP, high - CFG.BM
