@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator
@@ -212,9 +213,9 @@ def test_backward_configurations(
     if config.BOTH:
         assert causal and config.DOWN
     assert config.ALTERNATE <= config.FIRST
-    assert (
-        group > 1 and causal and not ordered and not paired and (D > 64 or Sk > 2047)
-    ) == config.WAVES
+    if config.WAVES:
+        assert group > 1 and not paired
+    assert (config.DOWN and not config.FIRST) == config.ROTATE
     barriers = [config.DONE, config.ODD, config.EMPTY, config.EMPTY + 1, config.FULL, config.FULL + 1,
                 config.QB, config.QB + 1, config.OB, config.OB + 1, config.DS]  # fmt: skip
     assert len(set(barriers)) == len(barriers)
@@ -225,6 +226,31 @@ def test_backward_configurations(
     halves = queries + keys + config.TILES * config.BN * config.BM
     parts = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32 * 4
     assert halves * 2 + parts + 2 * config.BM * 32 <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("D", "Sk", "group", "schedule"),
+    [
+        (64, 1024, 1, "full-pairs; full-ordered-pairs; causal-alternate; causal-ordered-alternate"),
+        (64, 2048, 1, "full-pairs; full-ordered-pairs;"
+         " causal-alternate-pairs; causal-ordered-alternate-pairs"),
+        (64, 4096, 8, "full-zeros-pairs; full-ordered-pairs; causal-zeros-pairs; causal-ordered-pairs"),
+        (128, 2048, 1, "full; full-ordered; causal-alternate; causal-ordered-alternate"),
+        (128, 2048, 8, "full; full-ordered; causal-waves; causal-ordered"),
+        (128, 8192, 1, "full-zeros; full-ordered; causal; causal-ordered-alternate"),
+        (128, 8192, 8, "full-zeros-rotate; full-ordered; causal-waves-zeros; causal-ordered-waves"),
+        (128, 16384, 1, "full-zeros; full-ordered; causal-zeros; causal-ordered-alternate"),
+        (128, 16384, 8, "full-zeros; full-ordered; causal-waves-zeros; causal-ordered-waves"),
+        (256, 1024, 1, "full; full-ordered; causal; causal-ordered-alternate"),
+        (256, 16384, 8, "full; full-ordered; causal-waves; causal-ordered-waves"),
+    ],
+)  # fmt: skip
+def test_backward_takes_what_was_measured_fastest(D: int, Sk: int, group: int, schedule: str) -> None:
+    chosen = [
+        configs.attention_backward_hopper(D, Sk, causal, ordered, 512, group)
+        for causal, ordered in itertools.product((False, True), (False, True))
+    ]
+    assert [config.name for config in chosen] == [f"backward-{D}-{s}" for s in schedule.split("; ")]
 
 
 @pytest.mark.parametrize(
@@ -512,6 +538,18 @@ def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) ->
     assert others > 2 * got
 
 
+def test_walks_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mask: all down, each key tile from a head of its own on."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(128, 4096, False, group=8)
+    assert config.ROTATE and not config.ROUND
+    GROUP, M = 4, 5
+    for n in range(9):
+        order = [GROUP + (n + i) % GROUP for i in range(GROUP)]
+        walk = list(producer_walk(config, 1, 0, M, GROUP, n))
+        assert walk == [(h, m) for m in reversed(range(M)) for h in order]
+
+
 @pytest.mark.parametrize("M", [1, 7, 64])
 @pytest.mark.parametrize("NB", [1, 20])
 def test_walks_that_begin_apart(M: int, NB: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -589,7 +627,7 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
             assert ups == (groups * (together // 2) + left // 2 if config.ALTERNATE else 0)
 
 
-@pytest.mark.parametrize(("D", "length"), [(64, 1024), (64, 4096), (128, 4096), (256, 4096)])
+@pytest.mark.parametrize(("D", "length"), [(64, 1024), (64, 4096), (128, 4096), (256, 8192)])
 @pytest.mark.parametrize("GROUP", [1, 3])
 @pytest.mark.parametrize("together", [1, 2, 5])
 @pytest.mark.parametrize(
@@ -609,6 +647,7 @@ def test_places_in_order(
     config = configs.attention_backward_hopper(D, length, True, True, group=GROUP)
     assert (GROUP == 1) == config.ALTERNATE
     assert (D == 64 and length == 4096) == config.PAIRS
+    assert (GROUP == 3 and D > 64) == config.WAVES
     Sq, Sk = shape
     heads, M, NB = 5, -(-Sq // config.BM), -(-Sk // config.BN)
     for offset in (Sk - Sq, 0, -200):
@@ -687,12 +726,15 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_backward_gives_the_same_bits_100_times(
     shape: tuple[int, ...], D: int, length: int, causal: bool, hopper: None,
-    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """By the configuration of such a length: at head_dim 64 long rows have key tiles of 256."""
+    """By the configuration of such a length: at head_dim 64 long rows have key tiles of 256; at others
+    those of grouped heads walk in waves, here of few programs."""
     _, Hq, Hkv, _, _ = shape
     config = configs.attention_backward_hopper(D, length, causal, True, group=Hq // Hkv)
     assert (D == 64 and (length == 16384 or not causal)) == config.PAIRS
+    if config.WAVES:
+        monkeypatch.setattr(attention_hopper, "multiprocessors", lambda _: 20)
     request.getfixturevalue("choose").return_value = config
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
     inputs, gradients = make(problem, "cuda")
@@ -714,7 +756,7 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
 # and zeros, the same of few keys with the first tile's store, zeros, and alternate walks; waves
 BACKWARDS = [
     (24, 16384, 1024, 1), (64, 2048, 1024, 1), (96, 16384, 1024, 1), (128, 1024, 1024, 1),
-    (64, 4096, 1, 8), (96, 1024, 1, 8), (128, 16384, 1, 8), (192, 1024, 1, 8),
+    (64, 4096, 1, 8), (96, 1024, 1, 8), (128, 4096, 1, 8), (192, 1024, 1, 8),
 ]  # fmt: skip
 
 

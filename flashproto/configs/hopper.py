@@ -74,10 +74,15 @@ ZEROED_ROWS = {
 # 1024, 1.02 at 2048; at 128 1.05 at 512, 1.03 at 1024, 1.01 at 2048, 1.00 at 4096; at 256 they are not,
 # 0.93 at 2048.
 ALTERNATE_ROWS = {64: 3072, 128: 3072, 256: 0}
-# Keys of a row from which on grouped heads walk in waves, if not in pairs.  At head_dim 64 0.98 at
-# 1024, 1.04 at 4096, 1.02 at 8192; at 128 1.08 at 1024, 1.06 at 2048, 1.15 at 4096, 1.12 at 8192, 1.09
-# at 16384, 1.07 at 32768; at 256 1.10 at 1024, 1.13 at 4096, 1.17 at 8192, 1.27 at 16384.
-WAVED_ROWS = {64: 2048, 128: 0, 256: 0}
+# Keys of a row from which on grouped heads walk in waves, if not in pairs: in no order and in order.
+# At head_dim 64 0.98 at 1024, 1.04 at 4096, 1.02 at 8192; at 128 1.08 at 1024, 1.06 at 2048, 1.15 at
+# 4096, 1.12 at 8192, 1.09 at 16384, 1.07 at 32768; at 256 1.10 at 1024, 1.13 at 4096, 1.17 at 8192,
+# 1.27 at 16384.  In order 64 0.96 at 4096; 128 0.99 at 2048, 1.12 at 4096, 1.17 at 8192, 1.15 at 16384
+# and 32768; 256 0.99 at 4096, 1.16 at 16384.
+WAVED_ROWS = {64: (2048, math.inf), 128: (0, 3072), 256: (0, 6144)}
+# Without a mask, where sums begin with zeros, keys of a row up to which grouped heads walk down side by
+# side: 1.04 at 4096, 1.03 at 8192, 1.00 at 16384.
+SIDE_BY_SIDE_ROWS = 12288
 # Under the causal mask, keys of the heads that are mixed in the backward, and the most heads, since
 # programs that walk together queue for the sums of few; not where they begin with different heads.
 # Times as fast as with those that fit in L2: head_dim 256 1.03 at 4096, 1.05 at 8192, 1.04 at 16384, of
@@ -178,7 +183,7 @@ class HopperBackward:
     buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
     FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
     zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up; WAVES: every other round of programs is.  Both need CAUSAL and DOWN.
+    diagonal up; WAVES: every other round of programs is.  Both need CAUSAL and DOWN, ALTERNATE FIRST.
     """
 
     CAUSAL: bool
@@ -200,8 +205,9 @@ class HopperBackward:
 
     @property
     def ROTATE(self) -> bool:
-        """Whether walks begin with different heads of a group; atomics would have to know."""
-        return self.WAVES and self.DQ == 1 and not self.FIRST
+        """Whether walks begin with different heads of a group, at each query tile; whoever adds by
+        atomics would have to know."""
+        return self.DQ == 1 and self.DOWN and not self.FIRST
 
     @property
     def name(self) -> str:
@@ -209,7 +215,7 @@ class HopperBackward:
         return (
             f"backward-{self.D}-{'causal' if self.CAUSAL else 'full'}{'-ordered' * self.ORDERED}"
             f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
-            f"{'-pairs' * self.PAIRS}"
+            f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.CAUSAL)}"
         )
 
     @property
@@ -221,7 +227,7 @@ class HopperBackward:
     @property
     def ROUND(self) -> bool:
         """Whether walks begin one behind the other and go round."""
-        return self.DQ == 1 and not (self.CAUSAL or self.FIRST)
+        return self.DQ == 1 and not (self.CAUSAL or self.FIRST or self.DOWN)
 
     @property
     def ONCE(self) -> bool:
@@ -334,7 +340,7 @@ def attention_backward_hopper(
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
     and added, but are few in short rows of few heads.  In long rows zeros cost less than to keep to the
     order that the first key tile's store takes.  Alternate walks make key heads of one query head wait
-    less, in order and in short rows, and of eight more; those walk in waves, if in no order."""
+    less, in order and in short rows, and of eight more; those walk in waves."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
@@ -342,8 +348,9 @@ def attention_backward_hopper(
         BM, BN, DQ, KV = 64, 256, 1, 1
     grouped = causal and group > 1
     first = ordered or Sk < ZEROED_ROWS[D, BN][causal + grouped]
-    waves = grouped and not ordered and not pairs and Sk >= WAVED_ROWS[D]
-    down = ordered or waves or (causal and first)
+    waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
+    side_by_side = D == 128 and group > 1 and not causal and Sk < SIDE_BY_SIDE_ROWS and not first
+    down = ordered or waves or side_by_side or (causal and first)
     alternate = causal and not grouped and (ordered or Sk < ALTERNATE_ROWS[D])
     return HopperBackward(
         causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves

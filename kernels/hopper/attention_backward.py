@@ -150,10 +150,12 @@ def producer(args, CFG: gl.constexpr):
             begins = gl.where((j == 0) & (g > 0), t, -1)
             item = begins if CFG.KV == 2 else began  # whose keys may come now
             if g >= 2:
-                # in the order in which the consumers finish step g - 2: dO, dQ, Q
                 bar_sync(CFG.OB + slot, 384)
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-                send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
+                # dQ lies ready before Q is free.  In order others wait for its adds; else these would
+                # only hold up the queries.
+                if CFG.ORDERED:
+                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
                     pass_turn(turns_ptr, tile2, place2, CFG)
@@ -161,6 +163,8 @@ def producer(args, CFG: gl.constexpr):
                     q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
                 )  # fmt: skip
+                if not CFG.ORDERED:
+                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
             else:
                 if g == 0:
                     item = t

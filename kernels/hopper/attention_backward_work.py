@@ -14,7 +14,8 @@ the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the on
 of its own place or, with key tiles of 256, a 32nd of the way on, and goes round, so that programs that
 start together do not read the same tiles and add to the same sums.  Otherwise (CFG.DOWN) it goes from
 the last query tile down, through the heads of the group at each: programs that start together are at
-the same query tile whatever their keys, and share it in L2.
+the same query tile whatever their keys, and share it in L2.  With bulk adds to zeros (CFG.ROTATE) each
+key tile begins with another head of the group, lest all of them add to the same sums at a time.
 
 Under a causal mask they do not stay together: tiles of the last keys end first, and their programs
 start the next items at the last queries, which nobody else reads any more.  Of grouped heads, what lies
@@ -22,8 +23,7 @@ between the two is more than L2 holds.  So (CFG.WAVES) every other round of prog
 from the diagonal up.  The first of it to begin is the tile of the first keys, the others follow as fast
 as the diagonal rises, and so they walk side by side, until all end at the last queries and start down
 again.  (So it is where a round takes all keys of some heads.  If it takes half of them, the other half
-begins in the middle, where those are that still go down.)  With bulk adds to zeros (CFG.ROTATE) each
-key tile also begins with another head of its group, lest all at a query tile add to the same sums.
+begins in the middle, where those are that still go down.)
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
