@@ -60,10 +60,10 @@ ORDERED_HEADS = {
 PAIRED_ROWS = (512, 2048)
 # Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
 # store, by head_dim and keys of a tile: without a mask, under the causal, and there of grouped heads.
-# In pairs full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048.  At head_dim 128 full 1.00
-# at 2048, 1.01 at 4096, 1.03 at 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192; causal 0.97
-# at 2048, 0.99 at 4096, 1.00 at 8192, 1.03 at 16384, of grouped heads 0.96 at 2048, 1.02 at 4096 and
-# 8192, 1.03 at 32768.  At 256 the store is always faster.
+# With tiles of 256 full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048.  At head_dim 128
+# full 1.00 at 2048, 1.01 at 4096, 1.03 at 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192;
+# causal 0.97 at 2048, 0.99 at 4096, 1.00 at 8192, 1.03 at 16384, of grouped heads 0.96 at 2048, 1.02 at
+# 4096 and 8192, 1.03 at 32768.  At 256 the store is always faster.
 ZEROED_ROWS = {
     (64, 128): (1536, 8192, math.inf),
     (64, 256): (3072, 3072, 0),
@@ -377,9 +377,8 @@ def heads_together_backward(
 ) -> int:
     """Key heads whose tiles are mixed: those whose queries fit in L2 together, but enough key tiles for
     some rounds of programs, and heads to add to; in order, as many as were measured fastest, two at
-    least.  If possible such
-    that all groups are whole, as a last one with few heads would leave programs without work (by a
-    simulation of the schedule 5% of 16 heads in groups of 3).
+    least.  If possible such that all groups are whole, as a last one with few heads would leave
+    programs without work (by a simulation of the schedule 5% of 16 heads in groups of 3).
     """
     heads = B * Hkv
     keys, most = ORDERED_HEADS[config.D][config.CAUSAL]

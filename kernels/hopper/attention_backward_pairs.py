@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: consumers of 128 keys each, for long rows of head_dim 64.
+"""Attention backward on Hopper: consumers of 128 keys each, for head_dim 64 where keys are many.
 
 With 256 keys a tile, twice those of attention_backward_consumers.py, Q and dO are read and dQ is added
 to half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64 keys, 128

@@ -27,12 +27,13 @@ begins in the middle, where those are that still go down.)
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
 are the same bits every time: a counter for each query tile says how many key tiles have added to it,
-and the n-th to add does so when it says n.  Under a causal mask (CFG.ALTERNATE, where no
-query heads share a key head) half of the heads that are mixed go the other way: from the diagonal up,
-and key tiles from the last one to the first.
+and the n-th to add does so when it says n.  Under a causal mask, where no query heads share a key head,
+half of the heads that are mixed go the other way (CFG.ALTERNATE): from the diagonal up, and key tiles
+from the last one to the first.
 
 Where the first key tile only stores and the others wait for it (CFG.FIRST), the same counters are 0
-until it has done so.  For both:
+until it has done so.  In short rows half of the heads go up for that too: their first to store is the
+last key tile.  For both:
 
 - No program waits for ever.  A key tile waits for those before it of its own head alone, items of lower
   numbers.  A program takes items in increasing order, and only programs that are running take any.  Of
@@ -42,11 +43,13 @@ until it has done so.  For both:
   few of the programs are on the device at once, and when other kernels share it.
 - Hardly any waits for long.  Downwards, what a key tile visits is the beginning of what the one before
   it visits, in the same order, so that it follows one turn behind from its first tile on.  (From the
-  diagonal up, each would have to wait until the one before it arrives there from its own first tile;
-  head by head, long tiles would hold up short ones at each head.)  Upwards, last keys first, a key tile
-  begins where none adds before it, and comes late to what others have visited; but the longest tiles
-  come last.  So a group of heads begins upwards, which sets programs apart, and ends downwards.
-  Programs that are apart stay so, and need not wait again at later items.
+  diagonal up, each that starts at the same time would have to wait until the one before it arrives
+  there from its own first tile; head by head, long tiles would hold up short ones at each head.)  In
+  waves those that go up do not start at the same time, but each when the one before it has come to
+  where it begins.  Alternately, last keys first, a key tile that goes up begins where none adds before
+  it, and comes late to what others have visited; but the longest tiles come last.  So a group of heads
+  begins upwards, which sets programs apart, and ends downwards.  Programs that are apart stay so, and
+  need not wait again at later items.
 """
 
 from triton.experimental import gluon
