@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,13 +11,14 @@ from compile_case import Case
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
+from flashproto.bench.sanitize import backward_configurations
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
-HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 16384)
+HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
 # three consumers, with rows for all of them and without
 QUERIES = (
@@ -91,16 +91,6 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
-def backward_configs() -> list[configs.HopperBackward]:
-    chosen = (
-        configs.attention_backward_hopper(D, Sk, causal, ordered, heads, group)
-        for D, causal, ordered, Sk, heads, group in itertools.product(
-            HEAD_DIMS, (False, True), (False, True), LENGTHS, (1, 512), (1, 8)
-        )
-    )
-    return list(dict.fromkeys(chosen))
-
-
 def hopper_cases(arch: int) -> Iterator[Case]:
     if arch != 90:
         return
@@ -120,7 +110,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 attention_forward_kernel, element, {"CFG": config}, descriptors, FORWARD_STACK,
                 max_registers=config.max_registers,
             )  # fmt: skip
-        for config in backward_configs():
+        for config in backward_configurations():
             D, causal = config.D, config.CAUSAL
             if element == "fp16" and not (D == 128 and causal):
                 continue

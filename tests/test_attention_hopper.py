@@ -21,6 +21,7 @@ import flashproto
 from flashproto import backends, configs, plans
 from flashproto.bench.search import forget_plans
 from flashproto.configs import hopper as hopper_configs
+from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.functional.attention import hopper_attention_reasons
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import preprocess_kernel
@@ -417,9 +418,6 @@ def consumer_walk(
         tile, dist = work.outer_step.fn(tile, dist, m0, M, up, GROUP, config)
 
 
-PROGRAMS = 132
-
-
 def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     """Let device code of the schedule run as Python."""
     functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y,
@@ -504,7 +502,7 @@ def fetches(config: configs.HopperBackward, NB: int, heads: int, together: int, 
     long: a tile of all heads of a group is a step."""
     M = NB * config.BN // config.BM
     steps: dict[int, list[tuple[int, int]]] = {}
-    free = [0] * PROGRAMS
+    free = [0] * MULTIPROCESSORS
     for t in range(NB * heads):
         _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, 0, config)
         program = free.index(min(free))
@@ -527,9 +525,9 @@ def fetches(config: configs.HopperBackward, NB: int, heads: int, together: int, 
 def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 key heads of 8 query heads: of 64 queries' q, dout and sums of dq, L2 has room for 64 times
     all 8."""
-    on_the_host(monkeypatch, PROGRAMS)
+    on_the_host(monkeypatch, MULTIPROCESSORS)
     waves = configs.attention_backward_hopper(128, S, True, heads=8, group=8)
-    together = configs.heads_together_backward(waves, 1, 64, 8, S, S, PROGRAMS)
+    together = configs.heads_together_backward(waves, 1, 64, 8, S, S, MULTIPROCESSORS)
     without = dataclasses.replace(waves, WAVES=False)
     NB = S // waves.BN
     got, others = (fetches(config, NB, 8, together, 64) for config in (waves, without))
@@ -721,18 +719,20 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ORDERED_SHAPES)
 @pytest.mark.parametrize(
-    ("D", "length"), [(64, 1024), (64, 16384), (96, 1024), (128, 1024), (256, 1024)]
+    ("D", "length"),
+    [(64, 1024), (64, 16384), (96, 1024), (128, 1024), (128, 16384), (256, 1024), (256, 16384)],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_backward_gives_the_same_bits_100_times(
     shape: tuple[int, ...], D: int, length: int, causal: bool, hopper: None,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """By the configuration of such a length: at head_dim 64 long rows have key tiles of 256; at others
-    those of grouped heads walk in waves, here of few programs."""
+    """By the configuration of such a length: long rows have key tiles of 256 at head_dim 64, and walk
+    in waves at others, here of few programs, if heads are grouped."""
     _, Hq, Hkv, _, _ = shape
     config = configs.attention_backward_hopper(D, length, causal, True, group=Hq // Hkv)
     assert (D == 64 and (length == 16384 or not causal)) == config.PAIRS
+    assert (D > 64 and length == 16384 and causal and Hq > Hkv) == config.WAVES
     if config.WAVES:
         monkeypatch.setattr(attention_hopper, "multiprocessors", lambda _: 20)
     request.getfixturevalue("choose").return_value = config
@@ -770,8 +770,8 @@ def test_backward_by_the_configuration_of_other_rows(
     shape: tuple[int, ...], how: tuple[int, int, int, int], causal: bool, hopper: None,
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
 ) -> None:  # fmt: skip
-    """What rows of other lengths and groups take, in items of one and of many steps; by few programs,
-    so that there are rounds of them."""
+    """What rows of other lengths and groups take, in items of one and of many steps; waves by few
+    programs, so that there are rounds of them."""
     D, length, heads, group = how
     config = configs.attention_backward_hopper(D, length, causal, False, heads, group)
     assert (heads > 1 and D <= 64) == config.PAIRS
@@ -779,7 +779,8 @@ def test_backward_by_the_configuration_of_other_rows(
     assert (D == 192 or length < 3072 or (D == 64 and causal)) == config.FIRST
     if group == 1:
         assert (causal and length < 3072) == config.ALTERNATE
-    monkeypatch.setattr(attention_hopper, "multiprocessors", lambda _: 7)
+    if config.WAVES:
+        monkeypatch.setattr(attention_hopper, "multiprocessors", lambda _: 7)
     request.getfixturevalue("choose").return_value = config
     problem = Problem(torch.bfloat16, *shape, D, D, causal)
     inputs, gradients = make(problem, "cuda")

@@ -86,6 +86,7 @@ def calls() -> list[Call]:
 
 
 def backward_configurations() -> list[configs.HopperBackward]:
+    """Each once, over head dims, lengths, masks, groups and numbers of heads that tell them apart."""
     chosen = (
         configs.attention_backward_hopper(D, Sk, causal, deterministic, heads, group)
         for D, causal, deterministic, Sk, heads, group in itertools.product(
@@ -105,6 +106,7 @@ def run(call: Call) -> str | None:
 
 
 def checked(call: Call) -> str | None:
+    """`run`, by whatever configuration the backward takes."""
     B, Hq, Hkv, Sq = call.shape
     shapes = ((B, Hq, Sq, call.D), (B, Hkv, call.Sk, call.D), (B, Hkv, call.Sk, call.D))
     host = [torch.randn(shape).bfloat16() for shape in shapes]
