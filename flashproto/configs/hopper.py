@@ -236,6 +236,22 @@ class HopperBackward:
         return self.D == 64 and not self.ALTERNATE
 
     @property
+    def KEPT(self) -> bool:
+        """Whether a consumer keeps half of the columns of its keys or values in registers: at head_dim
+        128, where shared memory is the limit."""
+        return self.D == 128
+
+    @property
+    def KEPT_K(self) -> int:
+        """Of the keys: under the causal mask, 1.00 to 1.01 times as fast as with the values."""
+        return 64 * (self.KEPT and self.CAUSAL)
+
+    @property
+    def KEPT_V(self) -> int:
+        """Of the values: without a mask, 1.01 times as fast as with the keys."""
+        return 64 * (self.KEPT and not self.CAUSAL)
+
+    @property
     def NQ(self) -> int:
         """Columns of the part of dQ that one warpgroup makes."""
         return 128 if self.D == 256 else 64

@@ -19,9 +19,9 @@ In the main kernel, one program a multiprocessor, which takes items one after an
 
 Scores are computed transposed, keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T feed
 dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both wrote to
-make its half of dQ.  lse and delta are subtracted by products too: see `product`.  At head_dim 256
-registers allow 64 keys only: see wide_consumer; at 64 they allow 256 in all: see
-attention_backward_pairs.py.
+make its half of dQ.  lse and delta are subtracted by products too: see `product`.  At head_dim 128 half
+of the left operand of one product stays in registers: see consumer.  At 256 registers allow 64 keys
+only: see wide_consumer; at 64 they allow 256 in all: see attention_backward_pairs.py.
 
 A buffer is full when its mbarrier has counted the bytes that TMA brought, and empty when both consumers
 have arrived at its named barrier (OB for dO, QB for Q and, in the last step of an item, K and V).  DS:
@@ -52,7 +52,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .attention_backward_consumers import consumer, wide_consumer
+from .attention_backward_consumers import consumer, put_terms, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
 from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
@@ -241,6 +241,12 @@ def attention_backward_kernel(
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
+    if CFG.KEPT:
+        L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
+        terms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
+        put_terms(terms)
+    else:
+        terms = 0
     if CFG.DQ:
         stages = gl.allocate_shared_memory(
             gl.float32, [2 if CFG.DQ == 1 else 1, 128, 32], dq_desc.layout
@@ -293,8 +299,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
-                (consumer, (gl.constexpr(0), consume, CFG)),
-                (consumer, (gl.constexpr(1), consume, CFG)),
+                (consumer, (gl.constexpr(0), terms, consume, CFG)),
+                (consumer, (gl.constexpr(1), terms, consume, CFG)),
             ],
             [4, 4],
             [240, 240],

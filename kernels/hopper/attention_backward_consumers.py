@@ -28,23 +28,50 @@ from .warpgroups import bar_arrive, hidden_zero, matrix, static_sync, wide_rows
 
 
 @gluon.jit
-def product(rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr):
+def choose(TERM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
+    return gl.zeros([64, COLUMNS], gl.bfloat16, LAYOUT) + ones[None, :]
+
+
+@gluon.jit
+def product(
+    rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr,
+    terms=0, kept=0, KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False,
+):  # fmt: skip
     """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of ld
-    [BM, COLUMNS]: two asynchronous products.
+    [BM, COLUMNS]: two asynchronous products, or three with the first KEPT columns of rows in registers.
 
     The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
     registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
-    give.  A product with ones in three columns takes a fourth of that, and no registers.  It leaves
-    `probabilities` and `score_gradient` nothing to subtract.
+    give.  A product with ones in three columns takes a fourth of that, and four registers or, if those
+    are not there (SHARED), a place in shared memory, terms.  It leaves `probabilities` and
+    `score_gradient` nothing to subtract.
     """
     BM: gl.constexpr = ld.shape[0]
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2)
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, A))
-    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
-    ones = gl.zeros([64, COLUMNS], gl.bfloat16, A) + ones[None, :]
+    D: gl.constexpr = queries.shape[1]
     z = gl.zeros([64, BM], gl.float32, LAYOUT)
-    x = warpgroup_mma(rows, queries.permute((1, 0)), z, use_acc=False, is_async=True)
+    if KEPT:
+        first = queries.slice(0, KEPT, 1)
+        x = warpgroup_mma(kept, first.permute((1, 0)), z, use_acc=False, is_async=True)
+        rows = rows.slice(KEPT, D - KEPT, 1)
+        x = warpgroup_mma(rows, queries.slice(KEPT, D - KEPT, 1).permute((1, 0)), x, is_async=True)
+    else:
+        x = warpgroup_mma(rows, queries.permute((1, 0)), z, use_acc=False, is_async=True)
+    if SHARED:
+        ones = terms.index(TERM // 3)
+    else:
+        ones = choose(TERM, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
     return warpgroup_mma(ones, ld.permute((1, 0)), x, is_async=True)
+
+
+@gluon.jit
+def put_terms(terms):
+    """Write what chooses LSE and DELTA [2, 64, COLUMNS]; by four warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    terms.index(0).store(choose(LSE, L))
+    terms.index(1).store(choose(DELTA, L))
 
 
 # --- masks and stores ------------------------------------------------------------------------------
@@ -114,8 +141,13 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 @gluon.jit
-def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
-    """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile."""
+def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
+    """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
+
+    At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
+    in registers, from which the tensor cores take them in every step (CFG.KEPT).  That leaves none for
+    P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.
+    """
     (
         dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
         k_full, v_full, q_full, do_full,
@@ -134,13 +166,15 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
     )
     A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    AT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ST, k_width=2)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
     mbarrier.wait(k_full.index(0), 0)
     t = get_item(items, 0)
     mbarrier.wait(q_full.index(0), 0)
-    mbarrier.wait(do_full.index(0), 0)
+    if not CFG.KEPT:
+        mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
@@ -156,6 +190,11 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         high = M * BM + offset - row
         outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
+        if CFG.KEPT:
+            rows = matrix((ks if CFG.KEPT_K else vs).index(at), BN, D).slice(64 * c, 64, 0)
+            kept = rows.slice(0, CFG.KEPT_K + CFG.KEPT_V, 1).load(AT)
+        else:
+            kept = 0
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
@@ -168,14 +207,22 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 if not CFG.ONCE:
                     kc = k.slice(64 * c, 64, 0)
                     vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-                x = product(kc, q, ld, LSE, ST)
-                dp = product(vc, do, ld, DELTA, ST)
-                x = warpgroup_mma_wait(2, deps=(x,))
+                x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT)
+                if CFG.KEPT:
+                    mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
+                dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT)
+                # all but the products that make dP
+                x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
                 x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
                 p = probabilities(x, 0.0, scale_log2)
-                dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
-                dp = warpgroup_mma_wait(1, deps=(dp,))
-                ds = score_gradient(p, dp, 0.0).to(dt)
+                if CFG.KEPT:
+                    dp = warpgroup_mma_wait(0, deps=(dp,))
+                    ds = score_gradient(p, dp, 0.0).to(dt)
+                    dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+                else:
+                    dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+                    dp = warpgroup_mma_wait(1, deps=(dp,))
+                    ds = score_gradient(p, dp, 0.0).to(dt)
                 dsw = dss.index(slot)
                 dsw.slice(64 * c, 64, 0).store(ds)
                 fence_async_shared()
@@ -196,7 +243,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 it += 1
                 # these waits also hold ptxas from waiting for dK before dQ leaves
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+                if not CFG.KEPT:
+                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
