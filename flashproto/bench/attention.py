@@ -18,14 +18,13 @@ import flashproto
 
 from .. import reference
 from . import report
-from .measure import Prepared, Work, compare
+from .measure import DETERMINISTIC, Prepared, Work, compare
 from .peers import Function, attention_peers
 
 TOKENS = 16384
 WIDTH = 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PIECE = 2**26  # scores of the exact result that are in memory at once
-DETERMINISTIC = "-deterministic"  # ends the name of a contender that is
 
 
 @dataclass(frozen=True)
