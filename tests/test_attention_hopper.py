@@ -226,7 +226,10 @@ def test_backward_configurations(
     keys = 2 * config.KV * config.BN * config.D
     halves = queries + keys + config.TILES * config.BN * config.BM
     parts = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32 * 4
-    assert halves * 2 + parts + 2 * config.BM * 32 <= SHARED_LIMIT
+    rows = 2 * config.BM + 2 * 64 * config.KEPT  # of 16 halves: lse and delta, and what chooses them
+    assert halves * 2 + parts + rows * 32 <= SHARED_LIMIT
+    half = 64 if D in (96, 128) else 0
+    assert ((half, 0) if causal else (0, half)) == (config.KEPT_K, config.KEPT_V)
 
 
 @pytest.mark.parametrize(
