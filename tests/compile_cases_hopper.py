@@ -20,9 +20,10 @@ from flashproto.ops.descriptors import LANGUAGE_TYPES
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
-# three consumers, with rows for all of them and without
+# three consumers, with rows for all of them and without, and a round of programs less well than two
 QUERIES = (
     (16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (960, 1024, 1), (1088, 1024, 1),
+    (4096, 64, 1),
 )  # fmt: skip
 # At head_dim 256, more heads packed, by one consumer and by two.
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
@@ -98,17 +99,13 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         for config in forward_configs():
             if element == "fp16" and (config.D != 128 or not config.CAUSAL or config.PACK > 1):
                 continue  # the same registers as bf16
-            name = f"forward-{config.D}-{'causal' if config.CAUSAL else 'full'}"
             queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
             if config.PACK > 1:
                 queries = packed_heads(element, config.CQ, config.PACK, config.D)
             descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
             yield case(
-                f"{name}-{config.W}-{config.KS}-{config.VS}{'-overlap' * config.OVERLAP}"
-                f"{'-skip' * config.SKIP}{f'-{config.PACK}-heads' * (config.PACK > 1)}"
-                f"{'-idle' * config.IDLE}",
-                attention_forward_kernel, element, {"CFG": config}, descriptors, FORWARD_STACK,
-                max_registers=config.max_registers,
+                config.name, attention_forward_kernel, element, {"CFG": config}, descriptors,
+                FORWARD_STACK, max_registers=config.max_registers,
             )  # fmt: skip
         for config in backward_configurations():
             D, causal = config.D, config.CAUSAL

@@ -150,9 +150,10 @@ def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
         (64, 16384, True, 3, 3, 2, "skip"),
         (128, 1024, False, 2, 2, 2, "overlap"),
         (128, 1024, True, 2, 2, 2, "overlap"),
-        (128, 4096, False, 2, 3, 2, "overlap kept"),
-        (128, 4096, True, 2, 2, 2, "overlap"),
-        (128, 16384, True, 2, 2, 2, "overlap"),
+        (128, 2048, True, 2, 2, 2, "overlap"),
+        (128, 4096, False, 3, 4, 4, "overlap"),
+        (128, 4096, True, 2, 2, 2, "overlap kept"),
+        (128, 16384, True, 3, 4, 4, "overlap"),
         (256, 1024, False, 2, 2, 2, ""),
         (256, 4096, True, 2, 2, 2, ""),
         (256, 16384, False, 2, 2, 2, "overlap"),
@@ -162,9 +163,33 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     config = configs.attention_forward_hopper(D, Sk, causal)
     assert (config.W, config.KS, config.VS) == (W, KS, VS)
     assert ("overlap" in options) == config.OVERLAP
-    assert (64 if "kept" in options else 0) == config.KEPT
+    assert ({64: 64, 128: 96}[D] if "kept" in options else 0) == config.KEPT
     assert (3 if "three" in options else 1) == config.PROGRAMS
     assert ("skip" in options) == config.SKIP
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("Sq", "heads", "group", "three"),
+    [
+        (8192, 8, 8, "full causal"),  # 21 rounds of 192 rows, 32 of 128
+        (8192, 32, 1, "causal"),  # 11, 16
+        (8192, 16, 1, "causal"),  # 6, 8
+        (8192, 4, 1, ""),  # 2, 2; causal, the last item would take longer than all others together
+        (500, 1024, 1, ""),  # 24, 32
+        (260, 1024, 1, "full causal"),  # 16, 24
+        (256, 1024, 1, ""),  # 16, 16
+    ],
+)
+def test_three_consumers_where_they_have_less_to_do(
+    Sq: int, heads: int, group: int, three: str, causal: bool
+) -> None:
+    config = configs.attention_forward_hopper(128, 8192, causal, Sq, heads, group)
+    assert (config.W == 3) == (("causal" if causal else "full") in three)
+    assert (config.W == 2) == config.TURNS
+    assert (0 if config.W == 3 else 96) == config.KEPT
+    for Sk in (1000, 2047 if not causal else 6143):
+        assert configs.attention_forward_hopper(128, Sk, causal, Sq, heads, group).W == 2
 
 
 @pytest.mark.parametrize(
@@ -296,7 +321,7 @@ def test_table_holds_every_item_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     config = configs.attention_forward_hopper(D, 8192, causal)
-    assert (2 if causal else 3) == config.W
+    assert config.W == 3
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
     table = order.on_device()
     total = heads * -(-Sq // config.BM)
@@ -901,27 +926,33 @@ def test_rows_past_the_end_do_not_matter(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("B", "Hq", "Hkv", "Sq", "Sk", "causal", "W", "programs"),
+    ("D", "B", "Hq", "Hkv", "Sq", "Sk", "causal", "W", "kept", "programs"),
     [
-        (700, 3, 3, 49, 49, False, 1, 3),
-        (3, 9, 9, 735, 735, False, 1, 3),
-        (2, 40, 8, 1111, 1111, True, 1, 3),
-        (5, 16, 2, 3, 300, True, 1, 3),  # packed
-        (2, 30, 30, 2000, 77, False, 1, 3),
-        (4, 50, 10, 1000, 1000, False, 4, 1),
-        (1, 7, 7, 250, 4097, False, 4, 1),
-        (1, 3, 1, 5001, 736, False, 4, 1),
+        (64, 700, 3, 3, 49, 49, False, 1, 64, 3),
+        (64, 3, 9, 9, 735, 735, False, 1, 64, 3),
+        (64, 2, 40, 8, 1111, 1111, True, 1, 64, 3),
+        (64, 5, 16, 2, 3, 300, True, 1, 64, 3),  # packed
+        (64, 2, 30, 30, 2000, 77, False, 1, 64, 3),
+        (64, 4, 50, 10, 1000, 1000, False, 4, 0, 1),
+        (64, 1, 7, 7, 250, 4097, False, 4, 0, 1),
+        (64, 1, 3, 1, 5001, 736, False, 4, 0, 1),
+        (128, 1, 9, 3, 300, 2500, False, 2, 96, 1),
+        (128, 2, 6, 6, 3001, 3101, True, 2, 96, 1),
+        (128, 40, 16, 4, 33, 3100, True, 2, 96, 1),  # packed
+        (128, 1, 40, 8, 1031, 2050, False, 3, 0, 1),
+        (96, 1, 46, 23, 1150, 6150, True, 3, 0, 1),
+        (128, 2, 4, 2, 6161, 6145, True, 3, 0, 1),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_rows_of_head_dim_64(
-    B: int, Hq: int, Hkv: int, Sq: int, Sk: int, causal: bool, W: int, programs: int,
-    dtype: torch.dtype, hopper: None,
+def test_any_number_of_consumers_and_queries_in_registers(
+    D: int, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, causal: bool, W: int, kept: int,
+    programs: int, dtype: torch.dtype, hopper: None,
 ) -> None:  # fmt: skip
-    """Three programs a multiprocessor, or four consumers; the same bits every time."""
-    config = configs.attention_forward_hopper(64, Sk, causal, Sq, B * Hkv, Hq // Hkv)
-    assert (W, programs) == (config.W, config.PROGRAMS)
-    problem = Problem(dtype, B, Hq, Hkv, Sq, Sk, 64, 64, causal=causal)
+    """Where rows or heads are such that these are fastest; the same bits every time."""
+    config = configs.attention_forward_hopper(D, Sk, causal, Sq, B * Hkv, Hq // Hkv)
+    assert (W, kept, programs) == (config.W, config.KEPT, config.PROGRAMS)
+    problem = Problem(dtype, B, Hq, Hkv, Sq, Sk, D, D, causal=causal)
     inputs, gradients = make(problem, "cuda")
     attend = functools.partial(flashproto.attention, causal=causal, return_lse=True, impl="hopper")
     found = [attend(*inputs) for _ in range(3)]

@@ -151,7 +151,7 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
     protocol = {"repeats": options.repeats, "rep_ms": options.rep_ms,
                 "drop_slower": options.drop_slower,
                 "timer": DEVICE_TIMER if device.type == "cuda" else "wall clock",
-                "statistic": "median of interleaved repeats, each a median"}  # fmt: skip
+                "statistic": "median of repeats in changing order, each a median"}  # fmt: skip
     cells, runs = plan.data["cells"], plan.data["runs"]
     runs.append(report.describe_run(ceilings, protocol))
     timer = make_timer(device, options.rep_ms)

@@ -48,7 +48,8 @@ class Call:
     backward: bool
     deterministic: bool
     shape: tuple[int, int, int, int] = SHAPES[0]
-    chosen: configs.HopperBackward | None = None  # of the backward, if not the one of this length
+    # of the pass it is named after, if not the one of this length
+    chosen: configs.HopperForward | configs.HopperBackward | None = None
 
     @property
     def config(self) -> configs.HopperForward:
@@ -67,22 +68,39 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """The shortest call for each forward configuration, and one of a few tiles for each backward
-    configuration."""
+    """The shortest call for each forward configuration that one of SHAPES takes, and one of a few tiles
+    for each other one and for each backward configuration."""
     made, seen = [], set()
     for causal in (False, True):
         for D in HEAD_DIMS:
             for Sk, shape in itertools.product(KEYS, SHAPES):
                 call = Call(D, Sk, causal, False, False, shape)
                 if (D, call.config) not in seen:
-                    seen.add((D, call.config))
+                    seen |= {(D, call.config), call.config}
                     made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
+    made += [
+        Call(config.D, SEVERAL_TILES, config.CAUSAL, False, False, SHAPES[-1], config)
+        for config in forward_configurations()
+        if config not in seen
+    ]
     made += [
         Call(config.D, SEVERAL_TILES, config.CAUSAL, True, config.ORDERED, chosen=config)
         for config in backward_configurations()
     ]
     return made
+
+
+def forward_configurations() -> list[configs.HopperForward]:
+    """Those of many queries, each once, over head dims, lengths, masks and numbers of heads that tell
+    them apart."""
+    chosen = (
+        configs.attention_forward_hopper(D, Sk, causal, Sq, heads)
+        for D, causal, Sk, (Sq, heads) in itertools.product(
+            (64, 128, 256), (False, True), KEYS, ((16384, 1024), (4096, 64))
+        )
+    )
+    return list(dict.fromkeys(chosen))
 
 
 def backward_configurations() -> list[configs.HopperBackward]:
@@ -100,13 +118,13 @@ def run(call: Call) -> str | None:
     """What is wrong with the call's results; None if nothing."""
     if call.chosen is None:
         return checked(call)
-    with Chosen("backward") as chosen:
+    with Chosen("backward" if call.backward else "forward") as chosen:
         chosen.set(call.chosen)
         return checked(call)
 
 
 def checked(call: Call) -> str | None:
-    """`run`, by whatever configuration the backward takes."""
+    """`run`, by whatever configuration is taken."""
     B, Hq, Hkv, Sq = call.shape
     shapes = ((B, Hq, Sq, call.D), (B, Hkv, call.Sk, call.D), (B, Hkv, call.Sk, call.D))
     host = [torch.randn(shape).bfloat16() for shape in shapes]

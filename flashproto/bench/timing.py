@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,9 @@ def device_clock(fn: Callable[[], Any], milliseconds: float = 100.0) -> float:
     device then finds all launches waiting for it.  Else it would wait for the host between the events,
     as autograd takes the host longer than one flush takes the device.
 
-    One call warms up and says how many to measure; where it alone takes `milliseconds`, it counts.
+    One call warms up and says how many to measure.  Where it alone takes `milliseconds`, one is enough,
+    but not that one: a card at the limit of its power goes by the power of the last tenths of a second,
+    so that a long call would be timed by what ran before it.
     """
     from triton.runtime import driver
 
@@ -50,10 +53,9 @@ def device_clock(fn: Callable[[], Any], milliseconds: float = 100.0) -> float:
     (before, start, end), host = launch(4)
     torch.cuda.synchronize()
     first, flush = start.elapsed_time(end), before.elapsed_time(start) / 4
-    if first >= milliseconds:
-        return first
     flushes = math.ceil(max(flush, min(2 * host, milliseconds)) / flush)
-    launched = [launch(flushes)[0] for _ in range(max(3, round(milliseconds / first)))]
+    calls = 1 if first >= milliseconds else max(3, round(milliseconds / first))
+    launched = [launch(flushes)[0] for _ in range(calls)]
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for _, start, end in launched)
 
@@ -75,15 +77,18 @@ def interleaved(
     repeats: int,
     drop: Callable[[Mapping[str, float]], Sequence[str]] | None = None,
 ) -> dict[str, list[float]]:
-    """`repeats` times of each function, every round in turn: drifting clocks hit all alike.
+    """`repeats` times of each function, every round in turn: drifting clocks hit all alike.  Each round
+    but the first has a random order, the same in every run, lest one function always follow the same
+    other one, and find the card as warm and as short of power as that one leaves it.
 
     drop: given the first round's times, the names that take part in no further one.
     """
     times: dict[str, list[float]] = {name: [] for name in functions}
     left = dict(functions)
     for round_ in range(repeats):
-        for name, fn in left.items():
-            times[name].append(timer(fn))
+        order = list(left) if round_ == 0 else random.Random(round_).sample(list(left), len(left))
+        for name in order:
+            times[name].append(timer(left[name]))
         if round_ == 0 and drop is not None:
             dropped = drop({name: first for name, (first,) in times.items()})
             left = {name: fn for name, fn in left.items() if name not in dropped}

@@ -32,6 +32,15 @@ SHORT_ROWS = (736, 1120)
 # of eight buffers 1.08, 1.03 at 4096 and 0.96 at 16384.  Where heads are so few that tiles of 256 rows
 # do not fill the multiprocessors it was not measured.
 FOUR_CONSUMERS = 6144
+# Keys from which on, at head_dim 128 without a mask and under the causal, two consumers keep queries in
+# registers: full 1.00 at 1024, 1.01-1.02 from 2048 on; causal 0.97 at 1024, 0.99 at 2048, 1.01 at 4096.
+KEPT_ROWS = (2048, 3072)
+# Keys from which on three consumers take their place, if they have no more to do each than THREE_SHARE
+# allows.  Times as fast as two that keep queries, causal: 0.94-0.96 at 2048 and 4096, 1.01-1.02 at
+# 8192, 1.02-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192, 1.04 at 16384, 1.02 at
+# 32768; 1.00 where the last round of programs leaves them 2 to 3% more to do.
+THREE_ROWS = (2048, 6144)
+THREE_SHARE = 0.97
 # Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
 # (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
 # 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
@@ -99,11 +108,12 @@ class HopperForward:
 
     D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
-    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, half
-    or all; SKIP: halves of key tiles that none of a consumer's rows may see, and rows past the end,
-    take no softmax; PACK: 1, or the query heads of a key head, which a work item takes together,
-    rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit out, needs
-    CAUSAL off and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer each 3.
+    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, 64, or
+    64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may see, and
+    rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work item
+    takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit
+    out, needs CAUSAL off and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
+    each 3.
     """
 
     CAUSAL: bool
@@ -118,6 +128,15 @@ class HopperForward:
     PACK: int = 1
     IDLE: bool = False
     PROGRAMS: int = 1
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others that are chosen."""
+        return (
+            f"forward-{self.D}-{'causal' if self.CAUSAL else 'full'}-{self.W}-{self.KS}-{self.VS}"
+            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.KEPT}' * (self.KEPT > 0)}{'-skip' * self.SKIP}"
+            f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
+        )
 
     @property
     def PLANNED(self) -> bool:
@@ -153,8 +172,9 @@ class HopperForward:
 
     @property
     def TURNS(self) -> bool:
-        """Whether the consumers take turns to issue products; four are faster without."""
-        return 1 < self.W < 4
+        """Whether the consumers take turns to issue products; more than two are faster without, if they
+        can issue P V of one tile and the scores of the next together."""
+        return self.W == 2 or (self.W == 3 and not self.OVERLAP)
 
     # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
     @property
@@ -294,8 +314,9 @@ def attention_forward_hopper(
     queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
     One consumer is enough for 64 rows, and faster where two leave multiprocessors without work (short
     rows of head_dim 64 have one anyhow); 16 or 32 heads packed at head_dim 256 leave two no registers
-    (ALONE_PACKED).  Of three, those that would have only padding in the last item of a head sit out;
-    four take their place where they have no more padding and rows are not long.
+    (ALONE_PACKED).  Of three at head_dim 64, those that would have only padding in the last item of a
+    head sit out; four take their place where they have no more padding and rows are not long.  In long
+    rows of head_dim 128 three take the place of two, which read keys and values more often.
     """
     config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
     pack = 1 << (group - 1).bit_length()
@@ -307,13 +328,27 @@ def attention_forward_hopper(
     few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
     if few and config.PROGRAMS == 1:
         config = _few_queries(config.D, causal)
-    if config.W == 3 and not causal and pack == 1:
+    if config.D == 64 and config.W == 3 and not causal and pack == 1:
         four = HopperForward(causal, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
         if Sk < FOUR_CONSUMERS and _padded(four, Sq) <= _padded(config, Sq):
             return four
         idle = Sq <= IDLE_QUERIES and _last_consumers(config, Sq) < config.W
         return replace(config, IDLE=idle)
+    if config.D == 128 and config.W == 2 and pack == 1 and Sk >= THREE_ROWS[causal]:
+        three = HopperForward(causal, config.D, BN=64, W=3, KS=4, VS=4, OVERLAP=True)
+        shares = (_share(c, Sq, heads * group, multiprocessors) for c in (three, config))
+        if THREE_SHARE * next(shares) < next(shares):
+            return three
     return replace(config, PACK=pack)
+
+
+def _share(config: HopperForward, Sq: int, heads: int, multiprocessors: int) -> float:
+    """Query rows, padding among them, that the busiest program takes, each with all keys; under the
+    causal mask half of what there are on average, but no less than the last item."""
+    items = heads * -(-Sq // config.BM)
+    if config.CAUSAL:
+        return config.BM * max(1.0, items / multiprocessors / 2)
+    return float(config.BM * -(-items // multiprocessors))
 
 
 def _padded(config: HopperForward, Sq: int) -> int:
@@ -334,19 +369,19 @@ def _few_queries(D: int, causal: bool) -> HopperForward:
 
 def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
     """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
-    consumer in each of three programs, which do so at different times.  In long full rows a third
-    buffer of keys and queries in registers pay at head_dim 128, and overlap at head_dim 256; SKIP pays
-    at head_dim 64 but in short full rows."""
+    consumer in each of three programs, which do so at different times.  In long rows queries in
+    registers pay at head_dim 128, and overlap without a mask at head_dim 256; SKIP pays at head_dim 64
+    but in short full rows."""
     if D == 64 and Sk < SHORT_ROWS[causal]:
         return HopperForward(causal, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
         return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
-    long = not causal and Sk > 2048
     if D == 128:
-        KS = 3 if long else 2
-        return HopperForward(causal, D, BN=128, W=2, KS=KS, VS=2, OVERLAP=True, KEPT=64 * long)
-    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=long)
+        kept = 96 if Sk >= KEPT_ROWS[causal] else 0
+        return HopperForward(causal, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
+    overlap = not causal and Sk > 2048
+    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
 
 
 def attention_backward_hopper(

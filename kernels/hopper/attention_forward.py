@@ -21,13 +21,18 @@ it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
     otherwise  when both are done, with the registers of P free again: another consumer's products run
 
 and two or three consumers take turns to issue (PB), so that one computes its softmax while others have
-the tensor cores; four do without.  Across items likewise: the first scores of the next item are issued
-behind the last P V of this one, and the epilogue (lse, 1 / l, the stores) runs under them.  So no wgmma
-is in flight at any loop edge, and nothing depends on there being a next tile: the producer ends with a
-phantom K and Q of no bytes.
+the tensor cores; four, and three with OVERLAP, do without (TURNS).  Across items likewise: the first
+scores of the next item are issued behind the last P V of this one, and the epilogue (lse, 1 / l, the
+stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing depends on there being a
+next tile: the producer ends with a phantom K and Q of no bytes.
 
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
-writes 32; with KEPT a consumer keeps half of its queries in registers, which takes 8 off.
+writes 32; with KEPT a consumer keeps three quarters of its queries in registers, which takes 12 off.
+
+Long rows run at the card's power, so that what takes less energy is faster, though it may take more
+cycles.  What costs most, but for the products, is the way of keys and values from L2: there three
+consumers at head_dim 128 read them two times where two read them three times.  Their registers do with
+key tiles of 64.
 
 Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their

@@ -90,16 +90,17 @@ def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def kept_queries(q, CFG: gl.constexpr):
-    """With KEPT the first so many columns of each query of q [64, D], in registers."""
-    if CFG.KEPT:
-        S: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
-        )
-        return q.slice(0, CFG.KEPT, dim=1).load(
-            gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
-        )
+    """With KEPT the first so many columns of q [64, D], in registers: 64 of them, and the others."""
+    S: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    if CFG.KEPT > 64:
+        return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.KEPT - 64, dim=1).load(A)
+    elif CFG.KEPT:
+        return q.slice(0, 64, dim=1).load(A), 0
     else:
-        return q
+        return 0, 0
 
 
 @gluon.jit
@@ -107,13 +108,15 @@ def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
     """Issue Q K^T of a tile; z [64, BN] zeros."""
     k = matrix(ks.index(slot), CFG.BN, CFG.D)
     if CFG.KEPT:
-        N: gl.constexpr = CFG.KEPT
-        REST: gl.constexpr = CFG.D - N
-        x = warpgroup_mma(kept, k.slice(0, N, dim=1).permute((1, 0)), z, use_acc=False, is_async=True)
-        if REST:
-            x = warpgroup_mma(
-                q.slice(N, REST, dim=1), k.slice(N, REST, dim=1).permute((1, 0)), x, is_async=True
-            )
+        first = k.slice(0, 64, dim=1).permute((1, 0))
+        x = warpgroup_mma(kept[0], first, z, use_acc=False, is_async=True)
+        if CFG.KEPT > 64:
+            second = k.slice(64, CFG.KEPT - 64, dim=1).permute((1, 0))
+            x = warpgroup_mma(kept[1], second, x, is_async=True)
+        if CFG.KEPT < CFG.D:
+            REST: gl.constexpr = CFG.D - CFG.KEPT
+            rest = k.slice(CFG.KEPT, REST, dim=1).permute((1, 0))
+            x = warpgroup_mma(q.slice(CFG.KEPT, REST, dim=1), rest, x, is_async=True)
         return x
     else:
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
@@ -272,7 +275,7 @@ def sit_out(
     mbarrier.wait(v_full.index(vslot), vphase)
     take_turn(c, CFG)
     mbarrier.wait(q_full.index(c), r & 1)
-    x = scores(q, q, ks, kslot, z, CFG)
+    x = scores(q, (0, 0), ks, kslot, z, CFG)
     pass_turn(c, CFG)
     bar_arrive(CFG.VB + vslot, ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)

@@ -45,7 +45,8 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = r // hg
         bh = grp * HG + (r - mi * hg)
-        row = (NT - 1 - mi if CFG.CAUSAL else mi) * BQ
+        # NT - 1 would be kept in a register over all tiles
+        row = (NT - mi) * BQ - BQ if CFG.CAUSAL else mi * BQ
     else:
         bh = t // NT
         row = (t - bh * NT) * BQ
