@@ -23,8 +23,8 @@ it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
 and two or three consumers take turns to issue (PB), so that one computes its softmax while others have
 the tensor cores; four, and three with OVERLAP, do without (TURNS).  Across items likewise: the first
 scores of the next item are issued behind the last P V of this one, and the epilogue (lse, 1 / l, the
-stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing depends on there being a
-next tile: the producer ends with a phantom K and Q of no bytes.
+stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing depends on there being
+a next tile: the producer ends with a phantom K and Q of no bytes.
 
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
 writes 32; with KEPT a consumer keeps three quarters of its queries in registers, which takes 12 off.
