@@ -41,8 +41,8 @@ they add in no fixed order, so that the last bits of dQ differ from run to run (
 not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
 Read on in the files beside this one, attention_backward_work.py: which program does what when, and why
-waiting in order cannot deadlock; _consumers.py and _pairs.py; _sums.py: how dQ leaves, and what makes
-its order hold; _rows.py: before and after.
+waiting in order cannot deadlock; _consumers.py and _pairs.py; _masks.py; _sums.py: how dQ leaves, and
+what makes its order hold; _rows.py: before and after.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), appendix
 B.

@@ -10,6 +10,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
+from .attention_backward_masks import (
+    AHEAD,
+    ASKED,
+    CLEAR,
+    MASKED,
+    clear_trips,
+    first_clear,
+    mask,
+    masked,
+)
 from .attention_backward_rows import COLUMNS, DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import (
@@ -74,53 +84,7 @@ def put_terms(terms):
     terms.index(1).store(choose(DELTA, L))
 
 
-# --- masks and stores ------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def along(layout, dim):
-    """The layout of one dimension of a six-dimensional tensor."""
-    for d in reversed(range(6)):
-        if d != dim:
-            layout = gl.SliceLayout(d, layout)
-    return layout
-
-
-@gluon.jit
-def mask_keys(x, limit, dist):
-    """-inf where key > min(query + dist, limit), both counted from the tile's first; x [64 keys, BM].
-
-    Each lane's part is moved to one side, so that the comparisons are with constants.
-    """
-    BM: gl.constexpr = x.shape[1]
-    y = x.reshape([4, 2, 8, BM // 8, 4, 2])  # warp, half, row, tile, lane, pair
-    L: gl.constexpr = y.type.layout
-    warp = gl.arange(0, 4, along(L, 0))[:, None, None, None, None, None]
-    half = gl.arange(0, 2, along(L, 1))[None, :, None, None, None, None]
-    row = gl.arange(0, 8, along(L, 2))[None, None, :, None, None, None]
-    tile = gl.arange(0, BM // 8, along(L, 3))[None, None, None, :, None, None]
-    lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
-    pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
-    low = warp * 16 + row
-    seen = (half * 8 - tile * 8 - pair <= dist - low + lane * 2) & (half * 8 <= limit - low)
-    y = gl.where(seen, y, -float("inf"))
-    return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def masked(x, limit, dist, CAUSAL: gl.constexpr):
-    """x with -inf where a query may not see a key, under a uniform branch: most tiles are whole.
-
-    limit: the last key there is; dist: the last key that the tile's first query sees.
-    """
-    if CAUSAL:
-        if gl.minimum(limit, dist) < 63:
-            x = mask_keys(x, limit, dist)
-    else:
-        if limit < 63:
-            keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
-            x = gl.where((keys <= limit)[:, None], x, -float("inf"))
-    return x
+# --- stores ----------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -138,6 +102,118 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 # --- head_dim up to 128 -----------------------------------------------------------------------------
+
+
+@gluon.jit
+def steps(
+    c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
+    scale_log2, CFG: gl.constexpr,
+):  # fmt: skip
+    """The inner loop of a walk from index `begin` to `end`, a query tile a step, of which MASK is what
+    is known.  Returns dk, dv and what comes next: step and query tile."""
+    dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full = shared
+    at, once_k, once_v, kept, limit = own
+    BM: gl.constexpr = CFG.BM
+    BN: gl.constexpr = CFG.BN
+    D: gl.constexpr = CFG.D
+    ST: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
+    )
+    AC: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
+    )
+    QA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
+    )
+    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    dt: gl.constexpr = qs.dtype
+    for index in range(begin, end, CFG.STEP):
+        slot = it & 1
+        q = matrix(qs.index(slot), BM, D)
+        do = matrix(dos.index(slot), BM, D)
+        ld = lds.index(slot)
+        here = at + (it >> 30)
+        k = matrix(ks.index(here), BN, D)
+        if CFG.ONCE:
+            kc = once_k
+            vc = once_v
+        else:
+            kc = k.slice(64 * c, 64, 0)
+            vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
+        x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT)
+        if CFG.KEPT:
+            mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
+        dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT)
+        # all but the products that make dP
+        x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
+        if MASK == ASKED:
+            x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+        elif MASK == MASKED:
+            x = mask(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+        p = probabilities(x, 0.0, scale_log2)
+        if CFG.KEPT:
+            if CFG.CAUSAL:
+                # there already; holds ptxas from moving the exponentials behind the wait for dP
+                mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
+            dp = warpgroup_mma_wait(0, deps=(dp,))
+            ds = score_gradient(p, dp, 0.0).to(dt)
+            dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+        else:
+            dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+            dp = warpgroup_mma_wait(1, deps=(dp,))
+            ds = score_gradient(p, dp, 0.0).to(dt)
+        dsw = dss.index(slot)
+        dsw.slice(64 * c, 64, 0).store(ds)
+        fence_async_shared()
+        static_sync(CFG.DS, 256)
+        zq = gl.zeros([64, 64], gl.float32, QA)
+        if D == 128:
+            dq = warpgroup_mma(
+                dsw.permute((1, 0)), k.slice(64 * c, 64, 1), zq, use_acc=False, is_async=True
+            )
+        else:
+            dq = warpgroup_mma(
+                dsw.slice(64 * c, 64, 1).permute((1, 0)), k, zq, use_acc=False, is_async=True
+            )
+        dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
+        dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
+        bar_arrive(CFG.OB + slot, 384)
+        put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+        it += 1
+        # these waits also hold ptxas from waiting for dK before dQ leaves
+        mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
+        if not CFG.KEPT:
+            mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        bar_arrive(CFG.QB + slot, 384)
+        tile = inner_step(tile, M, CFG)
+    return dk, dv, it, tile
+
+
+@gluon.jit
+def trips(
+    c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
+    dist, scale_log2, CFG: gl.constexpr,
+):  # fmt: skip
+    """The outer loop of a walk from trip `start` to `stop`, of whose steps MASK is what is known.
+    Returns dk, dv and what comes next: step, query tile and dist."""
+    col, m0, up, NB, M, GROUP, offset = walk
+    for i in range(start, stop):
+        first = comes_first(i, col, m0, up, NB, M, offset, CFG)
+        if MASK == AHEAD:
+            clear = first_clear(begin, end, own[4], CFG)
+            dk, dv, it, tile = steps(
+                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2, CFG
+            )
+            dk, dv, it, tile = steps(
+                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2, CFG
+            )
+        else:
+            dk, dv, it, tile = steps(
+                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2, CFG
+            )
+        tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
+    return dk, dv, it, tile, dist
 
 
 @gluon.jit
@@ -162,12 +238,9 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     AC: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
     )
-    QA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
     AT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ST, k_width=2)
     dt: gl.constexpr = qs.dtype
+    shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
     r = 0
     it = 0
     mbarrier.wait(k_full.index(0), 0)
@@ -182,6 +255,9 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
         if CFG.ONCE:
             kc = matrix(ks.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
             vc = matrix(vs.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
+        else:
+            kc = 0
+            vc = 0
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
         limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
@@ -195,60 +271,28 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
             kept = rows.slice(0, CFG.KEPT_K + CFG.KEPT_V, 1).load(AT)
         else:
             kept = 0
-        for i in range(outer):
-            first = comes_first(i, col, m0, up, NB, M, offset, CFG)
-            for index in range(begin, end, CFG.STEP):
-                slot = it & 1
-                q = matrix(qs.index(slot), BM, D)
-                do = matrix(dos.index(slot), BM, D)
-                ld = lds.index(slot)
-                here = at + (it >> 30)
-                k = matrix(ks.index(here), BN, D)
-                if not CFG.ONCE:
-                    kc = k.slice(64 * c, 64, 0)
-                    vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-                x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT)
-                if CFG.KEPT:
-                    mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-                dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT)
-                # all but the products that make dP
-                x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
-                x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
-                p = probabilities(x, 0.0, scale_log2)
-                if CFG.KEPT:
-                    dp = warpgroup_mma_wait(0, deps=(dp,))
-                    ds = score_gradient(p, dp, 0.0).to(dt)
-                    dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
-                else:
-                    dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
-                    dp = warpgroup_mma_wait(1, deps=(dp,))
-                    ds = score_gradient(p, dp, 0.0).to(dt)
-                dsw = dss.index(slot)
-                dsw.slice(64 * c, 64, 0).store(ds)
-                fence_async_shared()
-                static_sync(CFG.DS, 256)
-                zq = gl.zeros([64, 64], gl.float32, QA)
-                if D == 128:
-                    dq = warpgroup_mma(
-                        dsw.permute((1, 0)), k.slice(64 * c, 64, 1), zq, use_acc=False, is_async=True
-                    )
-                else:
-                    dq = warpgroup_mma(
-                        dsw.slice(64 * c, 64, 1).permute((1, 0)), k, zq, use_acc=False, is_async=True
-                    )
-                dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
-                dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
-                bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
-                it += 1
-                # these waits also hold ptxas from waiting for dK before dQ leaves
-                mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-                if not CFG.KEPT:
-                    mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-                dk = warpgroup_mma_wait(0, deps=(dk,))
-                bar_arrive(CFG.QB + slot, 384)
-                tile = inner_step(tile, M, CFG)
-            tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
+        own = at, kc, vc, kept, limit
+        walk = col, m0, up, NB, M, GROUP, offset
+        if CFG.PEELED and CFG.DOWN:
+            clear, behind = clear_trips(low, high, limit, outer, up, CFG)
+            if CFG.BOTH:
+                dk, dv, it, tile, dist = trips(
+                    c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, dist,
+                    scale_log2, CFG,
+                )  # fmt: skip
+            dk, dv, it, tile, dist = trips(
+                c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, dist,
+                scale_log2, CFG,
+            )  # fmt: skip
+            dk, dv, it, tile, dist = trips(
+                c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, dist,
+                scale_log2, CFG,
+            )  # fmt: skip
+        else:
+            dk, dv, it, tile, dist = trips(
+                c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
+                begin, end, dist, scale_log2, CFG,
+            )  # fmt: skip
         # read and worked out again, so as to take no registers in the loop
         t = get_item(items, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)

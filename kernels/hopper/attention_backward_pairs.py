@@ -20,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import masked, product, store_rows
+from .attention_backward_consumers import product, store_rows
+from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step

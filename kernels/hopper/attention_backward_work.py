@@ -9,13 +9,14 @@ taken, by a counter in global memory, does it and takes the next: list schedulin
 what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
 number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
 
-By default and without a mask, or in long rows, the walk goes head by head, from the first query tile to
-the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one before, at the queries
-of its own place or, with key tiles of 256, a 32nd of the way on, and goes round, so that programs that
-start together do not read the same tiles and add to the same sums.  Otherwise (CFG.DOWN) it goes from
-the last query tile down, through the heads of the group at each: programs that start together are at
-the same query tile whatever their keys, and share it in L2.  With bulk adds to zeros (CFG.ROTATE) each
-key tile begins with another head of the group, lest all of them add to the same sums at a time.
+By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
+first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one
+before, at the queries of its own place or, with key tiles of 256, a 32nd of the way on, and goes round,
+so that programs that start together do not read the same tiles and add to the same sums.  Otherwise
+(CFG.DOWN) it goes from the last query tile down, through the heads of the group at each: programs that
+start together are at the same query tile whatever their keys, and share it in L2.  With bulk adds to
+zeros (CFG.ROTATE) each key tile begins with another head of the group, lest all of them add to the same
+sums at a time.
 
 Under a causal mask they do not stay together: tiles of the last keys end first, and their programs
 start the next items at the last queries, which nobody else reads any more.  Of grouped heads, what lies

@@ -1,0 +1,98 @@
+"""Attention backward on Hopper: masks of scores, keys in rows, and which steps of a walk need them.
+
+A step needs none where its first query sees all 64 keys of the warpgroup (`dist`), and there are that
+many (`limit`).  To ask in every step costs 2 to 6% of head_dim 128's cycles, though hardly any needs
+one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.  The
+first and the last queries that see a key tile are at the two ends of it, and so is what needs a mask.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# What is known of the steps of a piece: none needs a mask, each may have one, the first ones may and
+# the others need none, nothing.
+CLEAR, MASKED, AHEAD, ASKED = (gl.constexpr(kind) for kind in range(4))
+
+
+@gluon.constexpr_function
+def along(layout, dim):
+    """The layout of one dimension of a six-dimensional tensor."""
+    for d in reversed(range(6)):
+        if d != dim:
+            layout = gl.SliceLayout(d, layout)
+    return layout
+
+
+@gluon.jit
+def mask_keys(x, limit, dist):
+    """-inf where key > min(query + dist, limit), both counted from the tile's first; x [64 keys, BM].
+
+    Each lane's part is moved to one side, so that the comparisons are with constants.
+    """
+    BM: gl.constexpr = x.shape[1]
+    y = x.reshape([4, 2, 8, BM // 8, 4, 2])  # warp, half, row, tile, lane, pair
+    L: gl.constexpr = y.type.layout
+    warp = gl.arange(0, 4, along(L, 0))[:, None, None, None, None, None]
+    half = gl.arange(0, 2, along(L, 1))[None, :, None, None, None, None]
+    row = gl.arange(0, 8, along(L, 2))[None, None, :, None, None, None]
+    tile = gl.arange(0, BM // 8, along(L, 3))[None, None, None, :, None, None]
+    lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
+    pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
+    low = warp * 16 + row
+    seen = (half * 8 - tile * 8 - pair <= dist - low + lane * 2) & (half * 8 <= limit - low)
+    y = gl.where(seen, y, -float("inf"))
+    return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def mask(x, limit, dist, CAUSAL: gl.constexpr):
+    """x [64 keys, BM] with -inf where a query may not see a key.
+
+    limit: the last key there is; dist: the last key that the tile's first query sees; both counted from
+    the warpgroup's first.
+    """
+    if CAUSAL:
+        return mask_keys(x, limit, dist)
+    else:
+        keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
+        return gl.where((keys <= limit)[:, None], x, -float("inf"))
+
+
+@gluon.jit
+def masked(x, limit, dist, CAUSAL: gl.constexpr):
+    """`mask` under a uniform branch: most tiles are whole."""
+    if CAUSAL:
+        if gl.minimum(limit, dist) < 63:
+            x = mask(x, limit, dist, CAUSAL)
+    else:
+        if limit < 63:
+            x = mask(x, limit, dist, CAUSAL)
+    return x
+
+
+@gluon.jit
+def first_clear(low, high, limit, CFG: gl.constexpr):
+    """Where the dist of the steps from `low` up to `high` is first such that they need no mask."""
+    if CFG.CAUSAL:
+        clear = gl.minimum(high, low + gl.maximum(63 - low + CFG.BM - 1, 0) // CFG.BM * CFG.BM)
+    else:
+        clear = low
+    if limit < 63:
+        clear = high
+    return clear
+
+
+@gluon.jit
+def clear_trips(low, high, limit, count, up, CFG: gl.constexpr):
+    """Of `count` trips through all query tiles in turn, those that need no mask: (first, end)."""
+    begin = 0
+    if CFG.CAUSAL:
+        end = gl.minimum(count, gl.maximum(high - 63, 0) // CFG.BM)
+    else:
+        end = count
+    if limit < 63:
+        end = 0
+    if CFG.BOTH:
+        begin = up * ((first_clear(low, high, limit, CFG) - low) // CFG.BM)
+        end = gl.where(up == 1, count, end)
+    return begin, end
