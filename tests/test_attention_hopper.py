@@ -23,6 +23,7 @@ from flashproto.bench.search import forget_plans
 from flashproto.configs import hopper as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.functional.attention import hopper_attention_reasons
+from flashproto.kernels.hopper import attention_backward_masks as masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import preprocess_kernel
 from flashproto.ops import attention_hopper
@@ -452,11 +453,34 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y,
                  "num_programs": lambda _: programs}  # fmt: skip
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
+    monkeypatch.setattr(masks, "gl", SimpleNamespace(**functions))
+    monkeypatch.setattr(masks, "first_clear", masks.first_clear.fn)
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
     monkeypatch.setattr(work, "place", work.place.fn)
     monkeypatch.setattr(work, "query_tiles", lambda col, Sq, offset, BM, masked: (
         min(max(col - offset, 0), Sq) // BM if masked else 0, Sq // BM
     ))  # fmt: skip
+
+
+@pytest.mark.parametrize("limit", [-5, 0, 62, 63, 500])
+@pytest.mark.parametrize("tiles", [1, 2, 5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_steps_without_a_mask(
+    causal: bool, tiles: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those whose queries see all 64 keys, if there are so many: in one piece, and no others."""
+    on_the_host(monkeypatch)
+    config = configs.attention_backward_hopper(128, 4096, causal)
+    for low in (-1000, -129, -128, -64, -63, -1, 0, 1, 62, 63, 64, 200):
+        high = low + tiles * config.BM
+        needs = [limit < 63 or (causal and dist < 63) for dist in range(low, high, config.BM)]
+        clear = masks.first_clear(low, high, limit, config)
+        assert needs == [dist < clear for dist in range(low, high, config.BM)]
+        for both, up in ((False, 0), (True, 0), (True, 1)):
+            walk = dataclasses.replace(config, DOWN=True, WAVES=both, ALTERNATE=False)
+            begin, end = masks.clear_trips.fn(low, high, limit, tiles, up, walk)
+            ways = needs if up else needs[::-1]
+            assert ways == [not begin <= trip < end for trip in range(tiles)]
 
 
 @pytest.mark.parametrize("GROUP", [1, 3])

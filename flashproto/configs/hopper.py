@@ -33,12 +33,13 @@ SHORT_ROWS = (736, 1120)
 # do not fill the multiprocessors it was not measured.
 FOUR_CONSUMERS = 6144
 # Keys from which on, at head_dim 128 without a mask and under the causal, two consumers keep queries in
-# registers: full 1.00 at 1024, 1.01-1.02 from 2048 on; causal 0.97 at 1024, 0.99 at 2048, 1.01 at 4096.
+# registers: full 1.00 at 1024, 1.01 at 2048; causal 0.97 at 1024, 1.00 at 2048, 1.01 at 4096, 1.02 at
+# 8192.
 KEPT_ROWS = (2048, 3072)
 # Keys from which on three consumers take their place, if they have no more to do each than THREE_SHARE
-# allows.  Times as fast as two that keep queries, causal: 0.94-0.96 at 2048 and 4096, 1.01-1.02 at
-# 8192, 1.02-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192, 1.04 at 16384, 1.02 at
-# 32768; 1.00 where the last round of programs leaves them 2 to 3% more to do.
+# allows.  Times as fast as two that keep queries, causal: 0.95-0.97 at 2048 and 4096, 1.02-1.03 at
+# 8192, 1.03-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192, 1.04 at 16384, 1.025
+# at 32768; 0.99 to 1.00 where the last round of programs leaves them 3% more to do.
 THREE_ROWS = (2048, 6144)
 THREE_SHARE = 0.97
 # Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
@@ -395,8 +396,8 @@ def attention_backward_hopper(
     """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
     and added, but are few in short rows of few heads.  In long rows zeros cost less than to keep to the
-    order that the first key tile's store takes; at head_dim 128 causal walks go down with them too, 1.01
-    to 1.02 times as fast as up from the diagonal.  Alternate walks make key heads of one query head wait
+    order that the first key tile's store takes; at head_dim 128 causal walks go down with them too,
+    1.015 times as fast as up from the diagonal.  Alternate walks make key heads of one query head wait
     less, in order and in short rows, and of eight more; those walk in waves."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]

@@ -2,8 +2,9 @@
 
 A step needs none where its first query sees all 64 keys of the warpgroup (`dist`), and there are that
 many (`limit`).  To ask in every step costs 2 to 6% of head_dim 128's cycles, though hardly any needs
-one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.  The
-first and the last queries that see a key tile are at the two ends of it, and so is what needs a mask.
+one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.  Where
+there are 64 keys, only queries at the diagonal need a mask: a walk up begins with them, one down ends
+with them.  Where there are fewer, all need one.
 """
 
 from triton.experimental import gluon

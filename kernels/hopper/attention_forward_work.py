@@ -45,8 +45,13 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = r // hg
         bh = grp * HG + (r - mi * hg)
-        # NT - 1 would be kept in a register over all tiles
-        row = (NT - mi) * BQ - BQ if CFG.CAUSAL else mi * BQ
+        if not CFG.CAUSAL:
+            row = mi * BQ
+        elif CFG.PROGRAMS > 1:
+            row = (NT - 1 - mi) * BQ
+        else:
+            # NT - 1 would be kept in a register over all tiles; three programs have room for it
+            row = (NT - mi) * BQ - BQ
     else:
         bh = t // NT
         row = (t - bh * NT) * BQ
