@@ -429,6 +429,9 @@ def test_search_has_candidates_that_fit(which: str) -> None:
         p = attention.Problem(4, 2048 // D, 2048 // D, 4096, D, True, torch.bfloat16)
         base = search.present(which, p)
         found = search.candidates(base, search.VARIED[which])
+        if (which, D) == ("backward", 256):  # no other tiles fit
+            assert found == [base]
+            found = search.candidates(base, {"WAVES": (False, True)})
         assert found[0] == base and len(set(found)) == len(found) > 1
         assert all(map(search.fits, found))
         names = [search.difference(config, base) for config in found]
@@ -441,6 +444,18 @@ def test_search_has_candidates_that_fit(which: str) -> None:
             assert not chosen.asked
             assert search.present(which, p) == found[1] and chosen.asked
         assert search.present(which, p) == base
+
+
+def test_search_knows_what_fits() -> None:
+    chosen = sanitize.forward_configurations()
+    assert all(map(search.fits, [*chosen, *sanitize.backward_configurations()]))
+    for D, columns in ((64, {0, 64}), (128, {0, 64, 96, 128})):
+        for config in (c for c in chosen if c.D == D):
+            kept = {n for n in (0, 32, 64, 96, 100, 128, 192)
+                    if search.fits(dataclasses.replace(config, KEPT=n))}  # fmt: skip
+            assert kept == columns
+    backward = configs.attention_backward_hopper(128, 4096, False)
+    assert not search.fits(dataclasses.replace(backward, KV=2))
 
 
 @pytest.mark.parametrize(
