@@ -32,7 +32,15 @@ from .attention_backward_work import (
     loops,
     outer_step,
 )
-from .warpgroups import bar_arrive, hidden_zero, matrix, static_sync, wide_rows
+from .warpgroups import (
+    accumulator,
+    bar_arrive,
+    hidden_zero,
+    left_operand,
+    matrix,
+    static_sync,
+    wide_rows,
+)
 
 # --- the first two products ------------------------------------------------------------------------
 
@@ -72,7 +80,7 @@ def product(
     if SHARED:
         ones = terms.index(TERM // 3)
     else:
-        ones = choose(TERM, gl.DotOperandLayout(operand_index=0, parent=LAYOUT, k_width=2))
+        ones = choose(TERM, left_operand(LAYOUT))
     return warpgroup_mma(ones, ld.permute((1, 0)), x, is_async=True)
 
 
@@ -109,23 +117,17 @@ def steps(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
     scale_log2, CFG: gl.constexpr,
 ):  # fmt: skip
-    """The inner loop of a walk from index `begin` to `end`, a query tile a step, of which MASK is what
-    is known.  Returns dk, dv and what comes next: step and query tile."""
+    """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
+    of its masks.  Returns dk, dv and what comes next: step and query tile."""
     dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full = shared
     at, once_k, once_v, kept, limit = own
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
-    ST: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    AC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    QA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    ST: gl.constexpr = accumulator(BM)
+    AC: gl.constexpr = accumulator(D)
+    QA: gl.constexpr = accumulator(64)
+    A: gl.constexpr = left_operand(AC)
     dt: gl.constexpr = qs.dtype
     for index in range(begin, end, CFG.STEP):
         slot = it & 1
@@ -195,13 +197,14 @@ def trips(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
     dist, scale_log2, CFG: gl.constexpr,
 ):  # fmt: skip
-    """The outer loop of a walk from trip `start` to `stop`, of whose steps MASK is what is known.
+    """The outer loop of a walk from trip `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and dist."""
     col, m0, up, NB, M, GROUP, offset = walk
+    _, _, _, _, limit = own
     for i in range(start, stop):
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
-            clear = first_clear(begin, end, own[4], CFG)
+            clear = first_clear(begin, end, limit, CFG)
             dk, dv, it, tile = steps(
                 c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2, CFG
             )
@@ -232,13 +235,9 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
-    ST: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    AC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    AT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=ST, k_width=2)
+    ST: gl.constexpr = accumulator(BM)
+    AC: gl.constexpr = accumulator(D)
+    AT: gl.constexpr = left_operand(ST)
     dt: gl.constexpr = qs.dtype
     shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
     r = 0
@@ -322,12 +321,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     BM: gl.constexpr = CFG.BM
     D: gl.constexpr = CFG.D
     N: gl.constexpr = D // 2
-    ST: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BM, 16]
-    )
-    AC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16]
-    )
+    ST: gl.constexpr = accumulator(BM)
+    AC: gl.constexpr = accumulator(N)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0

@@ -73,7 +73,7 @@ def masked(x, limit, dist, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def first_clear(low, high, limit, CFG: gl.constexpr):
-    """Where the dist of the steps from `low` up to `high` is first such that they need no mask."""
+    """Of steps whose dist goes from `low` up to `high`, that of the first one that needs no mask."""
     if CFG.CAUSAL:
         clear = gl.minimum(high, low + gl.maximum(63 - low + CFG.BM - 1, 0) // CFG.BM * CFG.BM)
     else:

@@ -25,7 +25,7 @@ from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
-from .warpgroups import bar_arrive, matrix, static_arrive, static_sync
+from .warpgroups import accumulator, bar_arrive, left_operand, matrix, static_arrive, static_sync
 
 
 @gluon.jit
@@ -41,10 +41,8 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     D: gl.constexpr = CFG.D
     MY_TURN: gl.constexpr = CFG.DS if c == 0 else CFG.ODD
     OTHERS_TURN: gl.constexpr = CFG.ODD if c == 0 else CFG.DS
-    AC: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=AC, k_width=2)
+    AC: gl.constexpr = accumulator(64)
+    A: gl.constexpr = left_operand(AC)
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0

@@ -29,10 +29,9 @@ a next tile: the producer ends with a phantom K and Q of no bytes.
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
 writes 32; with KEPT a consumer keeps three quarters of its queries in registers, which takes 12 off.
 
-Long rows run at the card's power, so that what takes less energy is faster, though it may take more
-cycles.  What costs most, but for the products, is the way of keys and values from L2: there three
-consumers at head_dim 128 read them two times where two read them three times.  Their registers do with
-key tiles of 64.
+Long rows run at the card's power, so that what takes less energy is faster.  There head_dim 128 has
+three consumers, which read keys and values from L2 two times where two read them three times.  Their
+registers do with key tiles of 64.
 
 Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their

@@ -21,7 +21,16 @@ from .attention_forward_work import (
     work_index,
 )
 from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
-from .warpgroups import bar_arrive, hidden_zero, matrix, static_arrive, static_sync, wide_rows
+from .warpgroups import (
+    accumulator,
+    bar_arrive,
+    hidden_zero,
+    left_operand,
+    matrix,
+    static_arrive,
+    static_sync,
+    wide_rows,
+)
 
 # --- masks and turns -----------------------------------------------------------------------------
 
@@ -91,10 +100,8 @@ def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
 @gluon.jit
 def kept_queries(q, CFG: gl.constexpr):
     """With KEPT the first so many columns of q [64, D], in registers: 64 of them, and the others."""
-    S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, CFG.BN, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
+    S: gl.constexpr = accumulator(CFG.BN)
+    A: gl.constexpr = left_operand(S)
     if CFG.KEPT > 64:
         return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.KEPT - 64, dim=1).load(A)
     elif CFG.KEPT:
@@ -175,10 +182,8 @@ def attend(
     o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out = output
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
-    O: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16]
-    )
-    A: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=O, k_width=2)
+    O: gl.constexpr = accumulator(D)
+    A: gl.constexpr = left_operand(O)
     ALL: gl.constexpr = 128 * CFG.W + 128
     dt: gl.constexpr = vs.dtype
     whole, end = key_tiles(row, keys, offset, CFG.CQ, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
@@ -291,9 +296,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
-    S: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BN, 16]
-    )
+    S: gl.constexpr = accumulator(BN)
     z = gl.zeros([64, BN], gl.float32, S)
     q = matrix(qs.index(c), 64, CFG.D)
     buffers = ks, vs, q_full, k_full, v_full

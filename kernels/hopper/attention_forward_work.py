@@ -50,7 +50,8 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
         elif CFG.PROGRAMS > 1:
             row = (NT - 1 - mi) * BQ
         else:
-            # NT - 1 would be kept in a register over all tiles; three programs have room for it
+            # NT - 1 would be kept in a register over all tiles.  (Of three programs, ptxas of Triton
+            # 3.9 spills more this way.)
             row = (NT - mi) * BQ - BQ
     else:
         bh = t // NT

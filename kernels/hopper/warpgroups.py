@@ -1,5 +1,5 @@
-"""What warpgroups of both Hopper kernels share: named barriers, views of tiles, 16-byte output rows, a
-zero that the compiler does not know.
+"""What warpgroups of both Hopper kernels share: named barriers, views of tiles, layouts of products and
+of 16-byte output rows, a zero that the compiler does not know.
 
 Why named barriers: gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
 one thread.  `bar.arrive` lets every thread pass on, and whoever needs the buffer waits with `bar.sync`.
@@ -52,6 +52,18 @@ def hidden_zero():
 def matrix(buf, R: gl.constexpr, D: gl.constexpr):
     """The [R, D] view of a TMA box [1, 1, R, D]."""
     return buf.reshape([R, D])
+
+
+@gluon.constexpr_function
+def accumulator(N):
+    """Layout of a warpgroup's product [64, N]."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
+
+
+@gluon.constexpr_function
+def left_operand(product):
+    """Layout in registers of a half type's matrix that is the left operand of a product."""
+    return gl.DotOperandLayout(operand_index=0, parent=product, k_width=2)
 
 
 @gluon.constexpr_function
