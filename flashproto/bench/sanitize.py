@@ -76,13 +76,13 @@ def calls() -> list[Call]:
             for Sk, shape in itertools.product(KEYS, SHAPES):
                 call = Call(D, Sk, causal, False, False, shape)
                 if (D, call.config) not in seen:
-                    seen |= {(D, call.config), call.config}
+                    seen.add((D, call.config))
                     made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
     made += [
         Call(config.D, SEVERAL_TILES, config.CAUSAL, False, False, SHAPES[-1], config)
         for config in forward_configurations()
-        if config not in seen
+        if (config.D, config) not in seen
     ]
     made += [
         Call(config.D, SEVERAL_TILES, config.CAUSAL, True, config.ORDERED, chosen=config)
