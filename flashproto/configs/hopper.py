@@ -218,7 +218,6 @@ class HopperBackward:
     FIRST: bool
     ALTERNATE: bool = False
     WAVES: bool = False
-    SPARE: bool = False
 
     @property
     def BOTH(self) -> bool:
@@ -286,12 +285,7 @@ class HopperBackward:
     @property
     def TILES(self) -> int:
         """Tiles that the warpgroups exchange: dS twice; at head_dim 256 P twice and dS."""
-        return 3 if self.D == 256 or (self.D == 128 and self.SPARE) else 2
-
-    @property
-    def SENT(self) -> bool:
-        """Whether dK and dV leave by TMA, by way of the tiles of dS."""
-        return self.D == 128 or self.PAIRS
+        return 3 if self.D == 256 else 2
 
     @property
     def STEP(self) -> int:
@@ -308,7 +302,6 @@ class HopperBackward:
     EMPTY = 7
     DONE = 6
     ODD = 5
-    READ = 4
     TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
 
 

@@ -200,7 +200,7 @@ def backward_launchers(
     sums: dict[str, Any] = {"D": config.D, "N": config.NQ}
     return (
         launcher(preprocess_kernel, tensors=7, **rows, num_warps=4),
-        launcher(attention_backward_kernel, descriptors=8, tensors=4, CFG=config, num_warps=4),
+        launcher(attention_backward_kernel, descriptors=6, tensors=4, CFG=config, num_warps=4),
         launcher(postprocess_kernel, tensors=2, **sums, num_warps=4),
     )
 
@@ -240,7 +240,6 @@ def plan_backward(
     dout_boxes = boxes(index, dtype, q_shape, dout_strides, queries)
     k_boxes, v_boxes = (boxes(index, dtype, k_shape, s, keys) for s in (k_strides, v_strides))
     rows_boxes = boxes(index, torch.bfloat16, (rows, LD), (LD, 1), (BM, LD))
-    blocks = boxes(index, dtype, k_shape, dk_strides, (1, 1, 64, 64))  # of dk and dv
     sums_boxes = boxes(index, torch.float32, (words[0] // 32, 32), (32, 1), SUMS_BOX)
     preprocess, main, postprocess = backward_launchers(config)
     own, floats, counts = (Memory(0, t, index) for t in (dtype, torch.float32, torch.int32))
@@ -251,7 +250,7 @@ def plan_backward(
         HAS_DLSE=has_dlse,
     )  # fmt: skip
     launch_main = main.bind(
-        programs, *[True] * 8, floats, counts, own, own,
+        programs, *[True] * 6, floats, counts, own, own,
         key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset if causal else Sk,
         *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
     )  # fmt: skip
@@ -272,13 +271,12 @@ def plan_backward(
         at_sums = scratch.data_ptr()
         at_rows, at_turns, at_lse = at_sums + to_rows, at_sums + to_turns, lse.data_ptr()
         at_dlse = at_lse if dlse is None else dlse.data_ptr()
-        at_dk, at_dv = dk.data_ptr(), dv.data_ptr()
         launch_preprocess(
             out.data_ptr(), at_dout, at_lse, at_dlse, at_rows, at_sums, at_turns
         )  # fmt: skip
         launch_main(
             q_boxes[at_q], dout_boxes[at_dout], k_boxes[at_k], v_boxes[at_v], rows_boxes[at_rows],
-            sums_boxes[at_sums], blocks[at_dk], blocks[at_dv], at_sums, at_turns, at_dk, at_dv,
+            sums_boxes[at_sums], at_sums, at_turns, dk.data_ptr(), dv.data_ptr(),
         )  # fmt: skip
         launch_postprocess(at_sums, dq.data_ptr())
 

@@ -215,9 +215,7 @@ VARYING = (
 def attention_backward_kernel(
     q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
     ld_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
-    dq_desc,  # float32 sums of dQ, boxes [128, 32]
-    dk_desc, dv_desc,  # boxes [1, 1, 64, 64]
-    dq_ptr,  # the sums as a pointer
+    dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
     turns_ptr,  # counters, 0 before: [0] of work items, from FIRST_TURN on of each query tile's turns
     dk_ptr, dv_ptr,
     NB, M,  # key tiles of a key head, query tiles of a query head
@@ -241,7 +239,7 @@ def attention_backward_kernel(
     vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
     lds = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], ld_desc.layout)
     dss = gl.allocate_shared_memory(
-        dt, [CFG.TILES, 1, 1, BN, BM], gl.NVMMASharedLayout.get_default_for([1, 1, BN, BM], dt)
+        dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
     if CFG.KEPT:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
@@ -273,7 +271,7 @@ def attention_backward_kernel(
         items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     )  # fmt: skip
     consume = (
-        dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,7 +32,6 @@ from .attention_backward_work import (
     loops,
     outer_step,
 )
-from .gluon_names import barrier, tma_store
 from .warpgroups import (
     accumulator,
     bar_arrive,
@@ -111,39 +109,6 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
     )
 
 
-@gluon.jit
-def send_block(desc, tile, AT: gl.constexpr, x, b, h, row, column):
-    """Write x [64, 64] to its place in global memory by TMA, by way of rows AT ... AT + 63 of a tile of
-    dS."""
-    matrix(tile, tile.shape[2], 64).slice(AT, 64, 0).store(x)
-    fence_async_shared()
-    barrier()
-    tma_store(desc, [b, h, row, column], tile.slice(AT, 64, 2))
-
-
-@gluon.jit
-def left_right(x):
-    """The left and the right half of x [64, 128]."""
-    return gl.split(gl.permute(gl.reshape(x, [64, 2, 64]), [0, 2, 1]))
-
-
-@gluon.jit
-def send_blocks(c: gl.constexpr, dk, dv, dk_desc, dv_desc, dss, b, h, row, CFG: gl.constexpr):
-    """Write dK and dV [64, 128] of a warpgroup, who has rows 64 c ... of each tile of dS for it."""
-    dv0, dv1 = left_right(dv)
-    dk0, dk1 = left_right(dk)
-    AT: gl.constexpr = 64 * c
-    send_block(dv_desc, dss.index(0), AT, dv0, b, h, row, 0)
-    send_block(dv_desc, dss.index(1), AT, dv1, b, h, row, 64)
-    if CFG.TILES == 2:
-        tma.store_wait(1)
-        barrier()
-    send_block(dk_desc, dss.index(2 % CFG.TILES), AT, dk0, b, h, row, 0)
-    tma.store_wait(CFG.TILES - 1)
-    barrier()
-    send_block(dk_desc, dss.index(3 % CFG.TILES), AT, dk1, b, h, row, 64)
-
-
 # --- head_dim up to 128 -----------------------------------------------------------------------------
 
 
@@ -199,7 +164,7 @@ def steps(
             dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             ds = score_gradient(p, dp, 0.0).to(dt)
-        dsw = matrix(dss.index(slot), BN, BM)
+        dsw = dss.index(slot)
         dsw.slice(64 * c, 64, 0).store(ds)
         fence_async_shared()
         static_sync(CFG.DS, 256)
@@ -221,7 +186,6 @@ def steps(
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
         if not CFG.KEPT:
             mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
-        barrier()
         dk = warpgroup_mma_wait(0, deps=(dk,))
         bar_arrive(CFG.QB + slot, 384)
         tile = inner_step(tile, M, CFG)
@@ -264,7 +228,7 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.
     """
     (
-        dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -307,9 +271,6 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
         else:
             kept = 0
         own = at, kc, vc, kept, limit
-        if CFG.SENT:
-            tma.store_wait(0)  # the item before lies where dS will
-            barrier()
         walk = col, m0, up, NB, M, GROUP, offset
         if CFG.PEELED and CFG.DOWN:
             clear, behind = clear_trips(low, high, limit, outer, up, CFG)
@@ -335,18 +296,12 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
         t = get_item(items, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
-        if CFG.SENT:
-            static_sync(CFG.READ, 256)
-            send_blocks(c, (dk * scale).to(dt), dv.to(dt), dk_desc, dv_desc, dss, b, hk, row, CFG)
-        else:
-            base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
-            store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
-            store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
+        store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
         t = get_item(items, r)
-    if CFG.SENT:
-        tma.store_wait(0)
 
 
 # --- head_dim 256 ---------------------------------------------------------------------------------
@@ -359,7 +314,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
     """
     (
-        dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -375,7 +330,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     t = get_item(items, 0)
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
-        dsw = matrix(dss.index(2), 64, BM)
+        dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
         limit = Sk - 1 - col
@@ -388,7 +343,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
-                ps = matrix(dss.index(slot), 64, BM)
+                ps = dss.index(slot)
                 k = matrix(ks.index(it >> 30), 64, D)
                 v = matrix(vs.index(it >> 30), 64, D)
                 q = matrix(qs.index(slot), BM, D)

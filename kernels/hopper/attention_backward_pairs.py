@@ -15,18 +15,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import product, send_block
+from .attention_backward_consumers import product, store_rows
 from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
-from .gluon_names import barrier
 from .warpgroups import accumulator, bar_arrive, left_operand, matrix, static_arrive, static_sync
 
 
@@ -34,7 +32,7 @@ from .warpgroups import accumulator, bar_arrive, left_operand, matrix, static_ar
 def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: keys 64 c ... 64 c + 63 of the tile, and those 128 behind them."""
     (
-        dk_desc, dv_desc, dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -64,8 +62,6 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         high = M * BM + offset - row
         outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
-        tma.store_wait(0)
-        barrier()
         for _ in range(outer):
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
@@ -73,7 +69,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 k = matrix(ks.index(it >> 30), BN, D)
                 v = matrix(vs.index(it >> 30), BN, D)
-                dsw = matrix(dss.index(slot), BN, BM)
+                dsw = dss.index(slot)
                 ld = lds.index(slot)
                 k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
                 x = product(k0, q, ld, LSE, AC)
@@ -121,12 +117,12 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         t = get_item(items, r)
         b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
-        static_sync(CFG.READ, 256)
-        send_block(dv_desc, dss.index(0), 64 * c, dv0.to(dt), b, hk, row, 0)
-        send_block(dk_desc, dss.index(0), 128 + 64 * c, (dk0 * scale).to(dt), b, hk, row, 0)
-        send_block(dv_desc, dss.index(1), 64 * c, dv1.to(dt), b, hk, row + 128, 0)
-        send_block(dk_desc, dss.index(1), 128 + 64 * c, (dk1 * scale).to(dt), b, hk, row + 128, 0)
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
+        far = base + s_s.to(gl.int64) * (8 * 128)
+        store_rows(dv_ptr + base, dv0.to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dk_ptr + base, (dk0 * scale).to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dv_ptr + far, dv1.to(dt), Sk - row - 128, s_s, D_out, D)
+        store_rows(dk_ptr + far, (dk1 * scale).to(dt), Sk - row - 128, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = get_item(items, r)
-    tma.store_wait(0)
