@@ -218,7 +218,6 @@ class HopperBackward:
     FIRST: bool
     ALTERNATE: bool = False
     WAVES: bool = False
-    CLAIM: int = 0
 
     @property
     def BOTH(self) -> bool:

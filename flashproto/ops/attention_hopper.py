@@ -196,7 +196,7 @@ def backward_launchers(
     config: configs.HopperBackward,
 ) -> tuple[Launcher, Launcher, Launcher]:
     """(preprocess, main, postprocess)."""
-    rows: dict[str, Any] = {"FIRST": config.FIRST or config.CLAIM > 0, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
+    rows: dict[str, Any] = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
     sums: dict[str, Any] = {"D": config.D, "N": config.NQ}
     return (
         launcher(preprocess_kernel, tensors=7, **rows, num_warps=4),
@@ -221,7 +221,7 @@ def plan_backward(
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
     zeroed, turns = query_tiles * BM, FIRST_TURN.value
-    if config.FIRST or config.CLAIM:
+    if config.FIRST:
         # The first key tile stores: zeros are for query tiles that see no key.
         zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
         turns += B * Hq * query_tiles

@@ -55,7 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .attention_backward_consumers import consumer, put_terms, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
-from .attention_backward_sums import claim, hand_back, pass_turn, send_tile, take_turn
+from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
 from .attention_backward_work import (
     first_head,
     first_item,
@@ -156,10 +156,6 @@ def producer(args, CFG: gl.constexpr):
                 # only hold up the queries.
                 if CFG.ORDERED:
                     send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
-                if CFG.CLAIM == 1:
-                    # of step g - 1; while Q of the one before is read
-                    if (more == 1) | (j < 1):
-                        place1 = claim(turns_ptr, tile1, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
                     pass_turn(turns_ptr, tile2, place2, CFG)
@@ -193,11 +189,6 @@ def producer(args, CFG: gl.constexpr):
             if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
-                    if CFG.CLAIM == 2:
-                        place1 = claim(turns_ptr, tile1, CFG)
-                    if CFG.CLAIM == 1:
-                        if g == 1:
-                            place1 = claim(turns_ptr, tile1, CFG)
                     take_turn(turns_ptr, tile1, place1, CFG)
             if CFG.DQ:
                 if g >= 2:

@@ -106,7 +106,7 @@ def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr)
         static_sync(CFG.FULL + c, 256)
         fence_async_shared()
         at = tile * 128 if CFG.PAIRS else (tile * 2 + c) * 128
-        if CFG.FIRST or CFG.CLAIM:
+        if CFG.FIRST:
             if place == 0:
                 tma_store(dq_desc, [at, 0], stages.index(c))
             else:
@@ -168,41 +168,6 @@ def taking(CFG):
         }}"""
 
 
-DONE = gl.constexpr(1 << 30)  # in the counter of a query tile: the first part has been stored
-
-
-@gluon.jit
-def claim(turns_ptr, tile, CFG: gl.constexpr):
-    """Say that this program will add to query tile `tile`: 0 if it is the first to, whose part is stored;
-    DONE and more if the first part has been."""
-    return gl.atomic_add(turns_ptr + FIRST_TURN + tile, 1, sem="acquire")
-
-
-@gluon.constexpr_function
-def looking():
-    """PTX of take_turn for claims: the second warp looks until the counter $1 says DONE, if $2 does not."""
-    return f"""{{
-        .reg .pred p;
-        .reg .u32 x;
-        mov.u32 x, %tid.x;
-        shr.u32 x, x, 5;
-        setp.ne.u32 p, x, 1;
-        @p bra END;
-        setp.eq.u32 p, $2, 0;
-        @p bra END;
-        mov.u32 x, $2;
-        LOOK:
-        setp.ge.u32 p, x, {DONE.value};
-        @p bra SEEN;
-        ld.acquire.gpu.global.u32 x, [$1];
-        bra LOOK;
-        SEEN:
-        fence.proxy.async.global;
-        END:
-        mov.u32 $0, 0;
-        }}"""
-
-
 @gluon.constexpr_function
 def passing(CFG):
     """PTX of pass_turn: the first warp waits for the bulk adds, which it issued, and the third counts
@@ -225,7 +190,7 @@ def passing(CFG):
         bar.sync {CFG.DONE}, 64;
         mov.u32 x, %tid.x;
         setp.eq.u32 p, x, 64;
-        @p red.release.gpu.global.add.u32 [$1], {DONE.value if CFG.CLAIM else 1};
+        @p red.release.gpu.global.add.u32 [$1], 1;
         END:
         mov.u32 $0, 0;
         }}"""
@@ -235,10 +200,6 @@ def passing(CFG):
 def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
     """Wait until the first key tile or, in order, `place` of them have added to query tile `tile`; in
     one warp only."""
-    if CFG.CLAIM:
-        LOOKING: gl.constexpr = looking()
-        at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
-        gl.inline_asm_elementwise(LOOKING, "=r,l,r", [at, place], dtype=gl.int32, is_pure=False, pack=1)
     if CFG.FIRST:
         PTX: gl.constexpr = taking(CFG)
         if not CFG.ORDERED:
@@ -251,7 +212,7 @@ def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
 def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
     """Count the adds of the first key tile or, in order, of any to query tile `tile`, once they are
     complete; after QB."""
-    if CFG.FIRST or CFG.CLAIM:
+    if CFG.FIRST:
         PTX: gl.constexpr = passing(CFG)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
         if CFG.ORDERED:
