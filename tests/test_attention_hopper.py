@@ -266,8 +266,9 @@ def test_backward_configurations(
         (64, 2048, 1, "full-pairs; full-ordered-pairs;"
          " causal-alternate-pairs; causal-ordered-alternate-pairs"),
         (64, 4096, 8, "full-zeros-pairs; full-ordered-pairs; causal-zeros-pairs; causal-ordered-pairs"),
-        (128, 2048, 1, "full; full-ordered; causal-alternate; causal-ordered-alternate"),
-        (128, 2048, 8, "full; full-ordered; causal-waves; causal-ordered"),
+        (128, 1024, 1, "full; full-ordered; causal-alternate; causal-ordered-alternate"),
+        (128, 2048, 1, "full-zeros; full-ordered; causal-alternate; causal-ordered-alternate"),
+        (128, 2048, 8, "full-zeros; full-ordered; causal-waves; causal-ordered"),
         (128, 8192, 1, "full-zeros; full-ordered; causal-zeros; causal-ordered-alternate"),
         (128, 8192, 8, "full-zeros-rotate; full-ordered; causal-waves-zeros; causal-ordered-waves"),
         (128, 16384, 1, "full-zeros; full-ordered; causal-zeros; causal-ordered-alternate"),
@@ -282,6 +283,28 @@ def test_backward_takes_what_was_measured_fastest(D: int, Sk: int, group: int, s
         for causal, ordered in itertools.product((False, True), (False, True))
     ]
     assert [config.name for config in chosen] == [f"backward-{D}-{s}" for s in schedule.split("; ")]
+
+
+@pytest.mark.parametrize(
+    ("Sk", "causal", "group", "few", "more"),  # sequences of 8 key heads: zeros up to `few` of them
+    [
+        (256, False, 1, 32, 64), (1024, False, 1, 8, 16), (1024, False, 8, 8, 16),
+        (4096, True, 1, 4, 8), (1024, True, 8, 4, 8), (2048, True, 8, 2, 4),
+    ],
+)  # fmt: skip
+def test_backward_of_few_items_begins_with_zeros(
+    Sk: int, causal: bool, group: int, few: int, more: int
+) -> None:
+    def chosen(sequences: int, ordered: bool = False) -> configs.HopperBackward:
+        return configs.attention_backward_hopper(128, Sk, causal, ordered, 8 * sequences, group)
+
+    assert not chosen(few).FIRST
+    assert chosen(more).FIRST
+    assert chosen(few, ordered=True) == chosen(more, ordered=True)
+    one_tile = configs.attention_backward_hopper(128, 128, causal, False, 1, group)
+    assert one_tile.FIRST, "one key tile stores, and none has to wait"
+    alternate = configs.attention_backward_hopper(128, 1024, True, False, 1)
+    assert alternate.FIRST and alternate.ALTERNATE
 
 
 @pytest.mark.parametrize(

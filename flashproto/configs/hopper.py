@@ -70,16 +70,26 @@ ORDERED_HEADS = {
 PAIRED_ROWS = (512, 2048)
 # Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
 # store, by head_dim and keys of a tile: without a mask, under the causal, and there of grouped heads.
-# With tiles of 256 full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048.  At head_dim 128
-# full 1.00 at 2048, 1.01 at 4096, 1.03 at 16384, of grouped heads 1.05 at 4096, 1.03 to 1.08 at 8192;
-# causal, all down, 0.99 at 4096, 1.01-1.02 at 8192 and 16384, of grouped heads 0.96 at 2048, 1.02 at
-# 4096 and 8192, 1.03 at 32768.  At 256 the store is always faster.
+# With tiles of 256 full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048; of 128 keys full,
+# where heads are too few for pairs, 1.08 at 256, 1.13 at 512, 1.03-1.07 at 1024.  At head_dim 128 full
+# 0.99 at 1024, 1.01 at 1536, 2048 and 4096, 1.03 at 16384, of grouped heads 1.14 at 2048, 1.05 at 4096,
+# 1.03 to 1.08 at 8192; causal, all down, 0.99 at 4096, 1.01-1.02 at 8192 and 16384, of grouped heads
+# 0.96 at 2048, 1.02 at 4096 and 8192, 1.03 at 32768.  At 256 the store is faster: zeros of few
+# heads 0.95 to 1.00, in one causal case 1.03.
 ZEROED_ROWS = {
-    (64, 128): (1536, 8192, math.inf),
+    (64, 128): (256, 8192, math.inf),
     (64, 256): (3072, 3072, 0),
-    (128, 128): (3072, 8192, 3072),
+    (128, 128): (1536, 8192, 3072),
     (256, 64): (math.inf, math.inf, math.inf),
 }
+# Rounds of 132 work items up to which they are in shorter rows too, at head_dim 128: with the store the
+# programs of the first round begin at one query tile of each head, and wait for it.  The same three
+# cases, times as fast at so many items:
+#     full      64, 1.09; 128, 1.05-1.08; 256, 1.04-1.09; 512, 1.01; 768, 1.00; 1024, 0.99; 2048 at 256
+#               keys, 0.91; of grouped heads 64, 1.04-1.09; 256, 1.04; 512, 1.01; 1024, 1.00
+#     causal    512 and 1024 at 4096 keys, 1.04-1.05; not where walks alternate, 0.96-1.03
+#     grouped   64, 1.02-1.06; 128, 1.05-1.14; 256, 0.99 at 1024 keys, 1.06 at 2048; 512, 1.02
+ZEROED_ROUNDS = (4, 8, 2)
 # Keys of a row below which alternate walks are faster in no order too.  At head_dim 64 1.03 at 512 and
 # 1024, 1.02 at 2048; at 128 1.05 at 512, 1.03 at 1024, 1.01 at 2048, 1.00 at 4096; at 256 they are not,
 # 0.93 at 2048.
@@ -90,9 +100,9 @@ ALTERNATE_ROWS = {64: 3072, 128: 3072, 256: 0}
 # 1.27 at 16384.  In order 64 0.96 at 4096; 128 0.99 at 2048, 1.12 at 4096, 1.17 at 8192, 1.15 at 16384
 # and 32768; 256 0.99 at 4096, 1.16 at 16384.
 WAVED_ROWS = {64: (2048, math.inf), 128: (0, 3072), 256: (0, 6144)}
-# Without a mask, where sums begin with zeros, keys of a row up to which grouped heads walk down side by
-# side: 1.04 at 4096, 1.03 at 8192, 1.00 at 16384.
-SIDE_BY_SIDE_ROWS = 12288
+# Without a mask, where sums begin with zeros, keys of the rows in which grouped heads walk down side by
+# side: 1.00 at 512, 0.98-0.99 at 1024, 0.99 at 2048, 1.04 at 4096, 1.03 at 8192, 1.00 at 16384.
+SIDE_BY_SIDE_ROWS = range(3072, 12288)
 # Under the causal mask, keys of the heads that are mixed in the backward, and the most heads, since
 # programs that walk together queue for the sums of few; not where they begin with different heads.
 # Times as fast as with those that fit in L2: head_dim 256 1.03 at 4096, 1.05 at 8192, 1.04 at 16384, of
@@ -395,21 +405,24 @@ def attention_backward_hopper(
 ) -> HopperBackward:
     """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
-    and added, but are few in short rows of few heads.  In long rows zeros cost less than to keep to the
-    order that the first key tile's store takes; at head_dim 128 causal walks go down with them too,
-    1.015 times as fast as up from the diagonal.  Alternate walks make key heads of one query head wait
-    less, in order and in short rows, and of eight more; those walk in waves."""
+    and added, but are few in short rows of few heads.  In long rows, and where work items are few,
+    zeros cost less than to keep to the order that the first key tile's store takes; at head_dim 128
+    causal walks go down with them too, 1.015 times as fast as up from the diagonal.  Alternate walks
+    make key heads of one query head wait less, in order and in short rows, and of eight more; those
+    walk in waves."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
     if pairs:
         BM, BN, DQ, KV = 64, 256, 1, 1
     grouped = causal and group > 1
-    first = ordered or Sk < ZEROED_ROWS[D, BN][causal + grouped]
-    waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
-    side_by_side = D == 128 and group > 1 and not causal and Sk < SIDE_BY_SIDE_ROWS and not first
-    down = ordered or waves or side_by_side or (causal and (first or D == 128))
     alternate = causal and not grouped and (ordered or Sk < ALTERNATE_ROWS[D])
+    tiles, case = -(-Sk // BN), causal + grouped
+    few = D == 128 and tiles > 1 and heads * tiles <= ZEROED_ROUNDS[case] * MULTIPROCESSORS
+    first = ordered or (Sk < ZEROED_ROWS[D, BN][case] and (alternate or not few))
+    waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
+    side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
+    down = ordered or waves or side_by_side or (causal and (first or D == 128))
     return HopperBackward(
         causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
     )
