@@ -321,6 +321,28 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
         assert max(map(len, plan)) <= 2 * tiles * heads / programs + 1
 
 
+@pytest.mark.parametrize(
+    ("D", "S", "heads", "most"),
+    [(64, 512, 1024, 1.02), (64, 1024, 512, 1.01), (64, 1024, 48, 1.04), (64, 1024, 96, 1.06),
+     (64, 4096, 128, 1.01), (128, 1024, 256, 1.01), (128, 2048, 128, 1.015), (128, 16384, 16, 1.02)],
+)  # fmt: skip
+def test_programs_of_a_plan_end_together(D: int, S: int, heads: int, most: float) -> None:
+    """By what items cost: the last program's end over what each would take of work without gaps."""
+    config = configs.attention_forward_hopper(D, S, True, S, heads)
+    together = configs.heads_together_forward(config, 1, heads, heads, S)
+    programs = 132 * config.PROGRAMS
+    plan = configs.balanced_plan(config, heads, together, S, S, 0, programs)
+    costs = hopper_configs.item_costs(config, S, S, 0)
+
+    def cost(item: int) -> float:
+        group, at = divmod(item, together * len(costs))
+        return costs[at // min(together, heads - group * together)]
+
+    ends = [sum(map(cost, items)) for items in plan]
+    assert max(ends) <= most * sum(costs) * heads / programs
+    assert Counter(item for own in plan for item in own) == Counter(range(heads * len(costs)))
+
+
 @pytest.mark.parametrize(("S", "heads"), [(832, 512), (1856, 256)])
 def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
     """With 132 programs within half an item of the shortest time there could be, and in less than in
@@ -832,7 +854,7 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
 # and zeros, the same of few keys with the first tile's store, zeros, and alternate walks; waves
 BACKWARDS = [
     (24, 16384, 1024, 1), (64, 2048, 1024, 1), (96, 16384, 1024, 1), (128, 1024, 1024, 1),
-    (64, 4096, 1, 8), (96, 1024, 1, 8), (128, 4096, 1, 8), (192, 1024, 1, 8),
+    (64, 4096, 1, 8), (96, 1024, 1024, 8), (128, 4096, 1, 8), (192, 1024, 1, 8),
 ]  # fmt: skip
 
 
