@@ -234,6 +234,8 @@ class HopperBackward:
     FIRST: bool
     ALTERNATE: bool = False
     WAVES: bool = False
+    CLUSTER: bool = False
+    AT: tuple[int, ...] = (0, 32768, 208944, 208960, 208896)
 
     @property
     def BOTH(self) -> bool:
