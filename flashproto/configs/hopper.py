@@ -234,8 +234,6 @@ class HopperBackward:
     FIRST: bool
     ALTERNATE: bool = False
     WAVES: bool = False
-    CLUSTER: bool = False
-    AT: tuple[int, ...] = (0, 32768, 208944, 208960, 208896)
 
     @property
     def BOTH(self) -> bool:

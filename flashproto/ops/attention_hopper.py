@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import configs
@@ -180,20 +179,6 @@ def attention_forward(
     fill(q, k, v, out, lse)
 
 
-# Trial: a kernel that has been compiled for one program is launched in clusters of two.
-_made = triton.compiler.CompiledKernel.__init__
-
-
-def _in_pairs(self: Any, *arguments: Any, **named: Any) -> None:
-    _made(self, *arguments, **named)
-    if "multicast::cluster" in str(self.asm.get("ptx", "")):
-        warps, _, *rest = self.packed_metadata
-        self.packed_metadata = (warps, 2, *rest)
-
-
-triton.compiler.CompiledKernel.__init__ = _in_pairs
-
-
 # --- backward ------------------------------------------------------------------------------------
 
 
@@ -241,9 +226,6 @@ def plan_backward(
         zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
         turns += B * Hq * query_tiles
     programs = min(key_tiles * B * Hkv, multiprocessors(device))
-    if config.CLUSTER:
-        assert key_tiles % 2 == 0 and programs % 2 == 0
-        programs //= 2  # the launch makes clusters of two, see _in_pairs
     padded = query_tiles * BM
     rows = B * Hq * padded
     # One piece of memory: sums of dQ, lse and delta, counters of work items and of tiles.

@@ -67,100 +67,27 @@ from .attention_backward_work import (
     take_item,
 )
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, cluster_sync
-
-# Trial: pairs of programs, neighbouring key tiles of one head, in step; each fetches half of the columns
-# of Q and dO for both.  CFG.AT: where Triton 3.6 puts qs, dos, q_full, do_full and free.
-@gluon.constexpr_function
-def multicast_ptx(PARAM, AT, FULL):
-    return f"""{{
-        .reg .pred p;
-        .reg .u32 x, r, dst, bar, col;
-        .reg .u64 d;
-        .reg .u16 m;
-        mov.u32 x, %tid.x;
-        setp.ne.u32 p, x, 0;
-        @p bra END;
-        mov.u32 r, %cluster_ctarank;
-        mov.u32 dst, global_smem;
-        add.u32 bar, dst, {FULL};
-        add.u32 dst, dst, {AT};
-        shl.b32 x, $1, 14;
-        add.u32 dst, dst, x;
-        shl.b32 x, r, 13;
-        add.u32 dst, dst, x;
-        shl.b32 x, $1, 3;
-        add.u32 bar, bar, x;
-        shl.b32 col, r, 6;
-        mov.u64 d, attention_backward_kernel_param_{PARAM};
-        cvta.param.u64 d, d;
-        mov.u16 m, 3;
-        cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster
-            [dst], [d, {{col, $4, $3, $2}}], [bar], m;
-        END:
-        mov.u32 $0, 0;
-        }}"""
-
-
-@gluon.jit
-def multicast(slot, b, h, row, PARAM: gl.constexpr, AT: gl.constexpr, FULL: gl.constexpr):
-    PTX: gl.constexpr = multicast_ptx(PARAM, AT, FULL)
-    gl.inline_asm_elementwise(
-        PTX, "=r,r,r,r,r", [slot, b, h, row], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.constexpr_function
-def free_ptx(AT):
-    return f"""{{
-        .reg .pred p;
-        .reg .u32 x, r;
-        mov.u32 x, %tid.x;
-        setp.ne.u32 p, x, 32;
-        @p bra END;
-        mov.u32 r, %cluster_ctarank;
-        xor.b32 r, r, 1;
-        mov.u32 x, global_smem;
-        add.u32 x, x, {AT};
-        mad.lo.u32 x, $1, 8, x;
-        mapa.shared::cluster.u32 x, x, r;
-        mbarrier.arrive.shared::cluster.b64 _, [x];
-        END:
-        mov.u32 $0, 0;
-        }}"""
-
-
-@gluon.jit
-def tell_free(slot, AT: gl.constexpr):
-    PTX: gl.constexpr = free_ptx(AT)
-    gl.inline_asm_elementwise(PTX, "=r,r", [slot], dtype=gl.int32, is_pure=False, pack=1)
-
+from .warpgroups import bar_sync
 
 # --- the producer --------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_q(q_desc, ld_desc, b, h, m, H, M, slot, full, q, ld, more, CFG: gl.constexpr):
+def load_q(q_desc, ld_desc, b, h, m, H, M, full, q, ld, more, CFG: gl.constexpr):
     """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
     if more:
         mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
-        if CFG.CLUSTER:
-            multicast(slot, b, h, m * CFG.BM, 0, CFG.AT[0], CFG.AT[2])
-        else:
-            tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
+        tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
         tma_load(ld_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, ld)
     else:
         mbarrier.expect(full, 0)
 
 
 @gluon.jit
-def load_do(do_desc, b, h, m, slot, full, do, more, CFG: gl.constexpr):
+def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
     if more:
         mbarrier.expect(full, CFG.BM * CFG.D * 2)
-        if CFG.CLUSTER:
-            multicast(slot, b, h, m * CFG.BM, 9, CFG.AT[1], CFG.AT[3])
-        else:
-            tma_load(do_desc, [b, h, m * CFG.BM, 0], full, do)
+        tma_load(do_desc, [b, h, m * CFG.BM, 0], full, do)
     else:
         mbarrier.expect(full, 0)
 
@@ -191,7 +118,7 @@ def producer(args, CFG: gl.constexpr):
     """
     (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        items, k_full, v_full, q_full, do_full, free, NB, M, H, GROUP, BH, HG, offset,
+        items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     ) = args  # fmt: skip
     # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
     # steps has one
@@ -204,8 +131,6 @@ def producer(args, CFG: gl.constexpr):
     tile1, tile2 = 0, 0
     place1, place2 = 0, 0
     began = -1
-    if CFG.CLUSTER:
-        cluster_sync()
     t = first_item(turns_ptr, CFG)
     if t < total:
         hand_back(0, CFG)
@@ -226,22 +151,16 @@ def producer(args, CFG: gl.constexpr):
             item = begins if CFG.KV == 2 else began  # whose keys may come now
             if g >= 2:
                 bar_sync(CFG.OB + slot, 384)
-                if CFG.CLUSTER:
-                    tell_free(slot, CFG.AT[4])
-                    mbarrier.wait(free.index(slot), (g - 2) >> 1 & 1)
-                load_do(do_desc, b, h, m, slot, do_full.index(slot), dos.index(slot), more == 1, CFG)
+                load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
                 # dQ lies ready before Q is free.  In order others wait for its adds; else these would
                 # only hold up the queries.
                 if CFG.ORDERED:
                     send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
-                if CFG.CLUSTER:
-                    tell_free(2 + slot, CFG.AT[4])
-                    mbarrier.wait(free.index(2 + slot), (g - 2) >> 1 & 1)
                 if CFG.DQ == 0:
                     pass_turn(turns_ptr, tile2, place2, CFG)
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M, slot,
+                    q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
                 )  # fmt: skip
                 if not CFG.ORDERED:
@@ -250,10 +169,10 @@ def producer(args, CFG: gl.constexpr):
                 if g == 0:
                     item = t
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M, slot,
+                    q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
                 )  # fmt: skip
-                load_do(do_desc, b, h, m, slot, do_full.index(slot), dos.index(slot), more == 1, CFG)
+                load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
             # The last step of an item gives back its keys, with its queries.
             if item >= 0:
                 load_keys(
@@ -280,7 +199,7 @@ def producer(args, CFG: gl.constexpr):
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)
         if more == 1:
-            t = take_item(turns_ptr, t, CFG)
+            t = take_item(turns_ptr, CFG)
     if CFG.DQ:
         tma.store_wait(0)
 
@@ -340,12 +259,6 @@ def attention_backward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [KV, 1], ML)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    if CFG.CLUSTER:
-        free = gl.allocate_shared_memory(gl.int64, [4, 1], ML)
-        for i in gl.static_range(4):
-            mbarrier.init(free.index(i), count=1)
-    else:
-        free = 0
     for i in gl.static_range(KV):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -355,7 +268,7 @@ def attention_backward_kernel(
     fence_async_shared()
     produce = (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        items, k_full, v_full, q_full, do_full, free, NB, M, H, GROUP, BH, HG, offset,
+        items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     )  # fmt: skip
     consume = (
         dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,

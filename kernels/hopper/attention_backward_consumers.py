@@ -35,7 +35,6 @@ from .attention_backward_work import (
 from .warpgroups import (
     accumulator,
     bar_arrive,
-    cluster_sync,
     hidden_zero,
     left_operand,
     matrix,
@@ -241,8 +240,6 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     AT: gl.constexpr = left_operand(ST)
     dt: gl.constexpr = qs.dtype
     shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
-    if CFG.CLUSTER:
-        cluster_sync()
     r = 0
     it = 0
     mbarrier.wait(k_full.index(0), 0)

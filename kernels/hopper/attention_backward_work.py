@@ -63,10 +63,8 @@ FIRST_TURN = gl.constexpr(32)  # where the counters of query tiles begin, behind
 
 
 @gluon.jit
-def take_item(turns_ptr, last, CFG: gl.constexpr):
+def take_item(turns_ptr, CFG: gl.constexpr):
     """The number of the next work item, for all threads of the producer."""
-    if CFG.CLUSTER:
-        return last + gl.num_programs(0)
     t = gl.atomic_add(turns_ptr, 1, sem="relaxed")
     if not CFG.FIRST:
         t += gl.num_programs(0)  # the first ones are known without asking
@@ -77,7 +75,7 @@ def take_item(turns_ptr, last, CFG: gl.constexpr):
 def first_item(turns_ptr, CFG: gl.constexpr):
     """The number of a program's first work item."""
     if CFG.FIRST:
-        return take_item(turns_ptr, 0, CFG)
+        return take_item(turns_ptr, CFG)
     else:
         return gl.program_id(0)
 
@@ -167,8 +165,6 @@ def first_tile(col, m0, M, up, CFG: gl.constexpr):
         if CFG.PAIRS:
             return col // CFG.BN % 32 * M // 32
         else:
-            if CFG.CLUSTER:
-                return col // CFG.BN // 2 * 4 % M
             return col // CFG.BM % M
     else:
         return m0

@@ -43,16 +43,6 @@ def static_arrive(ID: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def cluster_sync():
-    """Wait for all threads of all programs of the cluster."""
-    gl.inline_asm_elementwise(
-        "fence.mbarrier_init.release.cluster; barrier.cluster.arrive.release;"
-        " barrier.cluster.wait.acquire; mov.u32 $0, 0;",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def hidden_zero():
     """A zero that the compiler cannot see through."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
