@@ -20,7 +20,7 @@ from torch import Tensor
 import flashproto
 from flashproto import backends, configs, plans
 from flashproto.bench.search import forget_plans
-from flashproto.configs import hopper as hopper_configs
+from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.functional.attention import hopper_attention_reasons
 from flashproto.kernels.hopper import attention_backward_masks as masks

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import flashproto
 from flashproto import backends, configs, reference
-from flashproto.configs import hopper as hopper_configs
+from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
 from flashproto.ops import attention_hopper

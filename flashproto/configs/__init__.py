@@ -28,14 +28,18 @@ from .elementwise import (
     qk_norm_backward,
 )
 from .hopper import (
+    hopper_head_dim,
+)
+from .hopper_backward import (
     HopperBackward,
-    HopperForward,
     attention_backward_hopper,
+    heads_together_backward,
+)
+from .hopper_forward import (
+    HopperForward,
     attention_forward_hopper,
     balanced_plan,
-    heads_together_backward,
     heads_together_forward,
-    hopper_head_dim,
 )
 from .rows import (
     RowConfig,

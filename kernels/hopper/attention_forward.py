@@ -44,7 +44,7 @@ query r // PACK of the tile: q is seen as [B, Hkv, Sq, group, D], of which TMA b
 heads, zeros past a group that is no power of two.  Row by row the arithmetic is the same.
 
 Under a causal mask items differ in length; the order in which each program takes them comes from a
-table, `plan` (balanced_plan in flashproto/configs/hopper.py).  Without one they are alike but for the
+table, `plan` (balanced_plan in configs/hopper_forward.py).  Without one they are alike but for the
 last of each head, which may have rows for some of the consumers only: with IDLE the others sit out, so
 that it takes less time, and the order comes from a table too.
 

@@ -1,0 +1,234 @@
+"""Tiles and schedules of the attention backward kernel in kernels/hopper; chosen as hopper.py says."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+
+# Items for each program among heads that are mixed in the causal backward, so that a group's longest
+# ones do not end alone.  In order, with 8 heads of queries to a key head, rows of 4096 to 32768 then
+# take 3, 4, 4 and 1% more than in no order; with three times as many up to 9%.
+ROUNDS = 2
+# In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
+# With fewer, the items of a head start too close together not to wait; more share too little in L2.
+# What rows of 4096 took more than in no order, with so many heads:
+#     causal   head_dim 256: 4, 17%; 8, 10%; 16, 42%.  128: 8, 0%; 32, 17%.  64: 8, 2%; 16, -2%; 64, 4%.
+#     full     head_dim 256: 2, 17%; 4, 10%; 8, 22%.  128: 4, 3%; 16, 1%.  64: 8, 0%; 16, 1%; 64, 5%.
+ORDERED_HEADS = {
+    64: ((65536, 64), (131072, 64)),
+    128: ((65536, 16), (32768, 32)),
+    256: ((16384, 8), (32768, 32)),
+}
+# Keys of a row from which on, without a mask and under the causal, key tiles of 256 are faster at
+# head_dim 64: full 1.06 at 512 and more behind, causal 0.95 at 1024, 1.09 at 2048.
+PAIRED_ROWS = (512, 2048)
+# Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
+# store, by head_dim and keys of a tile: without a mask, under the causal, and there of grouped heads.
+# With tiles of 256 full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048; of 128 keys full,
+# where heads are too few for pairs, 1.08 at 256, 1.13 at 512, 1.03-1.07 at 1024.  At head_dim 128 full
+# 0.99 at 1024, 1.01 at 1536, 2048 and 4096, 1.03 at 16384, of grouped heads 1.14 at 2048, 1.05 at 4096,
+# 1.03 to 1.08 at 8192; causal, all down, 0.99 at 4096, 1.01-1.02 at 8192 and 16384, of grouped heads
+# 0.96 at 2048, 1.02 at 4096 and 8192, 1.03 at 32768.  At 256 the store is faster: zeros of few
+# heads 0.95 to 1.00, in one causal case 1.03.
+ZEROED_ROWS = {
+    (64, 128): (256, 8192, math.inf),
+    (64, 256): (3072, 3072, 0),
+    (128, 128): (1536, 8192, 3072),
+    (256, 64): (math.inf, math.inf, math.inf),
+}
+# Rounds of 132 work items up to which they are in shorter rows too, at head_dim 128: with the store the
+# programs of the first round begin at one query tile of each head, and wait for it.  The same three
+# cases, times as fast at so many items:
+#     full      64, 1.09; 128, 1.05-1.08; 256, 1.04-1.09; 512, 1.01; 768, 1.00; 1024, 0.99; 2048 at 256
+#               keys, 0.91; of grouped heads 64, 1.04-1.09; 256, 1.04; 512, 1.01; 1024, 1.00
+#     causal    512 and 1024 at 4096 keys, 1.04-1.05; not where walks alternate, 0.96-1.03
+#     grouped   64, 1.02-1.06; 128, 1.05-1.14; 256, 0.99 at 1024 keys, 1.06 at 2048; 512, 1.02
+ZEROED_ROUNDS = (4, 8, 2)
+# Keys of a row below which alternate walks are faster in no order too.  At head_dim 64 1.03 at 512 and
+# 1024, 1.02 at 2048; at 128 1.05 at 512, 1.03 at 1024, 1.01 at 2048, 1.00 at 4096; at 256 they are not,
+# 0.93 at 2048.
+ALTERNATE_ROWS = {64: 3072, 128: 3072, 256: 0}
+# Keys of a row from which on grouped heads walk in waves, if not in pairs: in no order and in order.
+# At head_dim 64 0.98 at 1024, 1.04 at 4096, 1.02 at 8192; at 128 1.08 at 1024, 1.06 at 2048, 1.15 at
+# 4096, 1.12 at 8192, 1.09 at 16384, 1.07 at 32768; at 256 1.10 at 1024, 1.13 at 4096, 1.17 at 8192,
+# 1.27 at 16384.  In order 64 0.96 at 4096; 128 0.99 at 2048, 1.12 at 4096, 1.17 at 8192, 1.15 at 16384
+# and 32768; 256 0.99 at 4096, 1.16 at 16384.
+WAVED_ROWS = {64: (2048, math.inf), 128: (0, 3072), 256: (0, 6144)}
+# Without a mask, where sums begin with zeros, keys of the rows in which grouped heads walk down side by
+# side: 1.00 at 512, 0.98-0.99 at 1024, 0.99 at 2048, 1.04 at 4096, 1.03 at 8192, 1.00 at 16384.
+SIDE_BY_SIDE_ROWS = range(3072, 12288)
+# Under the causal mask, keys of the heads that are mixed in the backward, and the most heads, since
+# programs that walk together queue for the sums of few; not where they begin with different heads.
+# Times as fast as with those that fit in L2: head_dim 256 1.03 at 4096, 1.05 at 8192, 1.04 at 16384, of
+# grouped heads 1.04 at 4096; 128 1.04 at 8192, 0.99 and 1.00 at 16384.
+SPREAD_HEADS = (65536, 8)
+# Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
+# would cost more than the larger tiles gain.
+PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
+
+
+@dataclass(frozen=True)
+class HopperBackward:
+    """The main backward kernel at compile time.
+
+    ORDERED: dQ is summed in a fixed order; D: head_dim padded; BM, BN: queries and keys of a tile; DQ:
+    how dQ leaves: 0, vector atomics; 1, bulk adds from shared memory; 2, one warpgroup each way; KV:
+    buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
+    FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
+    zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
+    diagonal up; WAVES: every other round of programs is.  Both need CAUSAL and DOWN, ALTERNATE FIRST.
+    """
+
+    CAUSAL: bool
+    ORDERED: bool
+    D: int
+    BM: int
+    BN: int
+    DQ: int
+    KV: int
+    DOWN: bool
+    FIRST: bool
+    ALTERNATE: bool = False
+    WAVES: bool = False
+
+    @property
+    def BOTH(self) -> bool:
+        """Whether some walks go up and others down."""
+        return self.ALTERNATE or self.WAVES
+
+    @property
+    def ROTATE(self) -> bool:
+        """Whether walks begin with different heads of a group, at each query tile; whoever adds by
+        atomics would have to know."""
+        return self.DQ == 1 and self.DOWN and not self.FIRST
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others that are chosen."""
+        return (
+            f"backward-{self.D}-{'causal' if self.CAUSAL else 'full'}{'-ordered' * self.ORDERED}"
+            f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
+            f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.CAUSAL)}"
+        )
+
+    @property
+    def PAIRS(self) -> bool:
+        """Whether each warpgroup owns a pair of blocks of 64 keys, and the two make dQ in turns; needs
+        DQ 1."""
+        return self.BN == 256
+
+    @property
+    def ROUND(self) -> bool:
+        """Whether walks begin one behind the other and go round."""
+        return self.DQ == 1 and not (self.CAUSAL or self.FIRST or self.DOWN)
+
+    @property
+    def ONCE(self) -> bool:
+        """Whether descriptors of K's rows and of V are worked out once an item, not once a step: where
+        they find registers."""
+        return self.D == 64 and not self.ALTERNATE
+
+    @property
+    def KEPT(self) -> bool:
+        """Whether a consumer keeps half of the columns of its keys or values in registers: at head_dim
+        128, where shared memory is the limit."""
+        return self.D == 128
+
+    @property
+    def PEELED(self) -> bool:
+        """Whether the steps that may need a mask are loops of their own; tried where KEPT."""
+        return self.KEPT
+
+    @property
+    def KEPT_K(self) -> int:
+        """Of the keys: under the causal mask, 1.00 to 1.01 times as fast as with the values."""
+        return 64 * (self.KEPT and self.CAUSAL)
+
+    @property
+    def KEPT_V(self) -> int:
+        """Of the values: without a mask, 1.01 times as fast as with the keys."""
+        return 64 * (self.KEPT and not self.CAUSAL)
+
+    @property
+    def NQ(self) -> int:
+        """Columns of the part of dQ that one warpgroup makes."""
+        return 128 if self.D == 256 else 64
+
+    @property
+    def TILES(self) -> int:
+        """Tiles that the warpgroups exchange: dS twice; at head_dim 256 P twice and dS."""
+        return 3 if self.D == 256 else 2
+
+    @property
+    def STEP(self) -> int:
+        """Of the inner loop: heads in order, else queries."""
+        return 1 if self.DOWN else self.BM
+
+    # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
+    # where FULL is not in use; ODD is for dS of odd steps, in pairs.  Triton uses 0 to 3.
+    DS = 15
+    OB = 13
+    QB = 11
+    FULL = 9
+    PS = FULL
+    EMPTY = 7
+    DONE = 6
+    ODD = 5
+    TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
+
+
+def attention_backward_hopper(
+    head_dim: int, Sk: int, causal: bool, ordered: bool = False, heads: int = 1024, group: int = 1
+) -> HopperBackward:
+    """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
+    fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
+    and added, but are few in short rows of few heads.  In long rows, and where work items are few,
+    zeros cost less than to keep to the order that the first key tile's store takes; at head_dim 128
+    causal walks go down with them too, 1.015 times as fast as up from the diagonal.  Alternate walks
+    make key heads of one query head wait less, in order and in short rows, and of eight more; those
+    walk in waves."""
+    D = hopper_head_dim(head_dim)
+    BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
+    pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
+    if pairs:
+        BM, BN, DQ, KV = 64, 256, 1, 1
+    grouped = causal and group > 1
+    alternate = causal and not grouped and (ordered or Sk < ALTERNATE_ROWS[D])
+    tiles, case = -(-Sk // BN), causal + grouped
+    few = D == 128 and tiles > 1 and heads * tiles <= ZEROED_ROUNDS[case] * MULTIPROCESSORS
+    first = ordered or (Sk < ZEROED_ROWS[D, BN][case] and (alternate or not few))
+    waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
+    side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
+    down = ordered or waves or side_by_side or (causal and (first or D == 128))
+    return HopperBackward(
+        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
+    )
+
+
+def heads_together_backward(
+    config: HopperBackward, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
+) -> int:
+    """Key heads whose tiles are mixed: those whose queries fit in L2 together, but enough key tiles for
+    some rounds of programs, and heads to add to; in order, as many as were measured fastest, two at
+    least.  If possible such that all groups are whole, as a last one with few heads would leave
+    programs without work (by a simulation of the schedule 5% of 16 heads in groups of 3).
+    """
+    heads = B * Hkv
+    keys, most = ORDERED_HEADS[config.D][config.CAUSAL]
+    if config.ORDERED and config.ALTERNATE == config.CAUSAL:
+        wanted = min(most, max(2, keys // Sk))
+    else:
+        fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
+        spread = 1 if config.ROTATE and Hq > Hkv else min(SPREAD_HEADS[1], SPREAD_HEADS[0] // Sk)
+        if not config.CAUSAL:
+            # all items are alike and, but for the first, wait for none
+            fit = rounds = spread = 1
+        items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
+        wanted = max(1, fit, spread, -(-items // -(-Sk // config.BN)))
+        if config.ORDERED:
+            wanted = min(wanted, most)
+    least = min(heads, wanted)
+    whole = (n for n in range(least, min(2 * least, heads) + 1) if heads % n == 0)
+    return next(whole, even_groups(heads, least))

@@ -1,0 +1,279 @@
+"""Tiles and schedules of the attention forward kernel in kernels/hopper; chosen as hopper.py says."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+
+# What a full work item of three consumers takes with rows for one or two of them, of what a whole one
+# does, by which balanced_plan orders the work.
+IDLE_SHARES = {1: 0.75, 2: 0.84, 3: 1.0}
+# Queries up to which consumers without rows sit out at head_dim 64.  Full rows, times as fast with it:
+# 1.08 at 1024, 1.02 at 2048, 1.00 at 4096, 1.01 at 8192.
+IDLE_QUERIES = 2048
+# Keys below which three programs share a multiprocessor at head_dim 64, without a mask and under the
+# causal.  Times as fast as three consumers of one program, full: 1.20 at 128, 1.40 at 256, 1.12 at 384,
+# 1.08 at 512, 1.06 at 640, 1.11 at 704, 0.97 at 768; causal: 1.05 at 896, 1.08 at 1024, 1.03 at 1088,
+# 0.97 at 1152.
+SHORT_ROWS = (736, 1120)
+# Keys below which, at head_dim 64 without a mask, four consumers take the rows where they pad no more
+# of them than three do.  Times as fast as three: 1.07 at 1024, 1.02 at 2048, 1.01 at 4096; with rings
+# of eight buffers 1.08, 1.03 at 4096 and 0.96 at 16384.  Where heads are so few that tiles of 256 rows
+# do not fill the multiprocessors it was not measured.
+FOUR_CONSUMERS = 6144
+# Keys from which on, at head_dim 128 without a mask and under the causal, two consumers keep queries in
+# registers: full 1.00 at 1024, 1.01 at 2048; causal 0.97 at 1024, 1.00 at 2048, 1.01 at 4096, 1.02 at
+# 8192.
+KEPT_ROWS = (2048, 3072)
+# Keys from which on three consumers take their place, unless the last round of programs gives them 3%
+# more to do than it gives two.  Times as fast as two that keep queries, causal: 0.95-0.97 at 2048 and
+# 4096, 1.02-1.03 at 8192, 1.03-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192,
+# 1.04 at 16384, 1.025 at 32768; 0.99 to 1.00 where they have 3% more to do.
+THREE_ROWS = (2048, 6144)
+THREE_SHARE = 0.97
+# Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
+# (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
+# 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
+MIXED_KEYS, MIXED_HEADS = 512, 16
+# Items for each program, by head_dim, that the forward's last groups of such heads have together: these
+# are mixed, where by what items cost that saves half a percent.  Times as fast with 2 (with 3) as with
+# none: head_dim 64 1.01 (1.01) in rows of 512 and 1024, where 96 heads of 1024 are all 1.02 (1.02), 48
+# heads 1.10 (1.10); 128 1.01 (1.00) in rows of 1024, 1.01 (1.01) of 2048; 256 1.00 (0.98) of 1024.
+TAIL_ROUNDS, TAIL_SHARE = {64: 3, 128: 2, 256: 2}, 0.995
+# Packed work items over unpacked ones, at most: a smaller gain is not worth another kernel to compile.
+PACKED_SHARE = 7 / 8
+# Heads packed at head_dim 256 with which two consumers have 40 bytes of stack or 48, as ptxas of Triton
+# 3.9 makes them; with fewer 32 at most, of one consumer none.
+ALONE_PACKED = (16, 32)
+
+
+@dataclass(frozen=True)
+class HopperForward:
+    """The forward kernel at compile time.
+
+    D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
+    the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
+    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, 64, or
+    64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may see, and
+    rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work item
+    takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit
+    out, needs CAUSAL off and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
+    each 3.
+    """
+
+    CAUSAL: bool
+    D: int
+    BN: int
+    W: int
+    KS: int
+    VS: int
+    OVERLAP: bool
+    KEPT: int = 0
+    SKIP: bool = False
+    PACK: int = 1
+    IDLE: bool = False
+    PROGRAMS: int = 1
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others that are chosen."""
+        return (
+            f"forward-{self.D}-{'causal' if self.CAUSAL else 'full'}-{self.W}-{self.KS}-{self.VS}"
+            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.KEPT}' * (self.KEPT > 0)}{'-skip' * self.SKIP}"
+            f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
+        )
+
+    @property
+    def PLANNED(self) -> bool:
+        """Whether the order of work comes from balanced_plan: where items are of different lengths."""
+        return self.CAUSAL or self.IDLE
+
+    @property
+    def BM(self) -> int:
+        """Query rows of a work item."""
+        return 64 * self.W
+
+    @property
+    def CQ(self) -> int:
+        """Queries of a consumer."""
+        return 64 // self.PACK
+
+    @property
+    def BQ(self) -> int:
+        """Queries of a work item."""
+        return self.CQ * self.W
+
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread at the start, if Triton is to be told: with one consumer it would ask for 256,
+        which ptxas refuses, with four for 102; two start with 168, three with 128.  A multiprocessor
+        has 65536."""
+        return {1: {1: 168, 3: 80}[self.PROGRAMS], 4: 96}.get(self.W)
+
+    @property
+    def REGISTERS(self) -> int:
+        """Of a consumer's thread: what the program starts with, but for the 24 of the producer's."""
+        return {1: {1: 248, 3: 136}[self.PROGRAMS], 2: 240, 3: 160, 4: 112}[self.W]
+
+    @property
+    def TURNS(self) -> bool:
+        """Whether the consumers take turns to issue products; more than two are faster without, if they
+        can issue P V of one tile and the scores of the next together."""
+        return self.W == 2 or (self.W == 3 and not self.OVERLAP)
+
+    # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
+    @property
+    def VB(self) -> int:
+        return 16 - self.VS
+
+    @property
+    def KB(self) -> int:
+        return self.VB - self.KS
+
+    @property
+    def QB(self) -> int:
+        return self.KB - self.W
+
+    @property
+    def PB(self) -> int:
+        return self.QB - self.W * self.TURNS
+
+
+def attention_forward_hopper(
+    head_dim: int, Sk: int, causal: bool,
+    Sq: int = 16384, heads: int = 1024, group: int = 1, multiprocessors: int = MULTIPROCESSORS,
+) -> HopperForward:  # fmt: skip
+    """Forward, of so many key heads in all sequences, each with `group` query heads.
+
+    A work item takes as long as its keys are many, whether its rows are queries or padding: with few
+    queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
+    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work (short
+    rows of head_dim 64 have one anyhow); 16 or 32 heads packed at head_dim 256 leave two no registers
+    (ALONE_PACKED).  Of three at head_dim 64, those that would have only padding in the last item of a
+    head sit out; four take their place where they have no more padding and rows are not long.  In long
+    rows of head_dim 128 three take the place of two, which read keys and values more often.
+    """
+    config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
+    pack = 1 << (group - 1).bit_length()
+    alone = config.D == 256 and pack in ALONE_PACKED
+    packed, unpacked = -(-Sq * pack // (64 if alone else config.BM)), group * -(-Sq // config.BM)
+    if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
+        pack, alone = 1, False
+    items_of_one = heads * -(-Sq * pack // 64)
+    few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
+    if few and config.PROGRAMS == 1:
+        config = _few_queries(config.D, causal)
+    if config.D == 64 and config.W == 3 and not causal and pack == 1:
+        four = HopperForward(causal, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
+        if Sk < FOUR_CONSUMERS and _padded(four, Sq) <= _padded(config, Sq):
+            return four
+        idle = Sq <= IDLE_QUERIES and _last_consumers(config, Sq) < config.W
+        return replace(config, IDLE=idle)
+    if config.D == 128 and config.W == 2 and pack == 1 and Sk >= THREE_ROWS[causal]:
+        three = HopperForward(causal, config.D, BN=64, W=3, KS=4, VS=4, OVERLAP=True)
+        queries = Sq, heads * group, multiprocessors
+        if THREE_SHARE * _share(three, *queries) < _share(config, *queries):
+            return three
+    return replace(config, PACK=pack)
+
+
+def _share(config: HopperForward, Sq: int, heads: int, multiprocessors: int) -> float:
+    """Query rows, padding among them, that the busiest program takes, each with all keys; under the
+    causal mask half of what there are on average, but no less than the last item."""
+    items = heads * -(-Sq // config.BM)
+    if config.CAUSAL:
+        return config.BM * max(1.0, items / multiprocessors / 2)
+    return float(config.BM * -(-items // multiprocessors))
+
+
+def _padded(config: HopperForward, Sq: int) -> int:
+    """Rows of a head with those that are padding."""
+    return -(-Sq // config.BM) * config.BM
+
+
+def _last_consumers(config: HopperForward, Sq: int) -> int:
+    """How many consumers have rows in the last work item of a head."""
+    return -(-((Sq - 1) % config.BQ + 1) // config.CQ)
+
+
+def _few_queries(D: int, causal: bool) -> HopperForward:
+    """One consumer: it has the tensor cores for itself, and more tiles are on their way."""
+    BN, KS, VS = {64: (128, 5, 5), 128: (128, 3, 3), 256: (64, 3, 2)}[D]
+    return HopperForward(causal, D, BN, W=1, KS=KS, VS=VS, OVERLAP=D < 256)
+
+
+def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
+    """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
+    consumer in each of three programs, which do so at different times.  In long rows queries in
+    registers pay at head_dim 128, and overlap without a mask at head_dim 256; SKIP pays at head_dim 64
+    but in short full rows."""
+    if D == 64 and Sk < SHORT_ROWS[causal]:
+        return HopperForward(causal, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
+    if D == 64:
+        skip = causal or Sk >= 2048
+        return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
+    if D == 128:
+        kept = 96 if Sk >= KEPT_ROWS[causal] else 0
+        return HopperForward(causal, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
+    overlap = not causal and Sk > 2048
+    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
+
+
+def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
+    """Heads of work items (key heads if packed, else query heads) that are mixed: those whose keys and
+    values fit in L2 together; under a causal mask no more than MIXED_HEADS, if rows are not short."""
+    fit = L2_SHARE // (4 * Sk * config.D)
+    if config.CAUSAL and Sk >= MIXED_KEYS:
+        fit = min(fit, MIXED_HEADS)
+    together = even_groups(B * Hkv, fit)
+    return together if config.PACK > 1 else together * (Hq // Hkv)
+
+
+def balanced_plan(
+    config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int
+) -> list[list[int]]:
+    """Work items of each program, if PLANNED, heavy first within a group of `together` heads, each to
+    the program that is free first (list scheduling).  The last groups are one where that ends earlier
+    (TAIL_ROUNDS): else long items come late, and there are no short ones to fill what is left.
+
+    Items are numbered group by group and, within a group, tile by tile in the order of item_costs, the
+    heads of a tile one after the other.
+    """
+    costs = item_costs(config, Sq, Sk, offset)
+    groups = range(0, heads, together)  # by the first of their heads
+
+    def deal(mixed: Sequence[int], free: list[tuple[float, int]], items: list[list[int]]) -> None:
+        """Hand out the items of some groups as of one."""
+        for tile, cost in enumerate(costs):
+            for first in mixed:
+                size = min(together, heads - first)
+                begin = first * len(costs) + tile * size
+                for item in range(begin, begin + size):
+                    at, program = free[0]
+                    heapq.heapreplace(free, (at + cost, program))
+                    items[program].append(item)
+
+    tail = min(-(-TAIL_ROUNDS[config.D] * programs // (together * len(costs))), len(groups))
+    free = [(0.0, program) for program in range(programs)]
+    items: list[list[int]] = [[] for _ in range(programs)]
+    for first in groups[:-tail]:
+        deal([first], free, items)
+    mixed_free, mixed_items = free.copy(), [own.copy() for own in items]
+    for first in groups[-tail:]:
+        deal([first], free, items)
+    deal(groups[-tail:], mixed_free, mixed_items)
+    return mixed_items if max(mixed_free)[0] < TAIL_SHARE * max(free)[0] else items
+
+
+def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int) -> list[float]:
+    """Of the work items of a head, heavy first: their key tiles and one more.  Under a causal mask from
+    the last query tile to the first; else from the first to the last, which has fewer consumers."""
+    tiles = range(-(-Sq // config.BQ))
+    if config.CAUSAL:
+        ends = [min(Sk, (tile + 1) * config.BQ + offset) for tile in reversed(tiles)]
+        return [float(max(-(-end // config.BN), 1) + 1) for end in ends]
+    whole = -(-Sk // config.BN) + 1
+    return [float(whole) for _ in tiles[1:]] + [whole * IDLE_SHARES[_last_consumers(config, Sq)]]
