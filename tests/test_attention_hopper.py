@@ -142,18 +142,18 @@ def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
 @pytest.mark.parametrize(
     ("D", "Sk", "causal", "W", "KS", "VS", "options"),
     [
-        (64, 640, False, 1, 3, 3, "overlap kept three"),
+        (64, 640, False, 1, 3, 3, "overlap kept three one-warp"),
         (64, 1024, False, 4, 3, 3, "overlap"),
-        (64, 1024, True, 1, 3, 3, "overlap kept three"),
+        (64, 1024, True, 1, 3, 3, "overlap kept three one-warp"),
         (64, 2048, True, 3, 3, 2, "skip"),
         (64, 4096, False, 4, 3, 3, "overlap"),
         (64, 8192, False, 3, 3, 2, "skip"),
         (64, 16384, True, 3, 3, 2, "skip"),
-        (128, 1024, False, 2, 2, 2, "overlap"),
-        (128, 1024, True, 2, 2, 2, "overlap"),
-        (128, 2048, True, 2, 2, 2, "overlap"),
+        (128, 1024, False, 2, 2, 2, "overlap one-warp"),
+        (128, 1024, True, 2, 2, 2, "overlap one-warp"),
+        (128, 2048, True, 2, 2, 2, "overlap one-warp"),
         (128, 4096, False, 3, 4, 4, "overlap"),
-        (128, 4096, True, 2, 2, 2, "overlap kept"),
+        (128, 4096, True, 2, 2, 2, "overlap kept one-warp"),
         (128, 16384, True, 3, 4, 4, "overlap"),
         (256, 1024, False, 2, 2, 2, ""),
         (256, 4096, True, 2, 2, 2, ""),
@@ -167,6 +167,7 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     assert ({64: 64, 128: 96}[D] if "kept" in options else 0) == config.KEPT
     assert (3 if "three" in options else 1) == config.PROGRAMS
     assert ("skip" in options) == config.SKIP
+    assert (1 if "one-warp" in options else 4) == config.PRODUCERS
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -119,6 +119,21 @@ class HopperForward:
         return {1: {1: 248, 3: 136}[self.PROGRAMS], 2: 240, 3: 160, 4: 112}[self.W]
 
     @property
+    def PRODUCERS(self) -> int:
+        """Warps of the producer: one where its other three would take a tenth of the instructions that
+        a multiprocessor issues, and the consumers find registers beside it."""
+        return 1 if self.W == 1 or (self.W == 2 and self.D == 128) else 4
+
+    # Threads at a named barrier: all, and one consumer with the producer.
+    @property
+    def ALL(self) -> int:
+        return 128 * self.W + 32 * self.PRODUCERS
+
+    @property
+    def TWO(self) -> int:
+        return 128 + 32 * self.PRODUCERS
+
+    @property
     def TURNS(self) -> bool:
         """Whether the consumers take turns to issue products; more than two are faster without, if they
         can issue P V of one tile and the scores of the next together."""

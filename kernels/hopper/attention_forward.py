@@ -5,8 +5,9 @@
 
 The algorithm is that of kernels/attention_forward.py; what differs is who does what, and when.
 
-    producer   one warpgroup of few registers keeps TMA busy: K and V tiles into rings of KS and VS
-               buffers, Q tiles into one buffer for each consumer (attention_forward_work.py)
+    producer   one warp or four (PRODUCERS), of few registers, keep TMA busy: K and V tiles into rings
+               of KS and VS buffers, Q tiles into one buffer for each consumer
+               (attention_forward_work.py)
     consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
                (attention_forward_consumers.py)
 
@@ -37,6 +38,7 @@ Where items are short, most of the time goes into their beginnings and ends.  At
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their
 queries KEPT: while one of them begins or ends an item the others compute.  They read keys and values
 three times as often as three consumers of one program, and in longer rows are slower than these.
+Instructions are what they run out of: a producer of four warps took a fifth of all.
 
 With few queries most rows of an item would be padding, and each query head of a group would read the
 same keys and values.  With PACK an item has a key head, and row r is head r % PACK of the group and
@@ -118,9 +120,17 @@ def attention_forward_kernel(
     )  # fmt: skip
     if W == 1:
         gl.warp_specialize(
-            [(producer, (produce, CFG)), (consumer, (gl.constexpr(0), consume, CFG))],
-            [4],
-            [CFG.REGISTERS],
+            [(consumer, (gl.constexpr(0), consume, CFG)), (producer, (produce, CFG))], [1], [24]
+        )
+    elif CFG.PRODUCERS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (gl.constexpr(0), consume, CFG)),
+                (consumer, (gl.constexpr(1), consume, CFG)),
+                (producer, (produce, CFG)),
+            ],
+            [4, 1],
+            [CFG.REGISTERS, 24],
         )
     elif W == 2:
         gl.warp_specialize(

@@ -184,7 +184,6 @@ def attend(
     D: gl.constexpr = CFG.D
     O: gl.constexpr = accumulator(D)
     A: gl.constexpr = left_operand(O)
-    ALL: gl.constexpr = 128 * CFG.W + 128
     dt: gl.constexpr = vs.dtype
     whole, end = key_tiles(row, keys, offset, CFG.CQ, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
     if CFG.SKIP:
@@ -192,9 +191,9 @@ def attend(
     shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
     l = gl.zeros([64, 4], gl.float32, lanes())
     acc = gl.zeros([64, D], gl.float32, O)
-    bar_arrive(CFG.KB + kslot, ALL)
+    bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:
-        static_arrive(CFG.QB + c, 256)
+        static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     mbarrier.wait(k_full.index(kslot), kphase)
     if CFG.OVERLAP:
@@ -213,9 +212,9 @@ def attend(
         acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
         pass_turn(c, CFG)
         x = warpgroup_mma_wait(1, deps=(x,))
-        bar_arrive(CFG.KB + kslot, ALL)
+        bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
-            static_arrive(CFG.QB + c, 256)
+            static_arrive(CFG.QB + c, CFG.TWO)
         kslot, kphase = advance(kslot, kphase, CFG.KS)
         mbarrier.wait(k_full.index(kslot), kphase)
         used = vslot
@@ -227,7 +226,7 @@ def attend(
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        bar_arrive(CFG.VB + used, ALL)
+        bar_arrive(CFG.VB + used, CFG.ALL)
         if CFG.OVERLAP:
             acc = rescaled(acc, alpha)
     if not CFG.OVERLAP:
@@ -245,7 +244,7 @@ def attend(
     lse, normaliser = softmax_finish(shift, l, gl.SliceLayout(1, z.type.layout))
     store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
-    bar_arrive(CFG.VB + vslot, ALL)
+    bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
     acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
     store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
@@ -260,21 +259,20 @@ def sit_out(
 ):  # fmt: skip
     """As attend, for a work item of which this consumer has no rows: it gives each buffer back once it
     is full, and takes its turns without products until the first scores of the next item."""
-    ALL: gl.constexpr = 128 * CFG.W + 128
-    bar_arrive(CFG.KB + kslot, ALL)
+    bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:
-        static_arrive(CFG.QB + c, 256)
+        static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     for i in range(0, n - 1):
         take_turn(c, CFG)
         pass_turn(c, CFG)
         mbarrier.wait(k_full.index(kslot), kphase)
-        bar_arrive(CFG.KB + kslot, ALL)
+        bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
-            static_arrive(CFG.QB + c, 256)
+            static_arrive(CFG.QB + c, CFG.TWO)
         kslot, kphase = advance(kslot, kphase, CFG.KS)
         mbarrier.wait(v_full.index(vslot), vphase)
-        bar_arrive(CFG.VB + vslot, ALL)
+        bar_arrive(CFG.VB + vslot, CFG.ALL)
         vslot, vphase = advance(vslot, vphase, CFG.VS)
     mbarrier.wait(k_full.index(kslot), kphase)
     mbarrier.wait(v_full.index(vslot), vphase)
@@ -282,7 +280,7 @@ def sit_out(
     mbarrier.wait(q_full.index(c), r & 1)
     x = scores(q, (0, 0), ks, kslot, z, CFG)
     pass_turn(c, CFG)
-    bar_arrive(CFG.VB + vslot, ALL)
+    bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
     x = warpgroup_mma_wait(0, deps=(x,))
     return x, kslot, kphase, vslot, vphase

@@ -24,6 +24,12 @@ def advance(slot, phase, DEPTH: gl.constexpr):
 
 
 @gluon.jit
+def quotient(a, b):
+    """a // b of int32 that are not negative, in half of the instructions that signed ones take."""
+    return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
+
+
+@gluon.jit
 def work_index(r, plan, total, CFG: gl.constexpr):
     """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
     a causal mask and with IDLE, every num_programs-th otherwise."""
@@ -40,10 +46,10 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
     if CFG.PLANNED:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
-        grp = t // per
+        grp = quotient(t, per)
         r = t - grp * per
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
-        mi = r // hg
+        mi = quotient(r, hg)
         bh = grp * HG + (r - mi * hg)
         if not CFG.CAUSAL:
             row = mi * BQ
@@ -54,10 +60,13 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
             # 3.9 spills more this way.)
             row = (NT - mi) * BQ - BQ
     else:
-        bh = t // NT
+        bh = quotient(t, NT)
         row = (t - bh * NT) * BQ
     _, end = key_tiles(row, Sk, offset, BQ, CFG.BN, CFG.CAUSAL)
-    b = bh // H
+    if CFG.D == 256:
+        b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
+    else:
+        b = quotient(bh, H)
     return b, bh - b * H, row, gl.maximum(end, 1)
 
 
@@ -96,7 +105,7 @@ def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
 def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
     """Fetch one tile of values when its buffer is empty; returns the next buffer."""
     if loaded > CFG.VS:
-        bar_sync(CFG.VB + vslot, 128 * CFG.W + 128)
+        bar_sync(CFG.VB + vslot, CFG.ALL)
     mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
     tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
     return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
@@ -122,7 +131,6 @@ def producer(args, CFG: gl.constexpr):
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
     D: gl.constexpr = CFG.D
-    ALL: gl.constexpr = 128 * W + 128
     kslot = 0
     vslot = 0
     loaded = 0
@@ -133,14 +141,14 @@ def producer(args, CFG: gl.constexpr):
     col_v = 0
     while t < total:
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
-        hk = h if CFG.PACK > 1 else h // GROUP
+        hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         r += 1
         t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
             col = (n - 1 - i) * BN
             if loaded >= CFG.KS:
-                bar_sync(CFG.KB + kslot, ALL)
+                bar_sync(CFG.KB + kslot, CFG.ALL)
             mbarrier.expect(k_full.index(kslot), BN * D * 2)
             tma_load(k_desc, [b, hk, col, 0], k_full.index(kslot), ks.index(kslot))
             kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
@@ -149,7 +157,7 @@ def producer(args, CFG: gl.constexpr):
             if i == 0:
                 for c in gl.static_range(W):
                     if r > 1:
-                        static_sync(CFG.QB + c, 256)
+                        static_sync(CFG.QB + c, CFG.TWO)
                     load_q(q_desc, b, h, row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
             loaded += 1
             b_v = b
@@ -157,9 +165,9 @@ def producer(args, CFG: gl.constexpr):
             col_v = col
     # a phantom K and Q: the consumers look one key tile ahead without asking whether there is one
     if loaded >= CFG.KS:
-        bar_sync(CFG.KB + kslot, ALL)
+        bar_sync(CFG.KB + kslot, CFG.ALL)
     mbarrier.expect(k_full.index(kslot), 0)
     load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
     for c in gl.static_range(W):
-        static_sync(CFG.QB + c, 256)
+        static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
