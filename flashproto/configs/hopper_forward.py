@@ -115,13 +115,16 @@ class HopperForward:
 
     @property
     def REGISTERS(self) -> int:
-        """Of a consumer's thread: what the program starts with, but for the 24 of the producer's."""
+        """Of a consumer's thread: what the program starts with, but for the 24 of the producer's.  (A
+        single consumer is not asked: it has what is left.)"""
         return {1: {1: 248, 3: 136}[self.PROGRAMS], 2: 240, 3: 160, 4: 112}[self.W]
 
     @property
     def PRODUCERS(self) -> int:
-        """Warps of the producer: one where its other three would take a tenth of the instructions that
-        a multiprocessor issues, and the consumers find registers beside it."""
+        """Warps of the producer.  Of four, three do nothing of use, and take up to a sixth of the
+        instructions that a multiprocessor issues.  But with one the first consumer begins where the
+        kernel does, which costs it registers: more than two, and two at head_dim 256, have none left
+        with Triton 3.9."""
         return 1 if self.W == 1 or (self.W == 2 and self.D == 128) else 4
 
     # Threads at a named barrier: all, and one consumer with the producer.
