@@ -126,6 +126,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    monkeypatch.setattr(work, "quotient", lambda a, b: a // b)
 
     def key_tiles(row, Sk, offset, rows, keys, masked):
         visible = min(max(row + rows + offset, 0), Sk) if masked else Sk
