@@ -27,9 +27,7 @@ from .elementwise import (
     heads,
     qk_norm_backward,
 )
-from .hopper import (
-    hopper_head_dim,
-)
+from .hopper import hopper_head_dim
 from .hopper_backward import (
     HopperBackward,
     attention_backward_hopper,
