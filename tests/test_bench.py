@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashproto import attention as flash_attention
 from flashproto import configs, plans
 from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
@@ -365,6 +366,25 @@ def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
     }  # fmt: skip
     line = launch.launch_text(figures).splitlines()[-1]
     assert line.endswith("40.0    24.0 (at most 15)    12.0")
+
+
+def test_host_times_of_a_backward_call() -> None:
+    """By autograd, by autograd in one thread, and of the node alone: one limit for all, and the same
+    gradients; autograd is left as it was."""
+    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
+    rows = launch.backward_rows("attention", flash_attention(q, k, v, impl="torch"), (q, k, v))
+    assert list(rows) == ["attention backward" + row for row in ("", ", in one thread", ", its node")]
+    expected, again, _ = (call() for call in rows.values())
+    assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    assert torch.autograd.is_multithreading_enabled()
+    figures = {
+        "impl": "hopper", "import_torch_s": 1.0, "import_flashproto_s": 1.2, "import_ratio": 1.2,
+        "first_attention_s": {"forward": 1.0, "backward": 2.0},
+        "host_us": {"torch attention": (14.0, 14.0)}
+        | {name: (40.0, 24.0) for row in rows for name in (f"flashproto.{row}", f"torch {row}")},
+    }  # fmt: skip
+    lines = launch.launch_text(figures).splitlines()[-6:]
+    assert [line.split()[0] for line in lines if "(at most 60)" in line] == ["flashproto.attention"] * 3
 
 
 def test_ratio_compares_with_the_best_peer() -> None:

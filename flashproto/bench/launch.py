@@ -89,13 +89,21 @@ class NoWork(torch.autograd.Function):
         return dout, dout, dout
 
 
+def in_one_thread(call: Callable[[], Any]) -> Any:
+    """The call, without autograd's handing over to a thread of the device; anyone may ask for that."""
+    with torch.autograd.set_multithreading_enabled(False):
+        return call()
+
+
 def backward_rows(name: str, out: Any, tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
-    """The gradients of `out` by torch.autograd.grad, and by its node alone, called in this thread: all
-    of the backward where that is one node, as of a kernel."""
+    """The gradients of `out` by torch.autograd.grad, by that in one thread, and by its node alone,
+    called in this thread: all of the backward where that is one node, as of a kernel."""
     dout = torch.ones_like(out)
     node = getattr(out.grad_fn, "apply", out.grad_fn)  # of a Function in Python, or torch's own
+    grad = partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)
     return {
-        f"{name} backward": partial(torch.autograd.grad, out, tensors, dout, retain_graph=True),
+        f"{name} backward": grad,
+        f"{name} backward, in one thread": partial(in_one_thread, grad),
         f"{name} backward, its node": torch.no_grad()(partial(node, dout)),
     }
 
@@ -160,10 +168,10 @@ def launch_text(figures: dict[str, Any]) -> str:
     ]
     there = speed_there(figures["host_us"])
     for name, (us, lowest) in figures["host_us"].items():
-        operator = name.removeprefix("flashproto.").removesuffix(" with grad")
+        operator = name.removeprefix("flashproto.").removesuffix(" with grad").partition(",")[0]
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
-        lines.append(f"  {name:<46}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
+        lines.append(f"  {name:<48}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
     return "\n".join(lines)
 
 
