@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+from collections.abc import Iterator
 
 import torch
 
@@ -71,6 +72,15 @@ def seed(request: pytest.FixtureRequest) -> int:
     torch.manual_seed(value)
     random.seed(value)
     return value
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    """Gives back what torch keeps of a GPU's memory after a test that needed much: other workers share
+    it."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")
