@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
+import time
 from collections.abc import Iterator
 
 import torch
@@ -34,6 +35,8 @@ settings.load_profile("flashproto")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+MEMORY_SECONDS = 240  # the most that a test waits for memory
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -75,9 +78,14 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[None]:
-    """Gives back what torch keeps of a GPU's memory after a test that needed much: other workers share
-    it."""
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Of a GPU, which other workers share: a test with the mark gib waits until that much is free, and
+    what torch keeps after one that needed much goes back."""
+    gib = request.node.get_closest_marker("gib")
+    end = time.monotonic() + MEMORY_SECONDS
+    while gib and torch.cuda.mem_get_info()[0] < gib.args[0] << 30 and time.monotonic() < end:
+        torch.cuda.empty_cache()
+        time.sleep(1)
     yield
     if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
         torch.cuda.empty_cache()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 
 import pytest
@@ -220,17 +219,9 @@ def test_agrees_with_sdpa(backend, dtype, causal: bool, shape, impl, device, mon
 # --- sizes, streams and graphs of a real GPU -----------------------------------------------------
 
 
-def wait_for_memory(gib: int, seconds: int = 240) -> None:
-    """Wait until that much of the GPU is free: tests that run beside this one have some of it."""
-    end = time.monotonic() + seconds
-    while torch.cuda.mem_get_info()[0] < gib << 30 and time.monotonic() < end:
-        torch.cuda.empty_cache()
-        time.sleep(1)
-
-
 @pytest.mark.gpu
+@pytest.mark.gib(70)
 def test_more_than_2_31_elements(impl: str) -> None:
-    wait_for_memory(70)
     B, H, S, D = 1, 2**15 + 1, 1024, 64  # 2^31 + 2^16 elements
     q, k, v = (
         torch.randn(B, H, S, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(3)
@@ -247,6 +238,7 @@ def test_more_than_2_31_elements(impl: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(30)
 def test_one_head_spanning_more_than_2_31_elements(impl: str) -> None:
     stride = 2**25 + 16
     memory = torch.randn(65 * stride, device="cuda", dtype=torch.bfloat16)

@@ -488,6 +488,7 @@ def test_configurations_depend_on_the_vocabulary_alone() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(30)
 @pytest.mark.parametrize("V", [8, 4096, 50304])
 def test_many_rows_and_more_than_2_to_31_elements(device, V) -> None:
     M = 2**31 // V + 37

@@ -511,6 +511,7 @@ def test_many_rows(device) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(30)
 @pytest.mark.parametrize("N", [4096, 20_480])
 def test_more_than_2_to_31_elements(device, N) -> None:
     M = 2**31 // N + 37

@@ -140,6 +140,7 @@ def test_writes_nothing_else(device, N) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(10)
 def test_many_rows(device) -> None:
     """More elements than int32 counts."""
     M, N = 2**31 // 50257 + 100, 50257

@@ -266,6 +266,7 @@ def test_a_million_columns(device, monkeypatch, N, operator) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(30)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_many_rows_and_more_than_2_to_31_elements(device, operator) -> None:
     f = getattr(ops, operator)
