@@ -5,11 +5,13 @@ FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same fa
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import random
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
@@ -78,17 +80,30 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(autouse=True)
-def memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Of a GPU, which other workers share: a test with the mark gib waits until that much is free, and
-    what torch keeps after one that needed much goes back."""
+def memory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of a GPU, which other workers share: of the tests with the mark gib one runs at a time, once that
+    much is free, and what torch keeps after one that needed much goes back."""
     gib = request.node.get_closest_marker("gib")
-    end = time.monotonic() + MEMORY_SECONDS
-    while gib and torch.cuda.mem_get_info()[0] < gib.args[0] << 30 and time.monotonic() < end:
-        torch.cuda.empty_cache()
-        time.sleep(1)
-    yield
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
-        torch.cuda.empty_cache()
+    with contextlib.ExitStack() as stack:
+        if gib:
+            stack.enter_context(one_worker(tmp_path_factory.getbasetemp().parent / "gib.lock"))
+            end = time.monotonic() + MEMORY_SECONDS
+            while torch.cuda.mem_get_info()[0] < gib.args[0] << 30 and time.monotonic() < end:
+                torch.cuda.empty_cache()
+                time.sleep(1)
+        yield
+        if torch.cuda.is_available() and torch.cuda.memory_reserved() > 2**30:
+            torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def one_worker(path: Path) -> Iterator[None]:
+    """Waits until no other process is in here with the same path."""
+    import fcntl  # not on Windows; only tests on a GPU come here
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")
