@@ -256,8 +256,8 @@ def test_backward_configurations(
     rows = 2 * config.BM + 2 * 64 * config.KEPT  # of 16 halves: lse and delta, and what chooses them
     assert halves * 2 + parts + rows * 32 <= SHARED_LIMIT
     half = 64 if D in (96, 128) else 0
-    assert (half > 0 and not causal and config.FIRST and not config.ORDERED) == config.AHEAD
-    assert ((half, 0) if causal or config.AHEAD else (0, half)) == (config.KEPT_K, config.KEPT_V)
+    assert (half > 0 and not causal and config.FIRST and not config.ORDERED) == config.TERMS_FIRST
+    assert ((half, 0) if causal or config.TERMS_FIRST else (0, half)) == (config.KEPT_K, config.KEPT_V)
     assert config.DOWN or not (causal and D in (96, 128))
 
 

@@ -56,10 +56,10 @@ def choose(TERM: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def product(
     rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr, terms=0, kept=0,
-    KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False, AHEAD: gl.constexpr = False,
+    KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of ld
-    [BM, COLUMNS], last or (AHEAD) first: two asynchronous products, or three with the first KEPT
+    [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the first KEPT
     columns of rows in registers.
 
     The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
@@ -71,17 +71,17 @@ def product(
     BM: gl.constexpr = ld.shape[0]
     D: gl.constexpr = queries.shape[1]
     x = gl.zeros([64, BM], gl.float32, LAYOUT)
-    if AHEAD:
+    if TERM_FIRST:
         gl.static_assert(SHARED)
         x = warpgroup_mma(terms.index(TERM // 3), ld.permute((1, 0)), x, use_acc=False, is_async=True)
     if KEPT:
         first = queries.slice(0, KEPT, 1)
-        x = warpgroup_mma(kept, first.permute((1, 0)), x, use_acc=AHEAD, is_async=True)
+        x = warpgroup_mma(kept, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
         rows = rows.slice(KEPT, D - KEPT, 1)
         x = warpgroup_mma(rows, queries.slice(KEPT, D - KEPT, 1).permute((1, 0)), x, is_async=True)
     else:
-        x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=AHEAD, is_async=True)
-    if not AHEAD:
+        x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
+    if not TERM_FIRST:
         if SHARED:
             ones = terms.index(TERM // 3)
         else:
@@ -148,10 +148,10 @@ def steps(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT, CFG.AHEAD)
+        x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT, CFG.TERMS_FIRST)
         if CFG.KEPT:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-        dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT, CFG.AHEAD)
+        dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT, CFG.TERMS_FIRST)
         # all but the products that make dP
         x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
         if MASK == ASKED:
