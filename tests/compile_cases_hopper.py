@@ -11,10 +11,11 @@ from compile_case import Case
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
-from flashproto.bench.sanitize import backward_configurations
+from flashproto.bench.sanitize import CONTROLS, backward_configurations
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
+from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 
@@ -119,6 +120,9 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
             )
+    for name, (how, waits) in CONTROLS.items():
+        constexprs = {"HOW": how, "WAITS": waits}
+        yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
     for D in HEAD_DIMS:
         config = configs.attention_backward_hopper(D, 4096, causal=False)
         rows = {

@@ -439,8 +439,17 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
 def test_sanitize_says_what_it_needs() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    with pytest.raises(SystemExit, match="compute capability"):
-        bench.main(["sanitize"])
+    for options in ([], ["--controls"]):
+        with pytest.raises(SystemExit, match="compute capability"):
+            bench.main(["sanitize", *options])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sanitize.CONTROLS)
+def test_sanitize_controls_are_right(name: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("the controls are for Hopper")
+    assert sanitize.control(name) is None
 
 
 @pytest.mark.parametrize("which", ["forward", "backward"])

@@ -4,9 +4,22 @@
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1         # so that each tensor is an allocation of its own
     compute-sanitizer --tool memcheck python -m flashproto.bench sanitize
     compute-sanitizer --tool racecheck python -m flashproto.bench sanitize
+    compute-sanitizer --tool racecheck python -m flashproto.bench sanitize --controls
 
 No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
 each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
+
+racecheck reports two kinds of hazard that are none, Triton's hand-over to the warp partitions and the
+item numbers of the backward.  --controls runs kernels of a few lines for comparison:
+
+    partitions alone            the hand-over and nothing else: not reported
+    and a wait of one           the first partition waits at a barrier of its own warps, for nothing:
+                                the hand-over is reported
+    and a wait of each          the second one does so too: not reported.  So racecheck seems to compare
+                                how many barriers either has passed, whoever took part in them.
+    a number, by mbarrier       one gives the other a number, and an mbarrier orders it: reported, with
+                                --num-cuda-barriers too
+    a number, by named barrier  not reported
 """
 
 from __future__ import annotations
@@ -25,10 +38,20 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs, reference
+from ..kernels.hopper import racecheck_controls
 from .attention import rounding_of_dq
 from .measure import compare
 from .search import Chosen
 
+# Arguments of control_kernel.
+CONTROLS = {
+    "partitions alone": (racecheck_controls.NONE.value, 0),
+    "and a wait of one": (racecheck_controls.NONE.value, 1),
+    "and a wait of each": (racecheck_controls.NONE.value, 2),
+    "a number, by mbarrier": (racecheck_controls.MBARRIER.value, 0),
+    "a number, by named barrier": (racecheck_controls.NAMED.value, 0),
+}
+CONTROL_PROGRAMS = 132
 HEAD_DIMS = (64, 96, 128, 192, 256)
 # One between any two lengths at which a configuration changes.
 KEYS = (200, 1200, 2100, 4200, 8200, 16400)
@@ -146,6 +169,15 @@ def checked(call: Call) -> str | None:
     return compare(got, want, rounding)
 
 
+def control(name: str) -> str | None:
+    """What is wrong with the results of one of CONTROLS; None if nothing."""
+    how, waits = CONTROLS[name]
+    out = torch.full((CONTROL_PROGRAMS, 2), -1, dtype=torch.int32).cuda()
+    racecheck_controls.control_kernel[(CONTROL_PROGRAMS,)](out, how, waits, num_warps=4)
+    right = bool((out.cpu() == torch.arange(CONTROL_PROGRAMS)[:, None]).all())
+    return None if right else "wrong numbers"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m flashproto.bench sanitize",
@@ -154,6 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--cells", metavar="REGEX", default="", help="only calls whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new call after that")
+    parser.add_argument("--controls", action="store_true", help="run kernels without a race instead")
     options = parser.parse_args(arguments)
     wanted = [call for call in calls() if re.search(options.cells, call.key)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,6 +195,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"flashproto.bench sanitize: {'; '.join(reasons)}")
     # Filling new memory would run other kernels.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    if options.controls:
+        wrong = 0
+        for name in CONTROLS:
+            complaint = control(name)
+            wrong += complaint is not None
+            print(f"{name}: {complaint or 'right'}", flush=True)
+        sys.exit(wrong > 0)
     torch.manual_seed(0)
     started, wrong = time.perf_counter(), 0
     for index, call in enumerate(wanted):

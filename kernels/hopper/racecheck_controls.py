@@ -1,0 +1,68 @@
+"""A kernel without a race, of which compute-sanitizer's racecheck reports some all the same.
+
+The attention kernels consist of what it does: Triton hands every warp partition its work in shared
+memory, between barriers of all threads, and one partition hands a number to another.  What racecheck
+says of it tells which of its reports on them mean nothing.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .warpgroups import static_arrive, static_sync
+
+# How the number is ordered: there is none; by an mbarrier; by a named barrier.
+NONE, MBARRIER, NAMED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+ORDER = gl.constexpr(15)  # the named barrier
+ALONE = gl.constexpr(14)  # where the first warpgroup waits for itself; the second one below
+
+
+@gluon.jit
+def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+    """The first warpgroup: give the second one the program's number, and write it."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.program_id(0)
+    if WAITS >= 1:
+        static_sync(ALONE, 128)
+    if HOW != NONE:
+        number.store(gl.full([1], i, gl.int32, L))
+    if HOW == MBARRIER:
+        mbarrier.arrive(full.index(0))
+    elif HOW == NAMED:
+        static_arrive(ORDER, 256)
+    gl.store(out_ptr + 2 * i, i)
+
+
+@gluon.jit
+def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+    """The second one: write the number that it was given."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    i = gl.program_id(0)
+    if WAITS == 2:
+        static_sync(ALONE - 1, 128)
+    if HOW == MBARRIER:
+        mbarrier.wait(full.index(0), 0)
+    elif HOW == NAMED:
+        static_sync(ORDER, 256)
+    if HOW == NONE:
+        given = i
+    else:
+        given = gl.sum(number.load(L), 0)
+    gl.store(out_ptr + 2 * i + 1, given)
+
+
+@gluon.jit
+def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+    """out [programs, 2] int32: each program's number, from either warpgroup; WAITS of them wait for
+    themselves, for nothing."""
+    number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    if HOW == MBARRIER:
+        full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(full.index(0), count=1)
+    else:
+        full = 0
+    gl.warp_specialize(
+        [(give, (number, full, out_ptr, HOW, WAITS)), (take, (number, full, out_ptr, HOW, WAITS))],
+        [4],
+        [168],
+    )
