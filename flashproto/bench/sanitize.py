@@ -18,7 +18,8 @@ item numbers of the backward.  --controls runs kernels of a few lines for compar
     and a wait of each          the second one does so too: not reported.  So racecheck seems to compare
                                 how many barriers either has passed, whoever took part in them.
     a number, by mbarrier       one gives the other a number, and an mbarrier orders it: reported, with
-                                --num-cuda-barriers too
+                                --num-cuda-barriers too, and the hand-over with it, since Triton has
+                                the first one's warps wait before they arrive
     a number, by named barrier  not reported
 """
 
