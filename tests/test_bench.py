@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from flashproto import attention as flash_attention
-from flashproto import configs, plans
+from flashproto import backends, configs, plans
 from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
@@ -444,11 +444,23 @@ def test_sanitize_says_what_it_needs() -> None:
             bench.main(["sanitize", *options])
 
 
+@pytest.mark.parametrize("options", ["[]", "['--controls']"])
+def test_sanitize_says_so_without_triton(options: str) -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None; from flashproto.bench import sanitize; "
+        f"sanitize.main({options})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("flashproto.bench sanitize: the package triton is not installed")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", sanitize.CONTROLS)
 def test_sanitize_controls_are_right(name: str) -> None:
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("the controls are for Hopper")
+    against = backends.device_reasons("hopper", torch.device("cuda"))
+    if against:
+        pytest.skip("; ".join(against))
     assert sanitize.control(name) is None
 
 

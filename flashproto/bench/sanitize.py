@@ -39,18 +39,17 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs, reference
-from ..kernels.hopper import racecheck_controls
 from .attention import rounding_of_dq
 from .measure import compare
 from .search import Chosen
 
-# Arguments of control_kernel.
+# HOW and WAITS of control_kernel.
 CONTROLS = {
-    "partitions alone": (racecheck_controls.NONE.value, 0),
-    "and a wait of one": (racecheck_controls.NONE.value, 1),
-    "and a wait of each": (racecheck_controls.NONE.value, 2),
-    "a number, by mbarrier": (racecheck_controls.MBARRIER.value, 0),
-    "a number, by named barrier": (racecheck_controls.NAMED.value, 0),
+    "partitions alone": ("none", 0),
+    "and a wait of one": ("none", 1),
+    "and a wait of each": ("none", 2),
+    "a number, by mbarrier": ("mbarrier", 0),
+    "a number, by named barrier": ("named", 0),
 }
 CONTROL_PROGRAMS = 132
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -172,9 +171,11 @@ def checked(call: Call) -> str | None:
 
 def control(name: str) -> str | None:
     """What is wrong with the results of one of CONTROLS; None if nothing."""
+    from ..kernels.hopper.racecheck_controls import control_kernel  # not every Triton has Gluon
+
     how, waits = CONTROLS[name]
     out = torch.full((CONTROL_PROGRAMS, 2), -1, dtype=torch.int32).cuda()
-    racecheck_controls.control_kernel[(CONTROL_PROGRAMS,)](out, how, waits, num_warps=4)
+    control_kernel[(CONTROL_PROGRAMS,)](out, how, waits, num_warps=4)
     right = bool((out.cpu() == torch.arange(CONTROL_PROGRAMS)[:, None]).all())
     return None if right else "wrong numbers"
 

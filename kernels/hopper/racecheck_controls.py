@@ -11,9 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .warpgroups import static_arrive, static_sync
 
-# How the number is ordered: there is none; by an mbarrier; by a named barrier.
-NONE, MBARRIER, NAMED = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
-ORDER = gl.constexpr(15)  # the named barrier
+ORDER = gl.constexpr(15)  # the named barrier behind which the number lies
 ALONE = gl.constexpr(14)  # where the first warpgroup waits for itself; the second one below
 
 
@@ -24,11 +22,11 @@ def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     i = gl.program_id(0)
     if WAITS >= 1:
         static_sync(ALONE, 128)
-    if HOW != NONE:
+    if HOW != "none":
         number.store(gl.full([1], i, gl.int32, L))
-    if HOW == MBARRIER:
+    if HOW == "mbarrier":
         mbarrier.arrive(full.index(0))
-    elif HOW == NAMED:
+    elif HOW == "named":
         static_arrive(ORDER, 256)
     gl.store(out_ptr + 2 * i, i)
 
@@ -40,11 +38,11 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     i = gl.program_id(0)
     if WAITS == 2:
         static_sync(ALONE - 1, 128)
-    if HOW == MBARRIER:
+    if HOW == "mbarrier":
         mbarrier.wait(full.index(0), 0)
-    elif HOW == NAMED:
+    elif HOW == "named":
         static_sync(ORDER, 256)
-    if HOW == NONE:
+    if HOW == "none":
         given = i
     else:
         given = gl.sum(number.load(L), 0)
@@ -53,10 +51,11 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
 
 @gluon.jit
 def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
-    """out [programs, 2] int32: each program's number, from either warpgroup; WAITS of them wait for
-    themselves, for nothing."""
+    """out [programs, 2] int32: each program's number, from either warpgroup; HOW says what orders the
+    one that is given: "none" is, "mbarrier" or "named" barrier; WAITS of the two wait for themselves,
+    for nothing."""
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    if HOW == MBARRIER:
+    if HOW == "mbarrier":
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(full.index(0), count=1)
     else:
