@@ -1,10 +1,10 @@
 """What calls with tensors of equal metadata have in common, worked out once.
 
-Which checks a call passes, its backend, its tiles and all numbers of its launch follow from its options
-and from the dtypes, shapes, strides and device of its tensors, never from what is in them.  A plan is
-what is left: a function of the tensors.  The public functions of small operators, where all that
-would take longer than the kernel, look for a plan first; a call without one goes its usual way, and the
-second one of its kind leaves a plan for the next.
+Which checks a call passes, its backend, its tiles and all numbers of its launch follow from its
+options, from the dtypes, shapes, strides and device of its tensors and from torch.autocast, never from
+what is in the tensors.  A plan is what is left: a function of the tensors.  The public functions of
+small operators, where all that would take longer than the kernel, look for a plan first; a call without
+one goes its usual way, and the second one of its kind leaves a plan for the next.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ByGrad:
 
 
 _plans: dict[Hashable, Plan | None] = {}  # None for a key seen once
-_recent: dict[Hashable, Recent] = {}  # by options, default backend and number of tensors
+_recent: dict[Hashable, Recent] = {}  # by options, default backend, number of tensors and autocast
 
 
 class Recent:
@@ -85,13 +85,20 @@ def followed() -> bool:
     return not (is_compiling() or transforms_active() or forward_ad._current_level >= 0)
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast converts to on x's device; None where it is off there."""
+    if not autocasts():
+        return None
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def key(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Hashable | None:
     """Under which a call's plan is kept; the options say which of its tensors these are.
 
-    None for a call that follows no plan: under autocast too, and of arguments that are no plain strided
-    tensors.
+    None for a call that follows no plan, as of arguments that are no plain strided tensors.
     """
-    if autocasts() or not followed():
+    if not followed():
         return None
     found: list[Hashable] = [options, backends.get_default()]
     try:
@@ -99,7 +106,8 @@ def key(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Hashable | 
             if type(x) is not Tensor and type(x) is not Parameter:
                 return None
             found += (x.dtype, x.shape, x.stride(), x.device)
-    except RuntimeError:  # sparse ones have no strides
+        found.append(autocast_dtype(tensors[0]))
+    except RuntimeError:  # sparse ones have no strides, and not every device has autocast
         return None
     return tuple(found)
 
@@ -109,14 +117,14 @@ def find(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Plan | Non
     # Of what `followed` asks, this much: the rest are tensors of another kind.
     if is_dynamo_compiling() or forward_ad._current_level >= 0:
         return None
-    kind = options, backends.get_default(), len(tensors)
     try:
+        kind = options, backends.get_default(), len(tensors), autocast_dtype(tensors[0])
         recent = _recent.get(kind)
-    except TypeError:  # of an option that has no hash
+    except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
         return None
     if recent is not None:
         for check, with_grad, plain in recent.found:
-            if check(*tensors):  # none passes under autocast or torch.func
+            if check(*tensors):  # none passes under torch.func
                 return with_grad if is_grad_enabled() else plain
     found = key(options, tensors)
     kept = None if found is None else _plans.get(found)
@@ -151,6 +159,16 @@ def forget() -> None:
     _plans.clear()
     _recent.clear()
     words.forget()
+
+
+def after_casts(plan: Plan, given: Sequence[Tensor], cast: Sequence[Tensor]) -> Plan:
+    """`plan`, which is of tensors like `cast`, for those that autocast made them from."""
+    if isinstance(plan, ByGrad):
+        return ByGrad(after_casts(plan.recorded, given, cast), after_casts(plan.plain, given, cast))
+    dtypes = [x.dtype for x in cast]
+    if dtypes == [x.dtype for x in given]:
+        return plan
+    return lambda *tensors: plan(*map(Tensor.to, tensors, dtypes))
 
 
 def where_aligned(plan: Plan, otherwise: Plan) -> Plan:

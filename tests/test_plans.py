@@ -107,6 +107,13 @@ def everything(device: str, dtype: torch.dtype) -> dict[str, tuple[Callable[...,
             ),
             [x],
         ),
+        "gelu": (lambda x: flashproto.gelu(x, approximate="tanh", **triton), [x]),
+        "geglu": (
+            lambda x, up: flashproto.geglu(x, up, **triton),
+            [x, rows(device, dtype, 6, 80)[:, :40]],
+        ),
+        "swiglu of halves": (lambda x: flashproto.swiglu(x, **triton), [x]),
+        "reglu of odd halves": (lambda x: flashproto.reglu(x[:, :14], **triton), [x]),
         "attention": (
             lambda q, k, v: flashproto.attention(q, k, v, causal=True, **triton),
             heads(device, dtype),
@@ -362,14 +369,39 @@ def test_export_keeps_the_op(device, followed) -> None:
     torch.testing.assert_close(exported.module()(x), expected, rtol=0, atol=0)
 
 
-def test_autocast_follows_none(device, followed) -> None:
-    x = rows(device, bf16)
-    for _ in range(3):
+def test_autocast_has_plans_of_its_own(device, followed) -> None:
+    x, (q, k, v) = rows(device, bf16), heads(device, f32)
+    for _ in range(6):
         assert flashproto.softmax(x, impl="triton").dtype == bf16
-        with torch.autocast(torch.device(device).type, dtype=bf16):
-            expected = torch.softmax(x, -1).dtype
-            assert flashproto.softmax(x, impl="triton").dtype == expected
-    assert sum(followed) == 1
+        assert flashproto.attention(q, k, v, impl="triton").dtype == f32
+        for dtype in (bf16, torch.float16):
+            with torch.autocast(device, dtype):
+                expected = torch.softmax(x, -1).dtype
+                assert flashproto.softmax(x, impl="triton").dtype == expected
+                assert flashproto.attention(q, k, v, impl="triton").dtype == dtype
+                with torch.autocast(device, enabled=False):
+                    assert flashproto.attention(q, k, v, impl="triton").dtype == f32
+    assert sum(followed) == len(followed) - 2 * 6  # of two calls of each of six kinds
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_under_autocast_as_well(device, followed, name, dtype) -> None:
+    """Beside the plans of calls without it; the casts of tensors that need them are recorded too."""
+    call, tensors = everything(device, dtype)[name]
+    for _ in range(5):
+        without = results(call, tensors)
+    followed.clear()
+    with torch.autocast(device, bf16):
+        first, *others = (results(call, tensors) for _ in range(5))
+        plain = call(*tensors)
+    assert followed == [False, False, *[True] * 4]
+    for got in (*others, [plain] if isinstance(plain, Tensor) else plain):
+        for a, b in zip(got, first, strict=False):
+            assert a.dtype == b.dtype and a.stride() == b.stride()
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+    for a, b in zip(results(call, tensors), without, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
 def test_the_default_backend_may_change(device, followed) -> None:
@@ -399,7 +431,8 @@ def test_errors_are_raised_every_time(device, followed) -> None:
 
 def test_keeps_no_tensor(device, followed) -> None:
     references = []
-    for name in ("add_layer_norm", "layer_norm of wide rows", "softmax", "cross_entropy", "attention"):
+    names = "add_layer_norm", "layer_norm of wide rows", "softmax", "cross_entropy", "attention", "geglu"
+    for name in (*names, "swiglu of halves"):
         call, tensors = everything(device, f32)[name]
         for _ in range(3):
             results(call, tensors)
@@ -480,9 +513,11 @@ def test_last_plans_are_those_of_such_tensors(device, keys) -> None:
     keys.clear()
     call(x + 1)
     assert not keys
-    with torch.autocast(x.device.type, bf16):
-        call(x)
-    assert keys and not any(keys)
+    for found in (False, False, False, False, True):
+        keys.clear()
+        with torch.autocast(device, bf16):
+            call(x)
+        assert bool(keys) != found
     keys.clear()
     torch.func.grad(lambda z: (call(x) * z).sum())(x)
     assert keys and not any(keys)

@@ -59,10 +59,10 @@ def attention(
         if (plan := plans.find(kind, (q, k, v))) is not None:
             return plan(q, k, v)
         key = plans.key(kind, (q, k, v))
-    q, k, v = autocast_low_precision(q, k, v)
+    given, (q, k, v) = (q, k, v), autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
     offset = k.shape[2] - q.shape[2]
-    out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key)
+    out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key, given)
     return (out, lse) if return_lse else out
 
 
@@ -96,7 +96,7 @@ def attention_qkv(
     if (plan := plans.find(kind, (qkv,))) is not None:
         return plan(qkv)
     key = plans.key(kind, (qkv,))
-    (qkv,) = autocast_low_precision(qkv)
+    given, (qkv,) = qkv, autocast_low_precision(qkv)
     check_packed(name, qkv, n_heads, n_kv_heads)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
@@ -107,15 +107,15 @@ def attention_qkv(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backend in ("hopper", "triton") and scale >= 0:
         arguments = (qkv, n_heads, n_kv_heads, causal, scale, backend)
-        plans.keep(key, lambda: attention_qkv_op.plan(*arguments))
+        plans.keep(key, lambda: plans.after_casts(attention_qkv_op.plan(*arguments), [given], [qkv]))
         return attention_qkv_op.attention_qkv(*arguments)[0]
     return _attention(name, q, k, v, causal, 0, scale, False, backend)[0]
 
 
-def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=None):
+def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=None, given=()):
     """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None).
 
-    key: under which to keep a plan.
+    key: under which to keep a plan, of the tensors that autocast made q, k and v from.
     """
     check_scale(operator, scale)
     backend = backends.choose(
@@ -126,8 +126,11 @@ def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=N
     if backend == "reference":
         return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    plans.keep(key, lambda: attention_op.plan(q, k, v, causal, offset, scale, backend, return_lse))
-    return attention_op.attention(q, k, v, causal, offset, scale, backend)
+    arguments = (q, k, v, causal, offset, scale, backend)
+    plans.keep(
+        key, lambda: plans.after_casts(attention_op.plan(*arguments, return_lse), given, (q, k, v))
+    )
+    return attention_op.attention(*arguments)
 
 
 def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str]:

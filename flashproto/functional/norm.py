@@ -163,7 +163,7 @@ def _norm_anew(
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    given, tensors = tensors, [t for t in (x, residual, weight, bias) if t is not None]
     if memory_efficient:
         check_memory_efficient(operator, x, bias, hooked or dtype not in (None, x.dtype))
     elif hooked or dtype not in (None, x.dtype):
@@ -182,7 +182,7 @@ def _norm_anew(
                 x, residual, weight, len(shape), eps, centered, casting
             )
         arguments = (x, residual, weight, bias, len(shape), eps, centered, casting)
-        plans.keep(key, lambda: norm_plan.plan(*arguments))
+        plans.keep(key, lambda: plans.after_casts(norm_plan.plan(*arguments), given, tensors))
         return norm_op.norm(*arguments)
     if backend == "torch":
         total = x if residual is None else x + residual
