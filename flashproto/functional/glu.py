@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import backends, reference
+from .. import backends, plans, reference
 from ..checks import check_approximate, check_glu
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import glu as glu_op
+    from ..ops import glu_plan
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -> Tensor:
@@ -54,16 +55,7 @@ def gelu(x: Tensor, *, approximate: str = "none", impl: str | None = None) -> Te
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016).
     """
     check_approximate("gelu", approximate)
-    check_glu("gelu", x, None, halves=False)
-    activation = _gelu(approximate)
-    backend = backends.choose("gelu", impl, x.device, lambda b: float64_reasons(b, [x]))
-    if backend == "triton":
-        if x.ndim == 0:
-            return glu_op.glu(x[None], None, activation, False)[0]
-        return glu_op.glu(x, None, activation, False)
-    if backend == "reference":
-        return reference.glu(x, None, activation)
-    return reference.ACTIVATIONS[activation](x)
+    return _glu("gelu", x, None, _gelu(approximate), impl)
 
 
 def _gelu(approximate: str) -> str:
@@ -71,13 +63,22 @@ def _gelu(approximate: str) -> str:
 
 
 def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: str | None) -> Tensor:
-    check_glu(operator, gate, up, halves=up is None)
-    tensors = [gate] if up is None else [gate, up]
+    halves = up is None and operator != "gelu"
+    tensors = (gate,) if up is None else (gate, up)
+    kind = operator, activation, impl
+    if (plan := plans.find(kind, tensors)) is not None:
+        return plan(*tensors)
+    key = plans.key(kind, tensors)
+    check_glu(operator, gate, up, halves=halves)
     backend = backends.choose(operator, impl, gate.device, lambda b: float64_reasons(b, tensors))
     if backend == "triton":
-        return glu_op.glu(gate, up, activation, up is None)
-    if up is None:
+        if gate.ndim == 0:
+            return glu_op.glu(gate[None], None, activation, False)[0]
+        plans.keep(key, lambda: glu_plan.plan(gate, up, activation, halves))
+        return glu_op.glu(gate, up, activation, halves)
+    if halves:
         gate, up = gate.chunk(2, -1)
     if backend == "reference":
         return reference.glu(gate, up, activation)
-    return reference.ACTIVATIONS[activation](gate) * up
+    act = reference.ACTIVATIONS[activation](gate)
+    return act if up is None else act * up

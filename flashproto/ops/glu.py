@@ -14,7 +14,8 @@ from torch import Tensor
 from .. import configs
 from ..kernels.glu import glu_backward_kernel, glu_forward_kernel
 from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
-from .launch import cdiv, launcher
+from .launch import Launch, cdiv, launcher
+from .memory import New
 from .rows import as_rows
 
 launch_forward = launcher(glu_forward_kernel, tensors=3)
@@ -50,17 +51,29 @@ def one_row(*tensors: Tensor | None) -> Any:
 def glu_forward(gate: Tensor, up: Tensor | None, activation: str, halves: bool) -> Tensor:
     """Launch the forward kernel."""
     y = empty_output(gate, halves)
-    if y.numel() == 0:
-        return y
-    gate, up = one_row(*parts_of(gate, up, halves))
-    M, N = gate.shape
-    config = configs.glu(N, y.element_size())
-    launch_forward(
-        cdiv(M, config.rows) * cdiv(N, config.columns),
-        gate, up, y, gate.stride(0), 0 if up is None else up.stride(0), M, N,
-        ACT=activation, R=config.rows, C=config.columns, num_warps=config.num_warps,
-    )  # fmt: skip
+    if y.numel() > 0:
+        forward_launch(gate, up, y, activation, halves)()
     return y
+
+
+def forward_launch(
+    gate: Tensor, up: Tensor | None, y: Tensor | New, activation: str, halves: bool
+) -> Launch:
+    """The launch that fills y, of some elements."""
+    gate, up = one_row(*parts_of(gate, up, halves))
+    numbers = gate.stride(0), 0 if up is None else up.stride(0), *gate.shape
+    return launch_of_tiles(launch_forward, gate, (gate, up, y, *numbers), activation)
+
+
+def launch_of_tiles(launch: Any, like: Tensor, arguments: tuple[Any, ...], activation: str) -> Launch:
+    """The launch of a kernel that goes over matrices like this one by tiles."""
+    M, N = like.shape
+    config = configs.glu(N, like.element_size())
+    programs = cdiv(M, config.rows) * cdiv(N, config.columns)
+    options = {
+        "ACT": activation, "R": config.rows, "C": config.columns, "num_warps": config.num_warps
+    }  # fmt: skip
+    return Launch(launch, programs, arguments, options)
 
 
 def empty_output(gate: Tensor, halves: bool) -> Tensor:
@@ -87,24 +100,27 @@ def glu_backward(
 ) -> tuple[Tensor, Tensor]:
     """Launch the backward kernel; results as empty_gradients, with halves one in dgate."""
     gradients = empty_gradients(gate, up, need_dgate, need_dup)
-    if dy.numel() == 0:
-        return gradients
+    if dy.numel() > 0:
+        backward_launch(dy, gate, up, gradients, activation, halves)()
+    return gradients
+
+
+def backward_launch(
+    dy: Tensor, gate: Tensor, up: Tensor | None, gradients: tuple[Tensor, Tensor], activation: str,
+    halves: bool,
+) -> Launch:  # fmt: skip
+    """The launch that fills those gradients that have elements."""
     inputs = parts_of(gate, up, halves)
     if halves:
         outputs: tuple[Tensor | None, ...] = parts_of(gradients[0], None, True)
     else:
         outputs = tuple(as_rows(t) if t.numel() else None for t in gradients)
-    dy, gate, up, dgate, dup = one_row(as_rows(dy), *inputs, *outputs)
-    M, N = gate.shape
-    config = configs.glu(N, dy.element_size())
-    launch_backward(
-        cdiv(M, config.rows) * cdiv(N, config.columns),
-        dy, gate, up, dgate, dup,
+    dy, gate, up, dgate, dup = tensors = one_row(as_rows(dy), *inputs, *outputs)
+    numbers = (
         dy.stride(0), gate.stride(0), 0 if up is None else up.stride(0),
-        (dup if dgate is None else dgate).stride(0), M, N,
-        ACT=activation, R=config.rows, C=config.columns, num_warps=config.num_warps,
+        (dup if dgate is None else dgate).stride(0), *gate.shape,
     )  # fmt: skip
-    return gradients
+    return launch_of_tiles(launch_backward, gate, (*tensors, *numbers), activation)
 
 
 # --- autograd --------------------------------------------------------------------------------------
