@@ -263,6 +263,7 @@ def test_problems_have_names_of_their_own(module: Any) -> None:
         ("rms_norm_article", ""),
         ("online_softmax", ""),
         ("block", ""),
+        ("gpt", ""),
     ],
 )
 def test_subject_runs_without_a_gpu(

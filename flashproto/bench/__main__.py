@@ -5,7 +5,7 @@ long run into parts.
 
 Results are checked first, against float32 references: a contender whose result is wrong, or that
 fails, is listed with its error and gets no time.  Forward is timed with gradients wanted, as in
-training; backward alone, on a graph kept for it (block: forward and backward together).
+training; backward alone, on a graph kept for it (views, block, gpt: forward and backward together).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .timing import make_timer
 
 SUBJECTS = (
     "attention", "views", "norm", "add_norm", "softmax", "softmax_topk", "cross_entropy",
-    "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu", "block",
+    "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu", "block", "gpt",
 )  # fmt: skip
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
 TOOLS = ("sanitize", "search")  # modules with a command line of their own
@@ -104,7 +104,7 @@ def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
-    if subject not in ("attention", "views", "block", "launch"):
+    if subject not in ("attention", "views", "block", "gpt", "launch"):
         runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]
@@ -148,13 +148,14 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
     """Measure the plan's cells, each saved when it is done; none is begun after --budget."""
     ceilings = measure_ceilings(device)
     print(report.ceilings_text(ceilings), flush=True)
+    on_device = device.type == "cuda" and not getattr(plan.module, "WALL_CLOCK", False)
     protocol = {"repeats": options.repeats, "rep_ms": options.rep_ms,
                 "drop_slower": options.drop_slower,
-                "timer": DEVICE_TIMER if device.type == "cuda" else "wall clock",
+                "timer": DEVICE_TIMER if on_device else "wall clock, each call waited for",
                 "statistic": "median of repeats in changing order, each a median"}  # fmt: skip
     cells, runs = plan.data["cells"], plan.data["runs"]
     runs.append(report.describe_run(ceilings, protocol))
-    timer = make_timer(device, options.rep_ms)
+    timer = make_timer(device, options.rep_ms, on_device)
     for index, problem in enumerate(plan.wanted):
         elapsed = time.perf_counter() - started
         if options.budget is not None and elapsed > options.budget:

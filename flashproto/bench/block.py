@@ -54,11 +54,11 @@ def work(p: Problem) -> Work:
 
 
 class PlainAttention(nn.Module):
-    def __init__(self, C: int, heads: int) -> None:
+    def __init__(self, C: int, heads: int, bias: bool = False) -> None:
         super().__init__()
         self.heads = heads
-        self.qkv = nn.Linear(C, 3 * C, bias=False)
-        self.out = nn.Linear(C, C, bias=False)
+        self.qkv = nn.Linear(C, 3 * C, bias=bias)
+        self.out = nn.Linear(C, C, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         B, S, C = x.shape

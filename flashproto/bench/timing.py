@@ -7,6 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,21 @@ import torch
 Timer = Callable[[Callable[[], Any]], float]
 
 
-def make_timer(device: torch.device, milliseconds: float = 100.0) -> Timer:
-    """A function that returns the median milliseconds of a call: of the device on a GPU, elsewhere of
-    the wall clock.  `milliseconds` is about how long it measures."""
-    if device.type == "cuda":
+def make_timer(
+    device: torch.device, milliseconds: float = 100.0, on_device: bool | None = None
+) -> Timer:
+    """A function that returns the median milliseconds of a call: of the device, by default on a GPU, or
+    of the wall clock until the device is done.  `milliseconds` is about how long it measures."""
+    if device.type != "cuda":
+        return lambda fn: wall_clock(fn, milliseconds)
+    if on_device is None or on_device:
         return lambda fn: device_clock(fn, milliseconds)
-    return lambda fn: wall_clock(fn, milliseconds)
+
+    def done(fn: Callable[[], Any]) -> None:
+        fn()
+        torch.cuda.synchronize(device)
+
+    return lambda fn: wall_clock(partial(done, fn), milliseconds)
 
 
 def device_clock(fn: Callable[[], Any], milliseconds: float = 100.0) -> float:
