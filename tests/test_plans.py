@@ -256,7 +256,16 @@ def test_only_some_inputs_require_grad(device, followed) -> None:
         assert lse.requires_grad
         (dv,) = torch.autograd.grad(out.sum(), v)
         assert dv.shape == v.shape
-    assert followed == [False, False, True, *[False, False, True, *[True] * 6], False, False, True]
+    gate, up = rows(device), rows(device)
+    for leaf in (gate, up):
+        other = leaf.clone().requires_grad_()
+        given = [other if t is leaf else t for t in (gate, up)]
+        for _ in range(3):
+            (got,) = torch.autograd.grad((flashproto.reglu(*given, impl="triton") * x).sum(), other)
+            expected = torch.where(gate > 0, gate if leaf is up else up, 0) * x
+            torch.testing.assert_close(got, expected)
+    three = False, False, True
+    assert followed == [*three, *three, *[True] * 6, *three, *three, *[True] * 3]
 
 
 @pytest.mark.parametrize("name", NAMES)
