@@ -80,12 +80,14 @@ class PlainMLP(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    def __init__(self, C: int, heads: int, d_ff: int) -> None:
+    def __init__(
+        self, make_norm: Callable[[], nn.Module], attention: nn.Module, mlp: nn.Module
+    ) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(C, EPS)
-        self.attention = PlainAttention(C, heads)
-        self.norm2 = nn.RMSNorm(C, EPS)
-        self.mlp = PlainMLP(C, d_ff)
+        self.norm1 = make_norm()
+        self.attention = attention
+        self.norm2 = make_norm()
+        self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -129,7 +131,8 @@ def plain_layer(p: Problem, d_ff: int) -> nn.Module:
         return PlainAttention(p.C, p.heads)
     if p.kind == "mlp":
         return PlainMLP(p.C, d_ff)
-    return PlainBlock(p.C, p.heads, d_ff)
+    make_norm = partial(nn.RMSNorm, p.C, EPS)
+    return PlainBlock(make_norm, PlainAttention(p.C, p.heads), PlainMLP(p.C, d_ff))
 
 
 # --- measuring -----------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import GPT, GPTConfig
-from .block import PlainAttention
+from .block import PlainAttention, PlainBlock
 from .measure import Prepared, Work, compare
 from .peers import compiled
 
@@ -68,26 +68,21 @@ class PlainMLP(nn.Module):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
 
 
-class PlainBlock(nn.Module):
-    def __init__(self, c: GPTConfig) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(c.d_model, c.norm_eps)
-        self.attention = PlainAttention(c.d_model, c.n_heads, bias=True)
-        self.norm2 = nn.LayerNorm(c.d_model, c.norm_eps)
-        self.mlp = PlainMLP(c.d_model, c.hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
 class PlainGPT(nn.Module):
     def __init__(self, c: GPTConfig) -> None:
         super().__init__()
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = nn.Embedding(c.context, c.d_model)
-        self.blocks = nn.ModuleList(PlainBlock(c) for _ in range(c.n_layers))
-        self.norm = nn.LayerNorm(c.d_model, c.norm_eps)
+        make_norm = partial(nn.LayerNorm, c.d_model, c.norm_eps)
+        self.blocks = nn.ModuleList(
+            PlainBlock(
+                make_norm,
+                PlainAttention(c.d_model, c.n_heads, bias=True),
+                PlainMLP(c.d_model, c.hidden),
+            )
+            for _ in range(c.n_layers)
+        )
+        self.norm = make_norm()
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
