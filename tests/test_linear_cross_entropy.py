@@ -282,6 +282,22 @@ def test_buffers_are_aligned_and_cover_the_vocabulary() -> None:
             assert T * classes <= 2 * chunk * V + 64 * T
 
 
+def test_products_take_whole_16_bytes() -> None:
+    for _ in range(100):
+        V, itemsize, most = (
+            random.randrange(1, 1000),
+            random.choice([2, 4]),
+            64 * random.randrange(1, 9),
+        )
+        parts = configs.class_parts(V, itemsize, most)
+        assert [i for part in parts for i in range(V)[part]] == list(range(V))
+        assert all((part.stop - part.start) * itemsize % 16 == 0 for part in parts[:-1])
+        assert all(0 < part.stop - part.start <= most for part in parts)
+        assert configs.class_parts(V, itemsize) == configs.class_parts(V, itemsize, V)
+    assert configs.class_parts(50257, 2) == [slice(0, 50256), slice(50256, 50257)]
+    assert configs.class_parts(50304, 2) == [slice(0, 50304)]
+
+
 @pytest.mark.parametrize("need_gradients", [False, True])
 def test_opcheck(device, need_gradients) -> None:
     op = torch.ops.flashproto

@@ -10,6 +10,7 @@ from .attention import (
 from .cross_entropy import (
     CrossEntropyConfig,
     StripConfig,
+    class_parts,
     classes_at_once,
     classes_summed,
     cross_entropy_backward,
@@ -77,6 +78,7 @@ __all__ = [
     "attention_forward",
     "attention_forward_hopper",
     "balanced_plan",
+    "class_parts",
     "classes_at_once",
     "classes_summed",
     "column_sums",

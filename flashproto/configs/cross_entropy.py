@@ -3,6 +3,7 @@ row does not depend on how many others there are.  itemsize: bytes of a logit.""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from .sizes import power_of_two
@@ -97,6 +98,15 @@ def gradient_scale(itemsize: int) -> StripConfig:
 def padded_classes(V: int) -> int:
     """Row stride of a buffer of logits: whole 128-byte lines, which products and kernels want."""
     return -(-V // 64) * 64
+
+
+def class_parts(V: int, itemsize: int, most: int | None = None) -> list[slice]:
+    """V classes in parts for products, of `most` at most; the last few apart where a row of logits is no
+    multiple of 16 bytes, since for such matrices cuBLAS has kernels alone that are several times slower.
+    """
+    whole = V - V % (16 // itemsize)
+    bounds = [*range(0, whole, most or V), whole, V]
+    return [slice(a, b) for a, b in itertools.pairwise(bounds) if a < b]
 
 
 def tokens_at_once(D: int, low_memory: bool) -> int:

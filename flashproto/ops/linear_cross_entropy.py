@@ -92,10 +92,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
 
 def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = h weight^T + bias."""
-    if bias is None:
-        torch.mm(h, weight.t(), out=out)
-    else:
-        torch.addmm(bias, h, weight.t(), out=out)
+    for part in configs.class_parts(weight.shape[0], weight.element_size()):
+        if bias is None:
+            torch.mm(h, weight[part].t(), out=out[:, part])
+        else:
+            torch.addmm(bias[part], h, weight[part].t(), out=out[:, part])
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
@@ -143,22 +144,24 @@ def gradient_slices(
         yield part, W, chunk
 
 
-def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int) -> None:
-    """out = dlogits W, in float32; from float32 the sum of products of `classes` classes each, since
-    one sum over all classes may have many more roundings."""
-    classes = classes if dlogits.dtype == torch.float32 else W.shape[0]
-    product(dlogits[:, :classes], W[:classes], out)
-    for first in range(classes, W.shape[0], classes):
-        part = slice(first, first + classes)
-        out += torch.mm(dlogits[:, part], W[part])
+def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int, add: bool = False) -> None:
+    """out = or += dlogits W, in float32; from float32 the sum of products of `classes` classes each,
+    since one sum over all classes may have many more roundings."""
+    exact = dlogits.dtype == torch.float32
+    for part in configs.class_parts(W.shape[0], W.element_size(), classes if exact else None):
+        if exact and part.start > 0:
+            out += torch.mm(dlogits[:, part], W[part])
+        else:
+            product(dlogits[:, part], W[part], out, add=add or part.start > 0)
 
 
-def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor) -> None:
-    """out = dlogits^T h, in whatever dtype."""
-    if out.dtype in (h.dtype, torch.float32):
-        product(dlogits.t(), h, out)
-    else:
-        out.copy_(torch.mm(dlogits.t(), h))
+def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor, add: bool = False) -> None:
+    """out = or += dlogits^T h; where out is neither float32 nor of h's dtype, only the former."""
+    for part in configs.class_parts(out.shape[0], h.element_size()):
+        if out.dtype in (h.dtype, torch.float32):
+            product(dlogits[:, part].t(), h, out[part], add)
+        else:
+            out[part] = torch.mm(dlogits[:, part].t(), h)
 
 
 def linear_cross_entropy_forward(
@@ -215,7 +218,7 @@ def linear_cross_entropy_forward(
             hidden_gradient(chunk, W, product_dh[:n], classes)
             torch.div(product_dh[:n], divisor, out=dh[part])
         if need_dweight:
-            product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
+            weight_gradient(chunk[:, :summed], h[part], dweight_sum, add=start > 0)
         if need_dbias:
             column_sums(chunk, dbias_sum, add=start > 0)
     del chunk, buffer, product_dh, W
@@ -294,7 +297,7 @@ def linear_cross_entropy_backward(
             if need_dh:
                 hidden_gradient(chunk, weight, dh[rows], classes)
             if need_dweight:
-                product(chunk.t(), h[rows], dweight, add=start > 0)
+                weight_gradient(chunk, h[rows], dweight, add=start > 0)
             if need_dbias:
                 column_sums(chunk, dbias, add=start > 0)
         return dh, dweight, dbias
@@ -303,7 +306,7 @@ def linear_cross_entropy_backward(
         dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes,
     ):  # fmt: skip
         if need_dh:
-            product(dlogits, W, dh_sum, add=part.start > 0)
+            hidden_gradient(dlogits, W, dh_sum, classes, add=part.start > 0)
         if need_dweight:
             weight_gradient(dlogits, h, dweight[part])
         if need_dbias:
