@@ -409,6 +409,62 @@ def test_autocast_gives_a_float32_loss_close_to_the_exact_one():
     assert loss.item() == pytest.approx(exact.item(), abs=0.02)
 
 
+@pytest.fixture
+def autocasts_norms(monkeypatch):
+    """Autocast takes norms to float32, as it does on a GPU."""
+    monkeypatch.setattr("flashproto.functional.autocast._autocasts", lambda *_: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS], ids=["gpt", "llama"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_norms_under_autocast_save_casts_alone(monkeypatch, autocasts_norms, impl, parts, dtype):
+    model = nn.GPT(dataclasses.replace(TINY, **parts), impl=impl).to(DEVICE)
+    tokens = torch.randint(61, (2, 24), device=DEVICE)
+    found = []
+
+    def look(norm, inputs, results):
+        found.append((inputs[0].dtype, results[0].dtype, results[1].dtype))
+
+    def outcome():
+        found.clear()
+        with torch.autocast(DEVICE.type, dtype):
+            logits, loss = model(tokens, tokens)
+        return logits.detach(), loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
+
+    for norm in (model.blocks[0].norm2, model.blocks[1].norm1, model.norm):
+        norm.register_forward_hook(look)
+    got = outcome()
+    assert found == [(dtype, dtype, torch.float32)] * 3
+    for module in (nn.block, nn.gpt):
+        monkeypatch.setattr(module, "norm_before_linear", lambda norm, *inputs: norm(*inputs))
+    wanted = outcome()
+    assert found == [(dtype, torch.float32, torch.float32)] * 3
+    names = ["logits", "loss", *(name for name, _ in model.named_parameters())]
+    assert not [name for name, a, b in zip(names, got, wanted, strict=True) if not torch.equal(a, b)]
+
+
+@pytest.mark.parametrize("changes", [{"casting": "llama"}, {"eps": None}, {"memory_efficient": True}])
+def test_norms_whose_bits_follow_their_input_stay_in_float32(autocasts_norms, changes):
+    norm = nn.RMSNorm(32, device=DEVICE, **{"eps": 1e-5, **changes}, impl="reference")
+    x, residual = torch.randn(2, 4, 32, device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        y, total = nn.norm.norm_before_linear(norm, x.bfloat16(), residual)
+    assert y.dtype == total.dtype == torch.float32
+
+
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS])
+def test_compiled_gpt_under_autocast_equals_eager(autocasts_norms, parts):
+    model = nn.GPT(dataclasses.replace(TINY, **parts), impl="torch").to(DEVICE)
+    tokens = torch.randint(61, (2, 24), device=DEVICE)
+    torch._dynamo.reset()
+    losses = []
+    for run in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            losses.append(run(tokens, tokens)[1])
+    close(losses[0], losses[1], 1e-2)
+
+
 @pytest.mark.parametrize("parts", [{}, LLAMA_PARTS])
 def test_compiled_gpt_has_no_graph_break_and_equals_eager(parts):
     model = nn.GPT(dataclasses.replace(TINY, **parts), impl="torch").to(DEVICE)

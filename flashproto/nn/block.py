@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .attention import Attention, Rope, beside_attention
 from .mlp import MLP
-from .norm import make_norm
+from .norm import make_norm, norm_before_linear
 
 
 class TransformerBlock(nn.Module):
@@ -70,6 +70,6 @@ class TransformerBlock(nn.Module):
         if residual is None:
             x, residual = self.norm1(x), x
         else:
-            x, residual = self.norm1(x, residual)
-        x, residual = self.norm2(self.attention(x, rope), residual)
+            x, residual = norm_before_linear(self.norm1, x, residual)
+        x, residual = norm_before_linear(self.norm2, self.attention(x, rope), residual)
         return self.mlp(x), residual

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import functional as F
 from .. import hooks
 from ..checks import refuse
+from ..plans import autocast_dtype
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -175,6 +176,25 @@ class GatedRMSNorm(RMSNorm):
         made = hooks.call("silu_gate", gate)
         before, after = (made, None) if self.gate_first else (None, made)
         return super().forward(x, prologue=before, epilogue=after)
+
+
+def norm_before_linear(
+    norm: LayerNorm | RMSNorm, x: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
+    """norm(x, residual), of whose results linear layers take the first.
+
+    Under torch.autocast a norm takes and gives float32, though x comes from a linear layer in autocast's
+    dtype and the next one takes that dtype.  Here x stays as it is, and the norm is rounded to its dtype
+    at once: the same bits, residual and arithmetic in float32, without casts of whole activations.
+    """
+    same_bits = (
+        isinstance(norm, (LayerNorm, RMSNorm)) and norm.casting == "torch"
+        and norm.eps is not None and not norm.memory_efficient
+    )  # fmt: skip
+    if same_bits and residual.dtype == torch.float32 != x.dtype == autocast_dtype(x):
+        with torch.autocast(x.device.type, enabled=False):
+            return norm(x, residual)
+    return norm(x, residual)
 
 
 def make_norm(
