@@ -20,7 +20,11 @@ item numbers of the backward.  --controls runs kernels of a few lines for compar
     a number, by mbarrier       one gives the other a number, and an mbarrier orders it: reported, with
                                 --num-cuda-barriers too, and the hand-over with it, since Triton has
                                 the first one's warps wait before they arrive
+    and a wait of the taker     though it orders nothing: neither is reported
     a number, by named barrier  not reported
+
+The same by hand with up to six waits of either: it reports a reader that has passed no more barriers than
+its writer had.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ CONTROLS = {
     "and a wait of one": ("none", 1),
     "and a wait of each": ("none", 2),
     "a number, by mbarrier": ("mbarrier", 0),
+    "a number, and a wait of the taker": ("mbarrier", 3),
     "a number, by named barrier": ("named", 0),
 }
 CONTROL_PROGRAMS = 132
