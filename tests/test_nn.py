@@ -440,8 +440,16 @@ def test_norms_under_autocast_save_casts_alone(monkeypatch, autocasts_norms, imp
         monkeypatch.setattr(module, "norm_before_linear", lambda norm, *inputs: norm(*inputs))
     wanted = outcome()
     assert found == [(dtype, torch.float32, torch.float32)] * 3
-    names = ["logits", "loss", *(name for name, _ in model.named_parameters())]
-    assert not [name for name, a, b in zip(names, got, wanted, strict=True) if not torch.equal(a, b)]
+    if impl == "triton" and DEVICE.type == "cuda":  # may add in another order
+        exact = model(tokens, tokens)
+        exact = [*exact, *torch.autograd.grad(exact[1], list(model.parameters()))]
+        errors = [
+            sum((a - b).square().sum() / b.square().sum() for a, b in zip(results, exact, strict=True))
+            for results in (got, wanted)
+        ]
+        assert errors[0] <= 1.2 * errors[1]
+    else:
+        assert all(map(torch.equal, got, wanted))
 
 
 @pytest.mark.parametrize("changes", [{"casting": "llama"}, {"eps": None}, {"memory_efficient": True}])

@@ -20,11 +20,10 @@ item numbers of the backward.  --controls runs kernels of a few lines for compar
     a number, by mbarrier       one gives the other a number, and an mbarrier orders it: reported, with
                                 --num-cuda-barriers too, and the hand-over with it, since Triton has
                                 the first one's warps wait before they arrive
-    and a wait of the taker     though it orders nothing: neither is reported
+    and a wait of the taker     behind the mbarrier, where it orders nothing: neither is reported
     a number, by named barrier  not reported
 
-The same by hand with up to six waits of either: it reports a reader that has passed no more barriers than
-its writer had.
+By hand, with up to six waits of the partitions alone: reported where the first one waits more often.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ def padded_classes(V: int) -> int:
 
 
 def class_parts(V: int, itemsize: int, most: int | None = None) -> list[slice]:
-    """V classes in parts for products, of `most` at most; the last few apart where a row of logits is no
-    multiple of 16 bytes, since for such matrices cuBLAS has kernels alone that are several times slower.
+    """V classes in parts for products, of `most` at most; the last few apart where a row of logits is
+    no multiple of 16 bytes, since cuBLAS has but slow kernels for such matrices.
     """
     whole = V - V % (16 // itemsize)
     bounds = [*range(0, whole, most or V), whole, V]

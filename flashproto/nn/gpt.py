@@ -169,7 +169,7 @@ class GPT(nn.Module):
             rope = rope_tables(S, self.config.head_dim, self.config.rope_theta, tokens.device)
         for block in self.blocks:
             x, residual = block(x, residual, rope)
-        x, _ = norm_before_linear(self.norm, x, residual)
+        x, _ = norm_before_linear(self.norm, x, cast(Tensor, residual))
         weight = self.embedding.weight if self.head is None else self.head.weight
         if targets is not None and not return_logits:
             return None, cast(Tensor, linear_cross_entropy(x, weight, targets, impl=self.impl))

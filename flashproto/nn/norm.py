@@ -178,20 +178,19 @@ class GatedRMSNorm(RMSNorm):
         return super().forward(x, prologue=before, epilogue=after)
 
 
-def norm_before_linear(
-    norm: LayerNorm | RMSNorm, x: Tensor, residual: Tensor
-) -> tuple[Tensor, Tensor]:
+def norm_before_linear(norm: LayerNorm | RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
     """norm(x, residual), of whose results linear layers take the first.
 
-    Under torch.autocast a norm takes and gives float32, though x comes from a linear layer in autocast's
-    dtype and the next one takes that dtype.  Here x stays as it is, and the norm is rounded to its dtype
-    at once: the same bits, residual and arithmetic in float32, without casts of whole activations.
+    Under torch.autocast a norm takes and gives float32, though x comes from a linear layer in
+    autocast's dtype and the next one takes that dtype.  Here x stays as it is, and the norm is rounded
+    to its dtype at once: the same results (up to the order in which a kernel adds, which may follow the
+    dtypes), residual and arithmetic in float32, without casts of whole activations.
     """
-    same_bits = (
+    same_rounding = (
         isinstance(norm, (LayerNorm, RMSNorm)) and norm.casting == "torch"
         and norm.eps is not None and not norm.memory_efficient
     )  # fmt: skip
-    if same_bits and residual.dtype == torch.float32 != x.dtype == autocast_dtype(x):
+    if same_rounding and residual.dtype == torch.float32 != x.dtype == autocast_dtype(x):
         with torch.autocast(x.device.type, enabled=False):
             return norm(x, residual)
     return norm(x, residual)

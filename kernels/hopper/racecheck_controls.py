@@ -36,12 +36,14 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     """The second one: write the number that it was given."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.program_id(0)
-    if WAITS >= 2:
+    if WAITS == 2:
         static_sync(ALONE - 1, 128)
     if HOW == "mbarrier":
         mbarrier.wait(full.index(0), 0)
     elif HOW == "named":
         static_sync(ORDER, 256)
+    if WAITS == 3:
+        static_sync(ALONE - 1, 128)
     if HOW == "none":
         given = i
     else:
@@ -52,8 +54,8 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
 @gluon.jit
 def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     """out [programs, 2] int32: each program's number, from either warpgroup; HOW says what orders the
-    one that is given: "none" is, "mbarrier" or "named" barrier; the first warpgroup (WAITS 1), the
-    second (3) or both (2) wait for themselves, for nothing."""
+    one that is given: "none" is, "mbarrier" or "named" barrier; the first warpgroup (WAITS 1), both
+    (2) or the second, behind that order (3), wait for themselves, for nothing."""
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HOW == "mbarrier":
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
