@@ -12,6 +12,10 @@ A float32 dweight is its own sum, and float32 logits are computed once more by t
 the forward pass, a chunk of tokens at a time.  Products of other shapes round otherwise, and a softmax
 of scores that are not those of its sum forfeits that it is p (1 - p) times as sensitive as they are.
 
+Where the last few of an odd number of classes have products of their own (configs.class_parts), no
+logits are computed once more, but by a second backward pass through one graph: those of other products
+may differ by a rounding, see above.
+
 low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
 vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
 way takes 3 and the second 4, and half the memory of the first in float32.  Where dweight is its own
@@ -23,7 +27,7 @@ Legend: h [T, D]; weight [V, D]; bias, class_weight [V]; targets [T]; a chunk of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -43,6 +47,8 @@ from .cross_entropy import (
 from .launch import cdiv, launcher, multiprocessors
 
 launch_scale = launcher(scale_unless_one_kernel, tensors=2)
+
+ALL = (slice(None),)  # classes in one product
 
 
 def linear_cross_entropy(
@@ -90,9 +96,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
 
 
-def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = h weight^T + bias."""
-    for part in configs.class_parts(weight.shape[0], weight.element_size()):
+def logits_of(
+    h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: Sequence[slice] = ALL
+) -> None:
+    """out = h weight^T + bias, a product for each of `parts` of the classes."""
+    for part in parts:
         if bias is None:
             torch.mm(h, weight[part].t(), out=out[:, part])
         else:
@@ -144,24 +152,27 @@ def gradient_slices(
         yield part, W, chunk
 
 
-def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int, add: bool = False) -> None:
-    """out = or += dlogits W, in float32; from float32 the sum of products of `classes` classes each,
-    since one sum over all classes may have many more roundings."""
-    exact = dlogits.dtype == torch.float32
-    for part in configs.class_parts(W.shape[0], W.element_size(), classes if exact else None):
-        if exact and part.start > 0:
-            out += torch.mm(dlogits[:, part], W[part])
-        else:
-            product(dlogits[:, part], W[part], out, add=add or part.start > 0)
+def hidden_gradient(
+    dlogits: Tensor, W: Tensor, out: Tensor, classes: int, parts: Sequence[slice]
+) -> None:
+    """out = dlogits W, in float32: a product for each of `parts` of the classes; from float32 the sum
+    of products of `classes` classes each, since one sum over all may have many more roundings."""
+    if dlogits.dtype != torch.float32:
+        for part in parts:
+            product(dlogits[:, part], W[part], out, add=bool(part.start))
+        return
+    product(dlogits[:, :classes], W[:classes], out)
+    for first in range(classes, W.shape[0], classes):
+        part = slice(first, first + classes)
+        out += torch.mm(dlogits[:, part], W[part])
 
 
-def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = or += dlogits^T h; where out is neither float32 nor of h's dtype, only the former."""
-    for part in configs.class_parts(out.shape[0], h.element_size()):
-        if out.dtype in (h.dtype, torch.float32):
-            product(dlogits[:, part].t(), h, out[part], add)
-        else:
-            out[part] = torch.mm(dlogits[:, part].t(), h)
+def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor) -> None:
+    """out = dlogits^T h, in whatever dtype."""
+    if out.dtype in (h.dtype, torch.float32):
+        product(dlogits.t(), h, out)
+    else:
+        out.copy_(torch.mm(dlogits.t(), h))
 
 
 def linear_cross_entropy_forward(
@@ -201,6 +212,9 @@ def linear_cross_entropy_forward(
         dweight_sum = h.new_empty(summed, D, dtype=torch.float32)
     dbias_sum = dbias.new_empty(dbias.shape, dtype=torch.float32)
     classes = configs.classes_at_once(T, V, chunk_size) if T else V
+    # Logits that the backward pass computes once more must come from a product like this one.
+    once = not (need_lse or reduction == "none" or low_memory)
+    parts = configs.class_parts(V, h.element_size()) if once else ALL
     tokens = min(chunk_size, T)
     buffer = h.new_empty(tokens, configs.padded_classes(V))
     product_dh = h.new_empty(tokens if need_dh else 0, D, dtype=torch.float32)
@@ -209,16 +223,19 @@ def linear_cross_entropy_forward(
         part = slice(start, min(start + chunk_size, T))
         n = part.stop - start
         chunk = buffer[:n, :V]
-        logits_of(h[part], W, b, chunk)
+        logits_of(h[part], W, b, chunk, parts)
         rows_forward(
             chunk, targets[part], weights, None, tuple(row[part] for row in losses),
             chunk if need_dh or need_dweight or need_dbias else None, options, need_lse,
         )  # fmt: skip
         if need_dh:
-            hidden_gradient(chunk, W, product_dh[:n], classes)
+            hidden_gradient(chunk, W, product_dh[:n], classes, parts)
             torch.div(product_dh[:n], divisor, out=dh[part])
         if need_dweight:
-            weight_gradient(chunk[:, :summed], h[part], dweight_sum, add=start > 0)
+            for some in parts:
+                dlogits = chunk[:, :summed][:, some]
+                product(dlogits.t(), h[part], dweight_sum[some], add=start > 0)
+                del dlogits  # of the buffer's memory
         if need_dbias:
             column_sums(chunk, dbias_sum, add=start > 0)
     del chunk, buffer, product_dh, W
@@ -295,9 +312,9 @@ def linear_cross_entropy_backward(
                 targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
             )  # fmt: skip
             if need_dh:
-                hidden_gradient(chunk, weight, dh[rows], classes)
+                hidden_gradient(chunk, weight, dh[rows], classes, ALL)
             if need_dweight:
-                weight_gradient(chunk, h[rows], dweight, add=start > 0)
+                product(chunk.t(), h[rows], dweight, add=start > 0)
             if need_dbias:
                 column_sums(chunk, dbias, add=start > 0)
         return dh, dweight, dbias
@@ -306,7 +323,7 @@ def linear_cross_entropy_backward(
         dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes,
     ):  # fmt: skip
         if need_dh:
-            hidden_gradient(dlogits, W, dh_sum, classes, add=part.start > 0)
+            product(dlogits, W, dh_sum, add=part.start > 0)
         if need_dweight:
             weight_gradient(dlogits, h, dweight[part])
         if need_dbias:
