@@ -323,11 +323,16 @@ def test_several_subjects_and_compiling_ahead(
 
 
 def test_commands_that_compile_ahead_split_the_contenders() -> None:
-    by_inductor, others = warm.commands(["norm"], {"a": ["RMSNorm 64x256"]}, "flashproto|compile")
-    names = ("flashproto[triton]", "compile", "flashproto[triton]+compile", "torch")
-    chosen = [[n for n in names if re.search(line[-1], n)] for line in (by_inductor, others)]
-    assert chosen == [["compile", "flashproto[triton]+compile"], ["flashproto[triton]"]]
-    assert re.search(others[-3], "RMSNorm 64x256") and not re.search(others[-3], "RMSNorm 64x2560")
+    names = ("flashproto[triton]", "compile", "flex", "flashproto[triton]+compile", "torch")
+
+    def chosen(*impls: str) -> list[list[str]]:
+        lines = warm.commands(["norm"], {"a": ["RMSNorm 64x256"]}, "flashproto|compile|flex", impls)
+        for line in lines:
+            assert re.search(line[-3], "RMSNorm 64x256") and not re.search(line[-3], "RMSNorm 64x2560")
+        return [[n for n in names if re.search(line[-1], n)] for line in lines]
+
+    assert chosen() == [["compile", "flex"], ["flashproto[triton]"]]
+    assert chosen("hopper", "triton") == [[], ["flashproto[triton]+compile"], *chosen()]
 
 
 def test_budget_stops_before_the_next_cell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -192,7 +192,8 @@ def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
     for name in ("device", "peers_path"):
         if getattr(options, name) is not None:
             arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
-    return warm.commands(arguments, families, options.contenders)
+    compiled_ours = plan.impls if getattr(plan.module, "COMPILES_OURS", False) else ()
+    return warm.commands(arguments, families, options.contenders, compiled_ours)
 
 
 def conclude(plan: Plan) -> None:

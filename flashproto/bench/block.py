@@ -19,6 +19,7 @@ from ..nn import MLP, Attention, RMSNorm, TransformerBlock
 from .measure import Prepared, Work, compare
 from .peers import EPS, compiled
 
+COMPILES_OURS = True  # contenders that torch.compile compiles around each of our backends
 KINDS = ("norm", "attention", "mlp", "block")
 
 

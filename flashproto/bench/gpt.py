@@ -24,6 +24,7 @@ from .measure import Prepared, Work, compare
 from .peers import compiled
 
 WALL_CLOCK = True  # see bench/__main__.py
+COMPILES_OURS = True  # contenders that torch.compile compiles around each of our backends
 TINY = GPTConfig(64, 32, 2, 2, 32)
 
 

@@ -19,33 +19,40 @@ import torch
 
 from .measure import Prepared, Work, backward_call, forward_call, one_line
 
-BY_INDUCTOR = "compile|flex"  # contenders whose code depends on every length
+BY_INDUCTOR = "compile|flex"  # in the names of contenders whose code depends on every length
 
 
 def commands(
-    arguments: Sequence[str], families: Mapping[str, Sequence[str]], contenders: str | None
+    arguments: Sequence[str],
+    families: Mapping[Any, Sequence[str]],
+    contenders: str | None,
+    inductor_impls: Sequence[str] = (),
 ) -> list[list[str]]:
     """The command lines that compile: one for each family of cells (their keys) and kind of contender.
 
     arguments: a command line of this package, to which each adds what it restricts.
+    inductor_impls: backends of ours that torch.compile compiles around, which takes so long that each
+        is a kind of its own.
     """
     base = [sys.executable, "-m", "flashproto.bench", *arguments, "--compile-only"]
     chosen = f"(?=.*({contenders or ''}))"
+    kinds = [rf"(?=flashproto\[{impl}\].*compile)" for impl in inductor_impls]
+    kinds += [f"(?={BY_INDUCTOR})", f"(?!.*({BY_INDUCTOR}))"]
     made = []
     for keys in families.values():
         cells = f"^({'|'.join(map(re.escape, keys))})$"
-        for kind in ("?=", "?!"):
-            names = f"^{chosen}({kind}.*({BY_INDUCTOR}))"
-            made.append([*base, "--cells", cells, "--contenders", names])
+        for kind in kinds:
+            made.append([*base, "--cells", cells, "--contenders", f"^{chosen}{kind}"])
     return made
 
 
 def run_all(lines: Sequence[Sequence[str]], processes: int, limit: float = 300.0) -> None:
     """Run the commands, `processes` at a time, and print what each took and complained of."""
+    threads = max((os.cpu_count() or 1) // max(min(processes, len(lines)), 1), 1)
 
     def run(line: Sequence[str]) -> str:
         start = time.perf_counter()
-        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
         try:
             done = subprocess.run(
                 line, env=environment, capture_output=True, text=True, check=False, timeout=limit
