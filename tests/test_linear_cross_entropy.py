@@ -283,13 +283,32 @@ def test_buffers_are_aligned_and_cover_the_vocabulary() -> None:
 
 
 def test_products_of_16_bits_take_whole_16_bytes() -> None:
-    for V in range(1, 100):
-        parts = configs.class_parts(V, 2)
-        assert [i for part in parts for i in range(V)[part]] == list(range(V))
-        assert all((part.stop - part.start) % 8 == 0 for part in parts[:-1])
-        assert configs.class_parts(V, 4) == [slice(0, V)]
-    assert configs.class_parts(50257, 2) == [slice(0, 50256), slice(50256, 50257)]
-    assert configs.class_parts(50304, 2) == [slice(0, 50304)]
+    for V in range(1, 200):
+        assert configs.product_classes(V, 2) in range(V, V + 8)
+        assert configs.product_classes(V, 2) % 8 == 0
+        assert configs.product_classes(V, 2) <= configs.padded_classes(V)
+        assert configs.product_classes(V, 4) == V
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"low_memory": True}, {"reduction": "none"}, {"chunk_size": 2}], ids=str
+)
+@pytest.mark.parametrize("V", [1, 9, 70, 207])
+def test_padding_shows_nowhere(device, monkeypatch, V, options) -> None:
+    """An ignored row that is not finite has a gradient of zeros, whatever the padding's logits are."""
+    inputs, t = problem(5, 16, V, torch.bfloat16, device, bias=True)
+    h = inputs[0]
+    t[:] = 0
+    t[3] = -100
+    h[3, 0] = torch.inf
+    poison(monkeypatch)
+    _, gradients = outcomes(inputs, t, "triton", **options)
+    for x, gradient in zip(inputs, gradients, strict=True):
+        assert gradient.shape == x.shape and gradient.is_contiguous()
+    dh, dweight, dbias = gradients
+    assert not dh[3].any() and dh.isfinite().all() and dbias.isfinite().all()
+    assert dweight[:, 1:].isfinite().all()
+    dweight.mul_(2)  # in place, as optimizers do
 
 
 @pytest.mark.parametrize(
@@ -373,10 +392,13 @@ def test_a_language_model_head(device, V, low_memory) -> None:
         (32768, 768, 50304, False, 0.6),
         (16384, 4096, 128256, False, 3.6),
         (16384, 4096, 128256, True, 2.5),
+        (16384, 4096, 128255, False, 4.6),
+        (16384, 4096, 128255, True, 3.5),
     ],
 )
 def test_peak_memory(device, T, D, V, low_memory, gib) -> None:
-    """Gradients included; the logits alone would take 3.1 and 3.9 GiB."""
+    """Gradients included; the logits alone would take 3.1 and 3.9 GiB.  An odd number of classes adds a
+    padded copy of the weight."""
     inputs, t = problem(T, D, V, torch.bfloat16, device)
     leaves = [x.requires_grad_() for x in inputs]
     for _ in range(2):  # the first time also makes what stays, say cuBLAS's workspace

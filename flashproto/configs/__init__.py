@@ -10,7 +10,6 @@ from .attention import (
 from .cross_entropy import (
     CrossEntropyConfig,
     StripConfig,
-    class_parts,
     classes_at_once,
     classes_summed,
     cross_entropy_backward,
@@ -19,6 +18,7 @@ from .cross_entropy import (
     cross_entropy_total,
     gradient_scale,
     padded_classes,
+    product_classes,
     tokens_at_once,
 )
 from .elementwise import (
@@ -78,7 +78,6 @@ __all__ = [
     "attention_forward",
     "attention_forward_hopper",
     "balanced_plan",
-    "class_parts",
     "classes_at_once",
     "classes_summed",
     "column_sums",
@@ -103,6 +102,7 @@ __all__ = [
     "padded_classes",
     "padded_head_dim",
     "power_of_two",
+    "product_classes",
     "qk_norm_backward",
     "shared_bytes",
     "softmax_backward",

@@ -99,11 +99,10 @@ def padded_classes(V: int) -> int:
     return -(-V // 64) * 64
 
 
-def class_parts(V: int, itemsize: int) -> list[slice]:
-    """V classes in parts for products: the last few apart where a row of 16-bit logits is no multiple
-    of 16 bytes, since cuBLAS has but slow kernels for such matrices; in float32 they are as fast."""
-    whole = V - V % 8 if itemsize == 2 else V
-    return [slice(a, b) for a, b in ((0, whole), (whole, V)) if a < b]
+def product_classes(V: int, itemsize: int) -> int:
+    """Classes that a product for V of them takes: in 16 bits up to 7 more, which make a row of logits a
+    multiple of 16 bytes, since cuBLAS has but slow kernels for others; in float32 they are as fast."""
+    return -(-V // 8) * 8 if itemsize == 2 else V
 
 
 def tokens_at_once(D: int, low_memory: bool) -> int:

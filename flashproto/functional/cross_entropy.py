@@ -117,7 +117,8 @@ def linear_cross_entropy(
     float32 and rounded once.  On backend "triton" a loss that is one number has its gradients computed
     with it, a chunk of tokens at a time, and the backward pass only scales them.  With
     reduction="none" or return_lse the backward pass computes the logits a second time, a part of the
-    vocabulary at a time: a third more work, and nothing kept but h and weight.
+    vocabulary at a time: a third more work, and nothing kept but h and weight.  In 16 bits a V that is
+    a multiple of 8 saves a padded copy of weight.
 
     Args:
         h: [..., D], hidden states.

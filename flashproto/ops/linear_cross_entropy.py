@@ -12,9 +12,9 @@ A float32 dweight is its own sum, and float32 logits are computed once more by t
 the forward pass, a chunk of tokens at a time.  Products of other shapes round otherwise, and a softmax
 of scores that are not those of its sum forfeits that it is p (1 - p) times as sensitive as they are.
 
-Where the last few of an odd number of classes have products of their own (configs.class_parts), no
-logits are computed once more, but by a second backward pass through one graph: those of other products
-may differ by a rounding, see above.
+Where there are but slow products of V classes, all take up to 7 more (configs.product_classes), which
+are zeros: rows of the weight, in a copy where it is not converted anyway, and columns of the logits'
+gradient.  The memory of dweight and dbias has room for them behind the last class.
 
 low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
 vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
@@ -27,7 +27,7 @@ Legend: h [T, D]; weight [V, D]; bias, class_weight [V]; targets [T]; a chunk of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -47,8 +47,6 @@ from .cross_entropy import (
 from .launch import cdiv, launcher, multiprocessors
 
 launch_scale = launcher(scale_unless_one_kernel, tensors=2)
-
-ALL = (slice(None),)  # classes in one product
 
 
 def linear_cross_entropy(
@@ -96,15 +94,24 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
 
 
-def logits_of(
-    h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, parts: Sequence[slice] = ALL
-) -> None:
-    """out = h weight^T + bias, a product for each of `parts` of the classes."""
-    for part in parts:
-        if bias is None:
-            torch.mm(h, weight[part].t(), out=out[:, part])
-        else:
-            torch.addmm(bias[part], h, weight[part].t(), out=out[:, part])
+def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = h weight^T + bias."""
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+
+
+def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x [V, ...] in `dtype`, with zeros for as many classes more as products of that dtype take."""
+    V = x.shape[0]
+    rows = configs.product_classes(V, dtype.itemsize)
+    if rows == V:
+        return x.to(dtype)
+    wide = x.new_empty(rows, *x.shape[1:], dtype=dtype)
+    wide[:V].copy_(x)
+    wide[V:].zero_()
+    return wide
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
@@ -113,14 +120,31 @@ def kept_dtype(x: Tensor) -> torch.dtype:
 
 
 def gradient_buffers(
-    h: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, bool, bool]
-) -> tuple[Tensor, ...]:
-    """(dh, dweight, dbias) as the forward pass returns them, uninitialised; of no elements where one is
-    not asked for."""
-    return tuple(
-        h.new_empty(0) if x is None or not need else x.new_empty(x.shape, dtype=kept_dtype(x))
-        for x, need in zip((h, weight, bias), needs, strict=True)
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    classes: int,
+    kept: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dh, dweight, dbias), uninitialised, the latter two of `classes` classes; of no elements where
+    one is not asked for.  kept: they wait to be scaled."""
+
+    def empty(x: Tensor | None, need: bool, rows: int) -> Tensor:
+        if x is None or not need:
+            return h.new_empty(0)
+        return x.new_empty(rows, *x.shape[1:], dtype=kept_dtype(x) if kept else x.dtype)
+
+    return (
+        empty(h, needs[0], h.shape[0]),
+        empty(weight, needs[1], classes),
+        empty(bias, needs[2], classes),
     )
+
+
+def without_padding(x: Tensor, V: int) -> Tensor:
+    """x less the classes behind the first V, which stay in its memory."""
+    return x.resize_(V, *x.shape[1:]) if x.shape[0] > V else x
 
 
 def gradient_slices(
@@ -138,28 +162,33 @@ def gradient_slices(
     start: int = 0,
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """(part, W, dlogits), `classes` classes at a time, from `start` on: weight[part] in h's dtype and
-    the gradient [T, classes] of these logits, which lasts until the next."""
+    the gradient [T, classes] of these logits, which lasts until the next; the last part padded."""
     V = weight.shape[0]
     buffer = h.new_empty(h.shape[0], configs.padded_classes(classes))
     for first in range(start, V, classes):
         part = slice(first, min(first + classes, V))
-        W = weight[part].to(h.dtype)
-        chunk = buffer[:, : part.stop - first]
-        logits_of(h, W, None if bias is None else bias[part].to(h.dtype), chunk)
+        W = padded(weight[part], h.dtype)
+        chunk = buffer[:, : W.shape[0]]
+        logits_of(h, W, None if bias is None else padded(bias[part], h.dtype), chunk)
+        logits = chunk[:, : part.stop - first]
         rows_backward(
-            dloss, dlse, chunk, targets, weights, denominator, state, chunk, options, V, first
+            dloss, dlse, logits, targets, weights, denominator, state, logits, options, V, first
         )
-        yield part, W, chunk
+        zero_padding(chunk, logits)
+        yield slice(first, first + W.shape[0]), W, chunk
 
 
-def hidden_gradient(
-    dlogits: Tensor, W: Tensor, out: Tensor, classes: int, parts: Sequence[slice]
-) -> None:
-    """out = dlogits W, in float32: a product for each of `parts` of the classes; from float32 the sum
-    of products of `classes` classes each, since one sum over all may have many more roundings."""
+def zero_padding(dlogits: Tensor, unpadded: Tensor) -> None:
+    """Zero the columns that dlogits has behind `unpadded`: they are no zeros where h is not finite."""
+    if dlogits.shape[1] > unpadded.shape[1]:
+        dlogits[:, unpadded.shape[1] :].zero_()
+
+
+def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int) -> None:
+    """out = dlogits W, in float32; from float32 the sum of products of `classes` classes each, since
+    one sum over all may have many more roundings."""
     if dlogits.dtype != torch.float32:
-        for part in parts:
-            product(dlogits[:, part], W[part], out, add=bool(part.start))
+        product(dlogits, W, out)
         return
     product(dlogits[:, :classes], W[:classes], out)
     for first in range(classes, W.shape[0], classes):
@@ -199,50 +228,50 @@ def linear_cross_entropy_forward(
     (T, D), V = h.shape, weight.shape[0]
     losses = empty_losses(h, targets.shape)
     weights = constants(class_weight, label_smoothing)
-    W, b = weight.to(h.dtype), None if bias is None else bias.to(h.dtype)
+    W, b = padded(weight, h.dtype), None if bias is None else padded(bias, h.dtype)
+    all_classes = W.shape[0]
     mean = reduction == "mean"
     denominator = total(targets, weights[0], None, V, ignore_index, mean)[2] if mean else None
     divisor = 1.0 if denominator is None else denominator
     # dweight takes the place of the logits, unless it is float32 and so its own sum.
     own_sum = need_dweight and kept_dtype(weight) == torch.float32
     summed = configs.classes_summed(V, low_memory and not own_sum)
-    dh, dweight, dbias = gradient_buffers(h, weight, bias, (need_dh, own_sum, need_dbias))
-    dweight_sum = dweight[:summed]
+    summed = all_classes if summed == V else summed
+    dh, dweight, dbias = gradient_buffers(
+        h, weight, bias, (need_dh, own_sum, need_dbias), all_classes, kept=True
+    )
+    dweight_sum = dweight
     if need_dweight and not own_sum:
         dweight_sum = h.new_empty(summed, D, dtype=torch.float32)
     dbias_sum = dbias.new_empty(dbias.shape, dtype=torch.float32)
     classes = configs.classes_at_once(T, V, chunk_size) if T else V
-    # Logits that the backward pass computes once more must come from a product like this one.
-    once = not (need_lse or reduction == "none" or low_memory)
-    parts = configs.class_parts(V, h.element_size()) if once else ALL
     tokens = min(chunk_size, T)
     buffer = h.new_empty(tokens, configs.padded_classes(V))
     product_dh = h.new_empty(tokens if need_dh else 0, D, dtype=torch.float32)
-    chunk = buffer
     for start in range(0, T, chunk_size):
         part = slice(start, min(start + chunk_size, T))
         n = part.stop - start
-        chunk = buffer[:n, :V]
-        logits_of(h[part], W, b, chunk, parts)
+        chunk = buffer[:n, :all_classes]
+        logits_of(h[part], W, b, chunk)
+        logits = chunk[:, :V]
         rows_forward(
-            chunk, targets[part], weights, None, tuple(row[part] for row in losses),
-            chunk if need_dh or need_dweight or need_dbias else None, options, need_lse,
+            logits, targets[part], weights, None, tuple(row[part] for row in losses),
+            logits if need_dh or need_dweight or need_dbias else None, options, need_lse,
         )  # fmt: skip
+        zero_padding(chunk, logits)
         if need_dh:
-            hidden_gradient(chunk, W, product_dh[:n], classes, parts)
+            hidden_gradient(chunk, W, product_dh[:n], classes)
             torch.div(product_dh[:n], divisor, out=dh[part])
         if need_dweight:
-            for some in parts:
-                dlogits = chunk[:, :summed][:, some]
-                product(dlogits.t(), h[part], dweight_sum[some], add=start > 0)
-                del dlogits  # of the buffer's memory
+            product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
         if need_dbias:
             column_sums(chunk, dbias_sum, add=start > 0)
-    del chunk, buffer, product_dh, W
+        del chunk, logits  # of the buffer's memory
+    del buffer, product_dh, W
     if need_dbias:
         torch.div(dbias_sum, divisor, out=dbias) if T else dbias.zero_()
     if need_dweight:
-        dweight = dweight if own_sum else weight.new_empty(weight.shape)
+        dweight = dweight if own_sum else weight.new_empty(all_classes, D)
         torch.div(dweight_sum, divisor, out=dweight[:summed]) if T else dweight.zero_()
     del dweight_sum
     if need_dweight and summed < V and T:
@@ -255,7 +284,9 @@ def linear_cross_entropy_forward(
     if reduction != "none":
         loss, z, _ = total(targets, weights[0], (loss, z), V, ignore_index, mean)
     denominator = loss.new_empty(0) if denominator is None else denominator
-    return loss, z, *state, denominator, dh, dweight, dbias
+    return (
+        loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V)
+    )  # fmt: skip
 
 
 def column_sums(x: Tensor, out: Tensor, add: bool = False) -> None:
@@ -289,10 +320,10 @@ def linear_cross_entropy_backward(
     in float32 chunk_size tokens at a time, else as many classes at a time as take the same memory."""
     options = (ignore_index, label_smoothing, z_loss, softcap)
     T, V = h.shape[0], weight.shape[0]
-    dh, dweight, dbias = (
-        h.new_empty(0) if x is None or not need else x.new_empty(x.shape)
-        for x, need in ((h, need_dh), (weight, need_dweight), (bias, need_dbias))
-    )
+    dh, dweight, dbias = gradient_buffers(
+        h, weight, bias, (need_dh, need_dweight, need_dbias),
+        configs.product_classes(V, h.element_size()) if T else V, kept=False,
+    )  # fmt: skip
     if T == 0:
         return dh, dweight.zero_(), dbias.zero_()
     dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
@@ -312,7 +343,7 @@ def linear_cross_entropy_backward(
                 targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
             )  # fmt: skip
             if need_dh:
-                hidden_gradient(chunk, weight, dh[rows], classes, ALL)
+                hidden_gradient(chunk, weight, dh[rows], classes)
             if need_dweight:
                 product(chunk.t(), h[rows], dweight, add=start > 0)
             if need_dbias:
@@ -330,7 +361,7 @@ def linear_cross_entropy_backward(
             column_sums(dlogits, dbias[part])
     if need_dh and dh_sum is not dh:
         dh.copy_(dh_sum)
-    return dh, dweight, dbias
+    return dh, without_padding(dweight, V), without_padding(dbias, V)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -431,17 +462,13 @@ linear_cross_entropy_backward_op = torch.library.custom_op(
 
 @linear_cross_entropy_op.register_fake
 def _(h, weight, bias, targets, class_weight, *options):
-    needs = options[-3:]
     losses = fake_losses(h, targets, options[4])
-    return *losses, *gradient_buffers(h, weight, bias, needs)
+    return *losses, *gradient_buffers(h, weight, bias, options[-3:], weight.shape[0], kept=True)
 
 
 @linear_cross_entropy_backward_op.register_fake
 def _(dloss, dlse, h, weight, bias, *rest):
-    return tuple(
-        h.new_empty(0) if x is None or not need else x.new_empty(x.shape)
-        for x, need in zip((h, weight, bias), rest[-3:], strict=True)
-    )
+    return gradient_buffers(h, weight, bias, rest[-3:], weight.shape[0], kept=False)
 
 
 def _backward(ctx, dloss, dz, dlse, *_):
