@@ -120,8 +120,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
             )
-    for name, (how, waits) in CONTROLS.items():
-        constexprs = {"HOW": how, "WAITS": waits}
+    for name, how in CONTROLS.items():
+        constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
     for D in HEAD_DIMS:
         config = configs.attention_backward_hopper(D, 4096, causal=False)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -375,13 +376,22 @@ def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
 
 
 def test_host_times_of_a_backward_call() -> None:
-    """By autograd, by autograd in one thread, and of the node alone: one limit for all, and the same
-    gradients; autograd is left as it was."""
+    """By autograd, by autograd in one thread, of the node alone, and each of several in one graph: one
+    limit for all, and the same gradients; autograd is left as it was."""
     q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
-    rows = launch.backward_rows("attention", flash_attention(q, k, v, impl="torch"), (q, k, v))
-    assert list(rows) == ["attention backward" + row for row in ("", ", in one thread", ", its node")]
-    expected, again, _ = (call() for call in rows.values())
+    attend = partial(flash_attention, impl="torch")
+    rows = launch.backward_rows("attention", attend, (q, k, v))
+    kinds = ("", ", in one thread", ", its node", launch.IN_ONE_GRAPH)
+    assert list(rows) == [f"attention backward{kind}" for kind in kinds]
+    expected, again, _, layers = (call() for call in rows.values())
     assert all(torch.equal(a, b) for a, b in zip(expected, again, strict=True))
+    x = q
+    for _ in range(launch.LAYERS):
+        x = attend(x, k, v)
+    of_q, of_k, of_v = torch.autograd.grad(x.sum(), (q, k, v))
+    torch.testing.assert_close(layers[0], of_q)
+    torch.testing.assert_close(torch.stack(layers[1::2]).sum(0), of_k)
+    torch.testing.assert_close(torch.stack(layers[2::2]).sum(0), of_v)
     assert torch.autograd.is_multithreading_enabled()
     figures = {
         "impl": "hopper", "import_torch_s": 1.0, "import_flashproto_s": 1.2, "import_ratio": 1.2,
@@ -389,8 +399,8 @@ def test_host_times_of_a_backward_call() -> None:
         "host_us": {"torch attention": (14.0, 14.0)}
         | {name: (40.0, 24.0) for row in rows for name in (f"flashproto.{row}", f"torch {row}")},
     }  # fmt: skip
-    lines = launch.launch_text(figures).splitlines()[-6:]
-    assert [line.split()[0] for line in lines if "(at most 60)" in line] == ["flashproto.attention"] * 3
+    lines = launch.launch_text(figures).splitlines()[-8:]
+    assert [line.split()[0] for line in lines if "(at most 60)" in line] == ["flashproto.attention"] * 4
 
 
 def test_ratio_compares_with_the_best_peer() -> None:

@@ -30,6 +30,8 @@ from .timing import host_microseconds
 LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
 TORCH_THERE = {"torch rms_norm": 7.4, "torch layer_norm": 8.3, "torch attention": 14}
 CALLS_TO_A_PLAN = 3  # of equal kind, see plans.py; the first ones go a longer way
+LAYERS = 16  # calls in one graph
+IN_ONE_GRAPH = f", each of {LAYERS} in one graph"
 FIRST_LIMITS = {"forward": 6, "backward": 10}
 
 FIRST_CALL = """
@@ -95,9 +97,26 @@ def in_one_thread(call: Callable[[], Any]) -> Any:
         return call()
 
 
-def backward_rows(name: str, out: Any, tensors: tuple[Tensor, ...]) -> dict[str, Callable[[], Any]]:
-    """The gradients of `out` by torch.autograd.grad, by that in one thread, and by its node alone,
-    called in this thread: all of the backward where that is one node, as of a kernel."""
+def in_one_graph(
+    function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor
+) -> Callable[[], tuple[Tensor, ...]]:
+    """The gradients of LAYERS calls in a row, of keys and values of their own, as in a model."""
+    q, leaves = q.detach().requires_grad_(), []
+    out = q
+    for _ in range(LAYERS):
+        own = [t.detach().clone().requires_grad_() for t in (k, v)]
+        out = function(out, *own)
+        leaves += own
+    return partial(torch.autograd.grad, out, [q, *leaves], torch.ones_like(out), retain_graph=True)
+
+
+def backward_rows(
+    name: str, function: Callable[..., Any], tensors: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """The gradients of a function by torch.autograd.grad, by that in one thread, by its node alone,
+    called in this thread (all of the backward where that is one node, as of a kernel), and of several
+    calls in one graph."""
+    *_, out = (function(*tensors) for _ in range(CALLS_TO_A_PLAN))
     dout = torch.ones_like(out)
     node = getattr(out.grad_fn, "apply", out.grad_fn)  # of a Function in Python, or torch's own
     grad = partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)
@@ -105,6 +124,7 @@ def backward_rows(name: str, out: Any, tensors: tuple[Tensor, ...]) -> dict[str,
         f"{name} backward": grad,
         f"{name} backward, in one thread": partial(in_one_thread, grad),
         f"{name} backward, its node": torch.no_grad()(partial(node, dout)),
+        f"{name} backward{IN_ONE_GRAPH}": in_one_graph(function, *tensors),
     }
 
 
@@ -120,8 +140,8 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
         x = torch.randn(8, 256, **like).requires_grad_(wants)
         w, b = (torch.ones(256, **like).requires_grad_(wants) for _ in range(2))
         q, k, v = (torch.randn(1, 2, 16, 64, **like).requires_grad_(wants) for _ in range(3))
-        attention = partial(flashproto.attention, q, k, v, causal=True, impl=impl)
-        torch_attention = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+        attention = partial(flashproto.attention, causal=True, impl=impl)
+        torch_attention = partial(F.scaled_dot_product_attention, is_causal=True)
         rows |= {
             f"flashproto.rms_norm{suffix}": partial(flashproto.rms_norm, x, 256, w, impl=impl),
             f"torch rms_norm{suffix}": partial(F.rms_norm, x, (256,), w),
@@ -129,28 +149,33 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
             f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, b),
             f"flashproto.softmax{suffix}": partial(flashproto.softmax, x, impl=impl),
             f"torch softmax{suffix}": partial(torch.softmax, x, -1),
-            f"flashproto.attention{suffix}": attention,
-            f"torch attention{suffix}": torch_attention,
+            f"flashproto.attention{suffix}": partial(attention, q, k, v),
+            f"torch attention{suffix}": partial(torch_attention, q, k, v),
         }
         if wants:
-            for name, forward in (("flashproto.", attention), ("torch ", torch_attention)):
-                *_, out = (forward() for _ in range(CALLS_TO_A_PLAN))
-                rows |= backward_rows(f"{name}attention", out, (q, k, v))
-            out = NoWork.apply(q, k, v)
-            rows |= backward_rows("torch attention of no work", out, (q, k, v))
+            for name, function in (
+                ("flashproto.attention", attention),
+                ("torch attention", torch_attention),
+                ("torch attention of no work", NoWork.apply),
+            ):
+                rows |= backward_rows(name, function, (q, k, v))
     return {name: call for name, call in rows.items() if impl != "hopper" or "attention" in name}
 
 
 def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
     """Every figure of this file for one backend."""
     plain, ours = import_seconds("torch"), import_seconds("flashproto")
+    host = host_microseconds(host_rows(impl, device))
+    for name, (median, lowest) in host.items():
+        if name.endswith(IN_ONE_GRAPH):
+            host[name] = median / LAYERS, lowest / LAYERS
     return {
         "impl": impl,
         "import_torch_s": plain,
         "import_flashproto_s": ours,
         "import_ratio": ours / plain,
         "first_attention_s": first_call_seconds(impl, device),
-        "host_us": host_microseconds(host_rows(impl, device)),
+        "host_us": host,
     }
 
 
@@ -171,7 +196,7 @@ def launch_text(figures: dict[str, Any]) -> str:
         operator = name.removeprefix("flashproto.").removesuffix(" with grad").partition(",")[0]
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
-        lines.append(f"  {name:<48}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
+        lines.append(f"  {name:<56}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
     return "\n".join(lines)
 
 

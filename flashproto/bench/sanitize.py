@@ -9,21 +9,21 @@
 No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
 each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
 
-racecheck reports two kinds of hazard that are none, Triton's hand-over to the warp partitions and the
-item numbers of the backward.  --controls runs kernels of a few lines for comparison:
+racecheck compares how many barriers (`bar.sync`) the thread that wrote and the one that reads have
+waited at, whoever else took part in them, and does not follow mbarriers.  The kernels are written so
+that it reports nothing (kernels/hopper/warpgroups.py).  --controls runs kernels of a few lines, none
+with a race, from which that was learned:
 
-    partitions alone            the hand-over and nothing else: not reported
+    partitions alone            Triton's hand-over to warp partitions and nothing else: not reported
     and a wait of one           the first partition waits at a barrier of its own warps, for nothing:
                                 the hand-over is reported
-    and a wait of each          the second one does so too: not reported.  So racecheck seems to compare
-                                how many barriers either has passed, whoever took part in them.
+    and both leave              the same, but the partitions end themselves: not reported
+    and a wait of each          the second one does so too: not reported
     a number, by mbarrier       one gives the other a number, and an mbarrier orders it: reported, with
                                 --num-cuda-barriers too, and the hand-over with it, since Triton has
                                 the first one's warps wait before they arrive
     and a wait of the taker     behind the mbarrier, where it orders nothing: neither is reported
     a number, by named barrier  not reported
-
-By hand, with up to six waits of the partitions alone: reported where the first one waits more often.
 """
 
 from __future__ import annotations
@@ -46,14 +46,15 @@ from .attention import rounding_of_dq
 from .measure import compare
 from .search import Chosen
 
-# HOW and WAITS of control_kernel.
+# HOW, WAITS and LEAVES of control_kernel.
 CONTROLS = {
-    "partitions alone": ("none", 0),
-    "and a wait of one": ("none", 1),
-    "and a wait of each": ("none", 2),
-    "a number, by mbarrier": ("mbarrier", 0),
-    "a number, and a wait of the taker": ("mbarrier", 3),
-    "a number, by named barrier": ("named", 0),
+    "partitions alone": ("none", 0, False),
+    "and a wait of one": ("none", 1, False),
+    "and both leave": ("none", 1, True),
+    "and a wait of each": ("none", 2, False),
+    "a number, by mbarrier": ("mbarrier", 0, False),
+    "a number, and a wait of the taker": ("mbarrier", 3, False),
+    "a number, by named barrier": ("named", 0, False),
 }
 CONTROL_PROGRAMS = 132
 HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -177,9 +178,8 @@ def control(name: str) -> str | None:
     """What is wrong with the results of one of CONTROLS; None if nothing."""
     from ..kernels.hopper.racecheck_controls import control_kernel  # not every Triton has Gluon
 
-    how, waits = CONTROLS[name]
     out = torch.full((CONTROL_PROGRAMS, 2), -1, dtype=torch.int32).cuda()
-    control_kernel[(CONTROL_PROGRAMS,)](out, how, waits, num_warps=4)
+    control_kernel[(CONTROL_PROGRAMS,)](out, *CONTROLS[name], num_warps=4)
     right = bool((out.cpu() == torch.arange(CONTROL_PROGRAMS)[:, None]).all())
     return None if right else "wrong numbers"
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import configs
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
-from ..kernels.hopper.attention_backward_work import FIRST_TURN
+from ..kernels.hopper.attention_backward_work import FIRST_TURN, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import boxes, readable, tma_reads
 from .launch import Launcher, cdiv, launcher, multiprocessors
@@ -225,10 +225,10 @@ def plan_backward(
         # The first key tile stores: zeros are for query tiles that see no key.
         zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
         turns += B * Hq * query_tiles
-    programs = min(key_tiles * B * Hkv, multiprocessors(device))
+    programs = min(key_tiles * B * Hkv, multiprocessors(device), MOST_PROGRAMS.value)
     padded = query_tiles * BM
     rows = B * Hq * padded
-    # One piece of memory: sums of dQ, lse and delta, counters of work items and of tiles.
+    # One piece of memory: sums of dQ, lse and delta, counters and numbers of work items.
     words = rows * D, rows * LD // 2, turns
     total = sum(words)
     to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])

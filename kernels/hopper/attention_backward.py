@@ -67,7 +67,7 @@ from .attention_backward_work import (
     take_item,
 )
 from .gluon_names import tma_load
-from .warpgroups import bar_sync
+from .warpgroups import bar_sync, leave, static_sync
 
 # --- the producer --------------------------------------------------------------------------------
 
@@ -94,11 +94,10 @@ def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, t, r, items, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr
+    k_desc, v_desc, t, r, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr
 ):
-    """Fetch keys and values of item t, the program's r-th, and tell the consumers its number."""
+    """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
-    put_item(items, r, t)
     if t < NB * BH:
         b, h, col, _, _ = key_tile(t, NB, M, Hk, BH, HG, offset, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
@@ -110,6 +109,18 @@ def load_keys(
 
 
 @gluon.jit
+def make_mbarriers(k_full, v_full, q_full, do_full, CFG: gl.constexpr):
+    """Make the mbarriers ready; by the first partition, for which the others wait."""
+    KV: gl.constexpr = CFG.KV
+    for i in gl.static_range(KV):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+
+
+@gluon.jit
 def producer(args, CFG: gl.constexpr):
     """Bring every tile, and send dQ away, in the order in which the consumers meet them.
 
@@ -118,14 +129,20 @@ def producer(args, CFG: gl.constexpr):
     """
     (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
+        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     ) = args  # fmt: skip
     # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
     # steps has one
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
+    make_mbarriers(k_full, v_full, q_full, do_full, CFG)
+    if CFG.KEPT:
+        put_terms(terms)
+    fence_async_shared()
+    static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
+    taken = 0  # items whose numbers have been written
     # the last two steps' query tiles and places among their key tiles; of the last step the item if it
     # was the first one of that, else -1
     tile1, tile2 = 0, 0
@@ -144,6 +161,8 @@ def producer(args, CFG: gl.constexpr):
         h = h1
         start = first_tile(col, m0, M, up, CFG)
         m = start
+        put_item(turns_ptr, taken, t)
+        taken += 1
         cnt = gl.where(more == 1, (M - m0) * GROUP, 2)
         for j in range(cnt):
             slot = g & 1
@@ -176,7 +195,7 @@ def producer(args, CFG: gl.constexpr):
             # The last step of an item gives back its keys, with its queries.
             if item >= 0:
                 load_keys(
-                    k_desc, v_desc, item, r, items, ks, vs, k_full, v_full,
+                    k_desc, v_desc, item, r, ks, vs, k_full, v_full,
                     NB, M, H // GROUP, BH, HG, offset, CFG,
                 )  # fmt: skip
                 r += 1
@@ -202,6 +221,7 @@ def producer(args, CFG: gl.constexpr):
             t = take_item(turns_ptr, CFG)
     if CFG.DQ:
         tma.store_wait(0)
+    leave(t, total)
 
 
 # --- the main kernel -----------------------------------------------------------------------------
@@ -216,7 +236,7 @@ def attention_backward_kernel(
     q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
     ld_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
     dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
-    turns_ptr,  # counters, 0 before: [0] of work items, from FIRST_TURN on of each query tile's turns
+    turns_ptr,  # counters and numbers of items, see attention_backward_work.py
     dk_ptr, dv_ptr,
     NB, M,  # key tiles of a key head, query tiles of a query head
     H, GROUP,  # query heads, query heads a key head
@@ -244,7 +264,6 @@ def attention_backward_kernel(
     if CFG.KEPT:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
         terms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
-        put_terms(terms)
     else:
         terms = 0
     if CFG.DQ:
@@ -254,24 +273,16 @@ def attention_backward_kernel(
     else:
         stages = 0
     ML: gl.constexpr = mbarrier.MBarrierLayout()
-    items = gl.allocate_shared_memory(gl.int32, [4, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     k_full = gl.allocate_shared_memory(gl.int64, [KV, 1], ML)
     v_full = gl.allocate_shared_memory(gl.int64, [KV, 1], ML)
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
-    for i in gl.static_range(KV):
-        mbarrier.init(k_full.index(i), count=1)
-        mbarrier.init(v_full.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(q_full.index(i), count=1)
-        mbarrier.init(do_full.index(i), count=1)
-    fence_async_shared()
     produce = (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        items, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
+        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
     )  # fmt: skip
     consume = (
-        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     )  # fmt: skip

@@ -36,6 +36,7 @@ from .warpgroups import (
     accumulator,
     bar_arrive,
     hidden_zero,
+    leave,
     left_operand,
     matrix,
     static_sync,
@@ -234,7 +235,7 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -248,9 +249,10 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
     shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
     r = 0
     it = 0
-    mbarrier.wait(k_full.index(0), 0)
-    t = get_item(items, 0)
+    static_sync(CFG.OB, 384)
     mbarrier.wait(q_full.index(0), 0)
+    t = get_item(turns_ptr, 0)
+    mbarrier.wait(k_full.index(0), 0)
     if not CFG.KEPT:
         mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
@@ -298,8 +300,9 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
                 c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
                 begin, end, dist, scale_log2, CFG,
             )  # fmt: skip
+        following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
-        t = get_item(items, r)
+        t = get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
@@ -307,7 +310,8 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
-        t = get_item(items, r)
+        t = following
+    leave(t, NB * BH)
 
 
 # --- head_dim 256 ---------------------------------------------------------------------------------
@@ -320,7 +324,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -332,8 +336,10 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
+    static_sync(CFG.OB, 384)
+    mbarrier.wait(q_full.index(0), 0)
+    t = get_item(turns_ptr, 0)
     mbarrier.wait(k_full.index(0), 0)
-    t = get_item(items, 0)
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         dsw = dss.index(2)
@@ -389,11 +395,13 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
             tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
-        t = get_item(items, r)
+        following = get_item(turns_ptr, r + 1)
+        t = get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
-        t = get_item(items, r)
+        t = following
+    leave(t, NB * BH)

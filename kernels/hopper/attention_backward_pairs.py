@@ -25,14 +25,14 @@ from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
-from .warpgroups import accumulator, bar_arrive, left_operand, matrix, static_arrive, static_sync
+from .warpgroups import accumulator, bar_arrive, leave, left_operand, matrix, static_arrive, static_sync
 
 
 @gluon.jit
 def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: keys 64 c ... 64 c + 63 of the tile, and those 128 behind them."""
     (
-        dk_ptr, dv_ptr, dq_ptr, qs, dos, ks, vs, lds, dss, stages, items,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
     ) = args  # fmt: skip
@@ -46,9 +46,10 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     dt: gl.constexpr = qs.dtype
     r = 0
     it = 0
-    mbarrier.wait(k_full.index(0), 0)
-    t = get_item(items, 0)
+    static_sync(CFG.OB, 384)
     mbarrier.wait(q_full.index(0), 0)
+    t = get_item(turns_ptr, 0)
+    mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
@@ -113,8 +114,9 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
             _, dist = outer_step(0, dist, m0, M, up, GROUP, CFG)
+        following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
-        t = get_item(items, r)
+        t = get_item(turns_ptr, r)
         b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
@@ -125,4 +127,5 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         store_rows(dk_ptr + far, (dk1 * scale).to(dt), Sk - row - 128, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
-        t = get_item(items, r)
+        t = following
+    leave(t, NB * BH)

@@ -7,7 +7,9 @@ under a causal mask those are seen by most queries, and the short tiles fill the
 There is a program for each multiprocessor.  Each takes the item of the lowest number that nobody has
 taken, by a counter in global memory, does it and takes the next: list scheduling, without a model of
 what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
-number over in shared memory, in a ring (`items`) that the barrier of the item's keys covers.
+number over in global memory, in a ring (put_item) that the barrier of the item's first queries covers:
+consumers ask for it before they store dK and dV of the item before, so that nobody waits.  (In shared
+memory racecheck would take it for a race, see warpgroups.py.)
 
 By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
 first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one
@@ -59,7 +61,12 @@ from triton.experimental.gluon import language as gl
 from ..schedule import query_tiles
 from .warpgroups import hidden_zero
 
-FIRST_TURN = gl.constexpr(32)  # where the counters of query tiles begin, behind that of items
+# What turns_ptr points at: [0] the counter of work items, from FIRST_NUMBER on the numbers of the last
+# items of each program, from FIRST_TURN on the counters of query tiles.  Counters are 0 before.
+NUMBERS = gl.constexpr(4)
+FIRST_NUMBER = gl.constexpr(32)
+MOST_PROGRAMS = gl.constexpr(144)  # no GPU of compute capability 9.0 has more multiprocessors
+FIRST_TURN = gl.constexpr(FIRST_NUMBER.value + NUMBERS.value * MOST_PROGRAMS.value)
 
 
 @gluon.jit
@@ -81,17 +88,22 @@ def first_item(turns_ptr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def put_item(items, r, t):
-    """Write the number of the program's r-th item for the consumers."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    items.index(r & 3).store(gl.full([1], t, gl.int32, L))
+def number_of(turns_ptr, r):
+    """Where the number of the program's r-th item is."""
+    return turns_ptr + FIRST_NUMBER + gl.program_id(0) * NUMBERS + (r & (NUMBERS - 1))
 
 
 @gluon.jit
-def get_item(items, r):
-    """The number of the program's r-th item, once its keys have come."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(items.index(r & 3).load(L), 0)
+def put_item(turns_ptr, r, t):
+    """Write the number of the program's r-th item for the consumers, before its first queries are asked
+    for."""
+    gl.store(number_of(turns_ptr, r), t)
+
+
+@gluon.jit
+def get_item(turns_ptr, r):
+    """The number of the program's r-th item, once its first queries have come."""
+    return gl.load(number_of(turns_ptr, r + hidden_zero()))
 
 
 @gluon.jit

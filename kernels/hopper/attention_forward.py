@@ -60,10 +60,11 @@ Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the r
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .attention_forward_consumers import consumer
 from .attention_forward_work import producer
+from .warpgroups import leave
 
 VARYING = (
     "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
@@ -103,13 +104,6 @@ def attention_forward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [W, 1], ML)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], ML)
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
-    for i in gl.static_range(W):
-        mbarrier.init(q_full.index(i), count=1)
-    for i in gl.static_range(KS):
-        mbarrier.init(k_full.index(i), count=1)
-    for i in gl.static_range(VS):
-        mbarrier.init(v_full.index(i), count=1)
-    fence_async_shared()
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
         plan, total, NT, H, GROUP, BH, HG, Sk, offset,
@@ -118,9 +112,17 @@ def attention_forward_kernel(
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
     )  # fmt: skip
+    # A producer of one warp is in a warpgroup with three warps that have nothing to do.
     if W == 1:
         gl.warp_specialize(
-            [(consumer, (gl.constexpr(0), consume, CFG)), (producer, (produce, CFG))], [1], [24]
+            [
+                (consumer, (gl.constexpr(0), consume, CFG)),
+                (producer, (produce, CFG)),
+                (leave, (total, total)),
+                (leave, (total, total)),
+            ],
+            [1, 1, 2],
+            [24, 24, 24],
         )
     elif CFG.PRODUCERS == 1:
         gl.warp_specialize(
@@ -128,9 +130,11 @@ def attention_forward_kernel(
                 (consumer, (gl.constexpr(0), consume, CFG)),
                 (consumer, (gl.constexpr(1), consume, CFG)),
                 (producer, (produce, CFG)),
+                (leave, (total, total)),
+                (leave, (total, total)),
             ],
-            [4, 1],
-            [CFG.REGISTERS, 24],
+            [4, 1, 1, 2],
+            [CFG.REGISTERS, 24, 24, 24],
         )
     elif W == 2:
         gl.warp_specialize(

@@ -6,11 +6,11 @@ head; attention_forward.py says how it is worked on, and has the names used here
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..schedule import key_tiles
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, hidden_zero, static_sync
+from .warpgroups import bar_sync, hidden_zero, leave, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -98,6 +98,24 @@ def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
         return Sq
 
 
+# --- mbarriers -----------------------------------------------------------------------------------
+
+
+@gluon.jit
+def make_mbarriers(q_full, k_full, v_full, CFG: gl.constexpr):
+    """Make the mbarriers ready; by the first partition, for which the others wait."""
+    W: gl.constexpr = CFG.W
+    KS: gl.constexpr = CFG.KS
+    VS: gl.constexpr = CFG.VS
+    for i in gl.static_range(W):
+        mbarrier.init(q_full.index(i), count=1)
+    for i in gl.static_range(KS):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(VS):
+        mbarrier.init(v_full.index(i), count=1)
+    fence_async_shared()
+
+
 # --- the producer --------------------------------------------------------------------------------
 
 
@@ -131,6 +149,9 @@ def producer(args, CFG: gl.constexpr):
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
     D: gl.constexpr = CFG.D
+    if CFG.PRODUCERS == 4:
+        make_mbarriers(q_full, k_full, v_full, CFG)
+    static_sync(CFG.KB, CFG.ALL)
     kslot = 0
     vslot = 0
     loaded = 0
@@ -171,3 +192,4 @@ def producer(args, CFG: gl.constexpr):
     for c in gl.static_range(W):
         static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
+    leave(t, total)

@@ -1,22 +1,22 @@
 """A kernel without a race, of which compute-sanitizer's racecheck reports some all the same.
 
-The attention kernels consist of what it does: Triton hands every warp partition its work in shared
-memory, between barriers of all threads, and one partition hands a number to another.  What racecheck
-says of it tells which of its reports on them mean nothing.
+Triton hands every warp partition its work in shared memory, between barriers of all threads, and one
+partition hands a number to another.  What racecheck says of it tells why the attention kernels begin
+and end as they do (warpgroups.py) and hand numbers over in global memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .warpgroups import static_arrive, static_sync
+from .warpgroups import leave, static_arrive, static_sync
 
 ORDER = gl.constexpr(15)  # the named barrier behind which the number lies
 ALONE = gl.constexpr(14)  # where the first warpgroup waits for itself; the second one below
 
 
 @gluon.jit
-def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: gl.constexpr):
     """The first warpgroup: give the second one the program's number, and write it."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.program_id(0)
@@ -29,10 +29,12 @@ def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     elif HOW == "named":
         static_arrive(ORDER, 256)
     gl.store(out_ptr + 2 * i, i)
+    if LEAVES:
+        leave(i, 0)
 
 
 @gluon.jit
-def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: gl.constexpr):
     """The second one: write the number that it was given."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     i = gl.program_id(0)
@@ -49,13 +51,15 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     else:
         given = gl.sum(number.load(L), 0)
     gl.store(out_ptr + 2 * i + 1, given)
+    if LEAVES:
+        leave(i, 0)
 
 
 @gluon.jit
-def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
+def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: gl.constexpr):
     """out [programs, 2] int32: each program's number, from either warpgroup; HOW says what orders the
     one that is given: "none" is, "mbarrier" or "named" barrier; the first warpgroup (WAITS 1), both
-    (2) or the second, behind that order (3), wait for themselves, for nothing."""
+    (2) or the second, behind that order (3), wait for themselves, for nothing; LEAVES: both leave."""
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HOW == "mbarrier":
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
@@ -63,7 +67,10 @@ def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr):
     else:
         full = 0
     gl.warp_specialize(
-        [(give, (number, full, out_ptr, HOW, WAITS)), (take, (number, full, out_ptr, HOW, WAITS))],
+        [
+            (give, (number, full, out_ptr, HOW, WAITS, LEAVES)),
+            (take, (number, full, out_ptr, HOW, WAITS, LEAVES)),
+        ],
         [4],
         [168],
     )

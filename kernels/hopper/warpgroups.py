@@ -4,6 +4,14 @@ of 16-byte output rows, a zero that the compiler does not know.
 Why named barriers: gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
 one thread.  `bar.arrive` lets every thread pass on, and whoever needs the buffer waits with `bar.sync`.
 There are 16 of them in a program; Triton's own come from the lowest numbers, ours from the highest.
+
+How partitions begin and end.  Triton tells each warp in a byte of shared memory which partition it is,
+or that the kernel is over, between barriers of all threads.  compute-sanitizer's racecheck, 2025.3.1,
+compares how many barriers a reader and a writer have waited at, whoever else took part, and so takes
+that for a race where the first partition has waited at more.  So the mbarriers are made ready behind
+Triton's hand-over, by the first partition, for which the others wait at a named barrier; and nobody
+comes to hear that the kernel is over: each thread ends itself (leave).  No warp may be without a
+partition then, as it would wait for ever: there are partitions that only leave.
 """
 
 from triton.experimental import gluon
@@ -40,6 +48,19 @@ def static_arrive(ID: gl.constexpr, N: gl.constexpr):
     gl.inline_asm_elementwise(
         f"bar.arrive {ID}, {N}; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def leave(n, most):
+    """End the thread: the last that every partition does, or none.
+
+    n >= most is always so, which the compiler does not know: told that there is no way on, ptxas spills
+    a word in four of the forward's kernels.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $1, $2; mov.u32 $0, 0; @p exit; }",
+        "=r,r,r", [n, most], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
