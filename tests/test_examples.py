@@ -184,6 +184,56 @@ def test_backends_reach_the_same_loss_on_a_gpu(tmp_path):
     assert max(reached.values()) < 1.4
 
 
+def test_losses_of_backends_are_compared(tmp_path, text):
+    """The table and the file say of two backends what their logs say."""
+    out = tmp_path / "losses.json"
+    options = ["--impl", "torch", "reference", "--seeds", "2", "--processes", "2", "--out", out]
+    shape = ["--batch-size", "1", "--context", "16", "--device", "cpu", "--data", text]
+    said = run("compare_losses.py", *options, "--", "--steps", "52", *shape, cwd=tmp_path)
+    compare_losses = importlib.import_module("compare_losses")
+    runs = json.loads(out.read_text())["losses"]
+    assert [(r["impl"], r["seed"]) for r in runs] == [
+        (impl, seed) for seed in (0, 1) for impl in ("torch", "reference")
+    ]
+    for r in runs:
+        assert r["steps"] == 52
+        assert len(r["windows"]) == 2
+        assert math.isfinite(r["validation"])
+    assert runs[0]["windows"] != runs[2]["windows"]
+    for ours, plain in ((runs[0], runs[1]), (runs[2], runs[3])):
+        assert ours["windows"] == pytest.approx(plain["windows"], abs=0.1)
+    found = compare_losses.differences(runs, "torch", "reference", "last")
+    assert found == [runs[0]["last"] - runs[1]["last"], runs[2]["last"] - runs[3]["last"]]
+    assert f"{sum(found) / 2:+.4f} +- {abs(found[0] - found[1]) / 2:.4f}" in said
+    assert "tokens/s" not in said
+
+
+def test_losses_of_windows_differ_by_the_largest():
+    compare_losses = importlib.import_module("compare_losses")
+    runs = [
+        {"impl": "a", "seed": 0, "windows": [3.0, 2.0, 1.0]},
+        {"impl": "b", "seed": 0, "windows": [3.5, 4.0, 0.0]},
+    ]
+    assert compare_losses.differences(runs, "a", "b", "windows") == [-2.0]
+    assert compare_losses.differences(runs, "b", "a", "windows") == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--impl", "torch"], "two backends"),
+        (["--impl", "torch", "triton", "--seeds", "0"], "--seeds is 0"),
+        (["--impl", "torch", "fast"], "invalid choice: 'fast'"),
+    ],
+)
+def test_compare_losses_refuses_bad_options(capsys, options, said):
+    compare_losses = importlib.import_module("compare_losses")
+    with pytest.raises(SystemExit) as error:
+        compare_losses.main(options)
+    assert error.value.code == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.gpu
 def test_deterministic_run_resumes_to_the_same_losses_on_a_gpu(tmp_path, text):
     common = ["--data", text, "--device", "cuda", "--deterministic", *SMALL, "--out"]
