@@ -221,7 +221,7 @@ def producer(args, CFG: gl.constexpr):
             t = take_item(turns_ptr, CFG)
     if CFG.DQ:
         tma.store_wait(0)
-    leave(t, total)
+    leave()
 
 
 # --- the main kernel -----------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def consumer(c: gl.constexpr, terms, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
         t = following
-    leave(t, NB * BH)
+    leave()
 
 
 # --- head_dim 256 ---------------------------------------------------------------------------------
@@ -404,4 +404,4 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave(t, NB * BH)
+    leave()

@@ -128,4 +128,4 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave(t, NB * BH)
+    leave()

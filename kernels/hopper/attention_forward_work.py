@@ -192,4 +192,4 @@ def producer(args, CFG: gl.constexpr):
     for c in gl.static_range(W):
         static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
-    leave(t, total)
+    leave()

@@ -30,7 +30,7 @@ def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         static_arrive(ORDER, 256)
     gl.store(out_ptr + 2 * i, i)
     if LEAVES:
-        leave(i, 0)
+        leave()
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         given = gl.sum(number.load(L), 0)
     gl.store(out_ptr + 2 * i + 1, given)
     if LEAVES:
-        leave(i, 0)
+        leave()
 
 
 @gluon.jit
