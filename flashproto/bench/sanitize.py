@@ -9,10 +9,10 @@
 No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
 each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
 
-racecheck compares how many barriers (`bar.sync`) the thread that wrote and the one that reads have
-waited at, whoever else took part in them, and does not follow mbarriers.  The kernels are written so
-that it reports nothing (kernels/hopper/warpgroups.py).  --controls runs kernels of a few lines, none
-with a race, from which that was learned:
+racecheck 2025.3.1 seems to compare how many barriers (`bar.sync`) the thread that wrote and the one
+that reads have waited at, whoever else took part in them, and not to follow mbarriers.  The kernels are
+written so that it reports nothing (kernels/hopper/warpgroups.py).  --controls runs kernels of a few
+lines, none with a race, from which that is inferred:
 
     partitions alone            Triton's hand-over to warp partitions and nothing else: not reported
     and a wait of one           the first partition waits at a barrier of its own warps, for nothing:
@@ -24,6 +24,8 @@ with a race, from which that was learned:
                                 the first one's warps wait before they arrive
     and a wait of the taker     behind the mbarrier, where it orders nothing: neither is reported
     a number, by named barrier  not reported
+
+By hand, with up to six waits of the partitions alone: reported where the first one waits more often.
 """
 
 from __future__ import annotations

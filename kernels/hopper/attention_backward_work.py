@@ -8,8 +8,11 @@ There is a program for each multiprocessor.  Each takes the item of the lowest n
 taken, by a counter in global memory, does it and takes the next: list scheduling, without a model of
 what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
 number over in global memory, in a ring (put_item) that the barrier of the item's first queries covers:
-consumers ask for it before they store dK and dV of the item before, so that nobody waits.  (In shared
-memory racecheck would take it for a race, see warpgroups.py.)
+consumers ask for it before they store dK and dV of the item before, so that nobody waits.  The thread
+that writes it is the one that then arrives at that barrier, by which it is released to those who wait
+there.  When the number of item n is written, the consumers have ended all steps before but two, so that
+they are at the end of item n - 3 at the earliest, where they read those of n - 3 and n - 2: a ring of
+four will do.  (In shared memory racecheck takes the number for a race, see warpgroups.py.)
 
 By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
 first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one

@@ -7,11 +7,11 @@ There are 16 of them in a program; Triton's own come from the lowest numbers, ou
 
 How partitions begin and end.  Triton tells each warp in a byte of shared memory which partition it is,
 or that the kernel is over, between barriers of all threads.  compute-sanitizer's racecheck, 2025.3.1,
-compares how many barriers a reader and a writer have waited at, whoever else took part, and so takes
-that for a race where the first partition has waited at more.  So the mbarriers are made ready behind
-Triton's hand-over, by the first partition, for which the others wait at a named barrier; and nobody
-comes to hear that the kernel is over: each thread ends itself (leave).  No warp may be without a
-partition then, as it would wait for ever: there are partitions that only leave.
+seems to compare how many barriers a reader and a writer have waited at, whoever else took part, and
+takes that for a race where the first partition has waited at more.  So the mbarriers are made ready
+behind Triton's hand-over, by the first partition, for which the others wait at a named barrier; and
+nobody comes to hear that the kernel is over: each thread ends itself (leave).  No warp may be without
+a partition then, as it would wait for ever: there are partitions that only leave.
 """
 
 from triton.experimental import gluon
