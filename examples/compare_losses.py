@@ -33,6 +33,7 @@ STEPS = 500
 WINDOW = 50  # steps whose losses are averaged
 QUANTITIES = {
     "validation": "validation loss at the end",
+    "mean": "mean loss of all steps",
     "last": f"mean loss of the last {WINDOW} steps",
     "windows": f"mean loss of {WINDOW} steps, where it differs most",
 }
@@ -58,7 +59,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def train(impl: str, seed: int, given: Sequence[str]) -> dict[str, Any]:
-    """One run: mean losses of every WINDOW steps, validation loss, tokens/s of the median step."""
+    """One run: mean losses of all steps, the last WINDOW and every WINDOW, validation loss, tokens/s of
+    the median step."""
     with tempfile.TemporaryDirectory() as folder:
         out, script = Path(folder) / "run", Path(__file__).with_name("train_gpt.py")
         command = [
@@ -74,7 +76,8 @@ def train(impl: str, seed: int, given: Sequence[str]) -> dict[str, Any]:
     speed = re.search(r"^speed +([\d,]+) tokens/s", done.stdout, re.MULTILINE)
     return {
         "impl": impl, "seed": seed, "steps": len(losses), "windows": means,
-        "last": statistics.fmean(losses[-WINDOW:]), "validation": rows[-1]["validation"],
+        "mean": statistics.fmean(losses), "last": statistics.fmean(losses[-WINDOW:]),
+        "validation": rows[-1]["validation"],
         "tokens_s": int(speed[1].replace(",", "")) if speed else None,
     }  # fmt: skip
 

@@ -198,6 +198,7 @@ def test_losses_of_backends_are_compared(tmp_path, text):
     for r in runs:
         assert r["steps"] == 52
         assert len(r["windows"]) == 2
+        assert r["mean"] == pytest.approx((50 * r["windows"][0] + 2 * r["windows"][1]) / 52)
         assert math.isfinite(r["validation"])
     assert runs[0]["windows"] != runs[2]["windows"]
     for ours, plain in ((runs[0], runs[1]), (runs[2], runs[3])):
