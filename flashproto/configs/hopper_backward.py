@@ -160,6 +160,14 @@ class HopperBackward:
         return 64 * (self.KEPT and not self.KEPT_K)
 
     @property
+    def NOTED(self) -> bool:
+        """Whether a consumer keeps its item's number in shared memory, not in a register and global
+        memory, for the order in which ptxas then puts the loops: down to zeros at head_dim 128 0.99 to
+        1.04 at 8192, 1.02 to 1.04 at 16384; in waves 1.01 at 8192, 1.00 at 16384, 0.99 at 32768; else
+        0.97 to 1.01."""
+        return self.KEPT and self.CAUSAL and not (self.FIRST or self.WAVES)
+
+    @property
     def NQ(self) -> int:
         """Columns of the part of dQ that one warpgroup makes."""
         return 128 if self.D == 256 else 64

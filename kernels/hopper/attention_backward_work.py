@@ -12,7 +12,8 @@ consumers ask for it before they store dK and dV of the item before, so that nob
 that writes it is the one that then arrives at that barrier, by which it is released to those who wait
 there.  When the number of item n is written, the consumers have ended all steps before but two, so that
 they are at the end of item n - 3 at the earliest, where they read those of n - 3 and n - 2: a ring of
-four will do.  (In shared memory racecheck takes the number for a race, see warpgroups.py.)
+four will do.  (In shared memory racecheck takes the number for a race, see warpgroups.py.)  What a
+consumer got it keeps, or asks for again; under CFG.NOTED in shared memory that no other warpgroup uses.
 
 By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
 first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one
@@ -107,6 +108,20 @@ def put_item(turns_ptr, r, t):
 def get_item(turns_ptr, r):
     """The number of the program's r-th item, once its first queries have come."""
     return gl.load(number_of(turns_ptr, r + hidden_zero()))
+
+
+@gluon.jit
+def note_item(note, t):
+    """Keep the number of a warpgroup's item in a word of shared memory [1] that no other reads."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    note.store(gl.full([1], t, gl.int32, L))
+
+
+@gluon.jit
+def noted_item(note):
+    """What note_item keeps."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    return gl.sum(note.load(L), 0)
 
 
 @gluon.jit
