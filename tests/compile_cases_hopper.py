@@ -127,6 +127,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         config = configs.attention_backward_hopper(D, 4096, causal=False)
         rows = {
             "HAS_DLSE": True, "FIRST": config.FIRST, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM,
+            "PDL": True,
         }  # fmt: skip
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}

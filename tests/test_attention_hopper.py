@@ -664,6 +664,22 @@ def test_walks_that_begin_apart(M: int, NB: int, monkeypatch: pytest.MonkeyPatch
         assert walk == [(h, (beside + i) % M) for h in heads for i in range(M)]
 
 
+@pytest.mark.parametrize("adds", [1, 2])
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_adds_behind_an_item_when_it_is_counted(adds: int, more: int) -> None:
+    """The producer sends each step's dQ two steps later, in one or two bulk adds, and counts an item
+    when it comes to the second one behind it: then all are sent, and enough others after them."""
+    steps = work.LEAST_STEPS.value + more
+    items = [g // steps for g in range(5 * steps)]
+    sent: list[int] = []
+    for g, item in enumerate(items):
+        if g % steps == 0 and item >= 2:
+            assert sent.count(item - 2) == steps * adds
+            assert item - 2 not in sent[-work.PENDING.value :]
+        if g >= 2:
+            sent += [items[g - 2]] * adds
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [2.0**-100, 0.125, 3.0])
 def test_lse_and_delta_of_the_preprocess(device: str, dtype: torch.dtype, scale: float) -> None:
@@ -676,10 +692,11 @@ def test_lse_and_delta_of_the_preprocess(device: str, dtype: torch.dtype, scale:
     lse[0, 1, 5] = -torch.inf
     ld = torch.full((H * Sp, attention_hopper.LD), torch.nan, dtype=torch.bfloat16, device=device)
     sums = torch.ones(H * Sp * D, device=device)
-    turns = torch.ones(64, dtype=torch.int32, device=device)
+    before, behind = 4, work.FIRST_TURN.value + H * Sp // 64
+    counters = torch.ones(before + behind, dtype=torch.int32, device=device)
     strides = [n // 8 for n in out.stride()[:3]]
     preprocess_kernel[(H * Sp // 32,)](
-        out, dout, lse, dlse, ld, sums, turns, Sq, Sp, Sp, H, D, *strides, *strides, scale,
+        out, dout, lse, dlse, ld, sums, counters[before:], Sq, Sp, Sp, H, D, *strides, *strides, scale,
         HAS_DLSE=True, FIRST=False, D=D, R=32, BM=64,
     )  # fmt: skip
     ld = ld.view(H, Sp, -1).double()
@@ -695,7 +712,9 @@ def test_lse_and_delta_of_the_preprocess(device: str, dtype: torch.dtype, scale:
         tolerance = {0: 0.0, 3: 1e-5}[first]  # delta is a sum
         torch.testing.assert_close(got[seen], want[seen], rtol=1e-6, atol=tolerance)
     assert not sums.any()
-    assert turns[0] == 0
+    assert counters[before] == 0
+    assert not counters[before - H : before].any()
+    assert not counters[before + work.FIRST_TURN.value :].any()
 
 
 @pytest.mark.parametrize("ordered", [False, True])
@@ -892,6 +911,31 @@ def test_backward_by_the_configuration_of_other_rows(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("steps", [1, 2, 5, 6, 7, 12])  # of an item, if group is 1
+@pytest.mark.parametrize(
+    ("D", "Sk"), [(64, 400), (64, 1024), (64, 4096), (128, 1024), (128, 2048), (192, 512)]
+)
+def test_sums_are_complete_before_they_are_converted(
+    D: int, Sk: int, steps: int, group: int, hopper: None
+) -> None:
+    """Without a mask the postprocess begins while the last items run, which are counted if they have
+    LEAST_STEPS; all memory is NaN before."""
+    heads = 40
+    config = configs.attention_backward_hopper(D, Sk, False, False, heads, group)
+    assert config.COUNTED
+    Sq = steps * config.BM - 5
+    problem = Problem(torch.bfloat16, 1, heads * group, heads, Sq, Sk, D, D, causal=False)
+    inputs, gradients = make(problem, "cuda")
+    exact, eager = exact_and_eager(problem, inputs, gradients)
+    for _ in range(5):
+        outputs = flashproto.attention(*inputs, return_lse=True, impl="hopper")
+        unused = [torch.full((1 << n,), torch.nan, device="cuda") for n in range(12, 27)]
+        del unused
+        assert_within_bound(results(outputs, inputs, gradients), exact, eager, problem.dtype)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("shift", [-1, 1])
@@ -1054,6 +1098,37 @@ def test_captures_a_shape_that_never_ran(causal: bool, hopper: None) -> None:
         graph.replay()
         expected = flashproto.attention(q, q, q, causal=causal, impl="hopper")
         assert torch.equal(captured, expected), "another order of work, the same bits"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_captures_a_backward(causal: bool, D: int, hopper: None) -> None:
+    """With its dependent launches, and others of its own right behind."""
+    leaves = [torch.randn(2, 9, 1100, D, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
+    dout = torch.randn(2, 9, 1100, D, device="cuda").bfloat16()
+
+    def step() -> list[Tensor]:
+        out = flashproto.attention(*leaves, causal=causal, impl="hopper")
+        first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        return [a + b for a, b in zip(first, torch.autograd.grad(out, leaves, dout), strict=True)]
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(5):
+        for t in (*(x.detach() for x in leaves), dout):
+            t.copy_(torch.randn_like(t))
+        for t in captured:
+            t.fill_(torch.nan)
+        graph.replay()
+        (dq, dk, dv), (dq_again, dk_again, dv_again) = captured, step()
+        assert torch.equal(dk, dk_again) and torch.equal(dv, dv_again)
+        assert (dq - dq_again).abs().max() <= 0.02 * dq_again.abs().max()
 
 
 @pytest.mark.gpu

@@ -105,6 +105,14 @@ class HopperBackward:
         return self.DQ == 1 and self.DOWN and not self.FIRST
 
     @property
+    def COUNTED(self) -> bool:
+        """Whether finished items are counted, so that the postprocess may begin with the sums of some
+        heads while others are added to: without a mask, where heads follow one another and the last
+        round leaves programs without work.  With dependent launches 1.02 to 1.035 times as fast at 1024
+        and 2048 keys, 1.00 to 1.02 behind."""
+        return not self.CAUSAL
+
+    @property
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (

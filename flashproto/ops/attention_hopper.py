@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import configs
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
-from ..kernels.hopper.attention_backward_work import FIRST_TURN, MOST_PROGRAMS
+from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import boxes, readable, tma_reads
 from .launch import Launcher, cdiv, launcher, multiprocessors
@@ -195,13 +195,16 @@ class Settings(NamedTuple):
 def backward_launchers(
     config: configs.HopperBackward,
 ) -> tuple[Launcher, Launcher, Launcher]:
-    """(preprocess, main, postprocess)."""
-    rows: dict[str, Any] = {"FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM}
+    """(preprocess, main, postprocess), of which the last two are dependent launches."""
+    rows: dict[str, Any] = {
+        "FIRST": config.FIRST, "D": config.D, "R": PREPROCESS_ROWS, "BM": config.BM, "PDL": True
+    }  # fmt: skip
     sums: dict[str, Any] = {"D": config.D, "N": config.NQ}
+    dependent: dict[str, Any] = {"num_warps": 4, "launch_pdl": True}
     return (
         launcher(preprocess_kernel, tensors=7, **rows, num_warps=4),
-        launcher(attention_backward_kernel, descriptors=6, tensors=4, CFG=config, num_warps=4),
-        launcher(postprocess_kernel, tensors=2, **sums, num_warps=4),
+        launcher(attention_backward_kernel, descriptors=6, tensors=4, CFG=config, **dependent),
+        launcher(postprocess_kernel, tensors=3, **sums, **dependent),
     )
 
 
@@ -220,18 +223,19 @@ def plan_backward(
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
-    zeroed, turns = query_tiles * BM, FIRST_TURN.value
+    zeroed = query_tiles * BM
     if config.FIRST:
         # The first key tile stores: zeros are for query tiles that see no key.
         zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
-        turns += B * Hq * query_tiles
+    counts_items = config.COUNTED and query_tiles * (Hq // Hkv) >= LEAST_STEPS.value
     programs = min(key_tiles * B * Hkv, multiprocessors(device), MOST_PROGRAMS.value)
     padded = query_tiles * BM
     rows = B * Hq * padded
     # One piece of memory: sums of dQ, lse and delta, counters and numbers of work items.
-    words = rows * D, rows * LD // 2, turns
+    finished = 4 * cdiv(B * Hq, 4)  # counters, so many that the next are at a multiple of 16 bytes
+    words = rows * D, rows * LD // 2, finished, FIRST_TURN.value + B * Hq * query_tiles
     total = sum(words)
-    to_rows, to_turns = 4 * words[0], 4 * (words[0] + words[1])
+    to_rows, to_turns = 4 * words[0], 4 * sum(words[:3])
     new_scratch = New((total,), (1,), torch.float32, device).maker()
 
     index = memory_index(device)
@@ -255,8 +259,8 @@ def plan_backward(
         *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
     )  # fmt: skip
     launch_postprocess = postprocess.bind(
-        rows * D // (64 * config.NQ), floats, own,
-        Sq, padded // 64, Hq, head_dim, *eighths(dq_strides), scale,
+        rows * D // (64 * config.NQ), floats, own, counts, key_tiles if counts_items else 0,
+        Sq, padded // 64, Hq, Hq // Hkv, head_dim, *eighths(dq_strides), scale,
     )  # fmt: skip
 
     def fill(
@@ -278,7 +282,7 @@ def plan_backward(
             q_boxes[at_q], dout_boxes[at_dout], k_boxes[at_k], v_boxes[at_v], rows_boxes[at_rows],
             sums_boxes[at_sums], at_sums, at_turns, dk.data_ptr(), dv.data_ptr(),
         )  # fmt: skip
-        launch_postprocess(at_sums, dq.data_ptr())
+        launch_postprocess(at_sums, dq.data_ptr(), at_turns)
 
     return fill
 

@@ -9,7 +9,10 @@ With P = exp(scale Q K^T - lse), dP = dO V^T, dS = P * (dP - delta), delta = row
 
 Three launches: preprocess (lse in base 2 and delta, one after the other for each tile of queries), the
 main kernel (a work item is a key tile and the query tiles of every query head of its group, so that dK
-and dV are summed in registers), postprocess (sums of dQ to the output).
+and dV are summed in registers), postprocess (sums of dQ to the output).  The last two are dependent
+launches (dependent_launches.py), which begin while the one before ends.  Without a mask the postprocess
+goes further: it begins where programs of the last round are out of work, with heads whose items are all
+counted as finished (CFG.COUNTED), and waits for the count of each.
 
 In the main kernel, one program a multiprocessor, which takes items one after another:
 
@@ -55,8 +58,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .attention_backward_consumers import consumer, put_terms, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
-from .attention_backward_sums import hand_back, pass_turn, send_tile, take_turn
+from .attention_backward_sums import count_item, hand_back, pass_turn, send_tile, take_turn
 from .attention_backward_work import (
+    PENDING,
     first_head,
     first_item,
     first_tile,
@@ -66,6 +70,7 @@ from .attention_backward_work import (
     put_item,
     take_item,
 )
+from .dependent_launches import let_next_begin, wait_for_launch_before
 from .gluon_names import tma_load
 from .warpgroups import bar_sync, leave, static_sync
 
@@ -139,6 +144,7 @@ def producer(args, CFG: gl.constexpr):
     if CFG.KEPT:
         put_terms(terms)
     fence_async_shared()
+    wait_for_launch_before()
     static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
@@ -148,6 +154,7 @@ def producer(args, CFG: gl.constexpr):
     tile1, tile2 = 0, 0
     place1, place2 = 0, 0
     began = -1
+    head, head1 = -1, -1  # key heads of the last two items
     t = first_item(turns_ptr, CFG)
     if t < total:
         hand_back(0, CFG)
@@ -163,6 +170,12 @@ def producer(args, CFG: gl.constexpr):
         m = start
         put_item(turns_ptr, taken, t)
         taken += 1
+        if t >= total - gl.num_programs(0):
+            let_next_begin()
+        if CFG.COUNTED:
+            if head1 >= 0:
+                count_item(turns_ptr, head1, PENDING, CFG)
+            head, head1 = b * (H // GROUP) + hk, head
         cnt = gl.where(more == 1, (M - m0) * GROUP, 2)
         for j in range(cnt):
             slot = g & 1
@@ -219,7 +232,10 @@ def producer(args, CFG: gl.constexpr):
             h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)
         if more == 1:
             t = take_item(turns_ptr, CFG)
-    if CFG.DQ:
+    if CFG.COUNTED:
+        if head1 >= 0:
+            count_item(turns_ptr, head1, 0, CFG)
+    elif CFG.DQ:
         tma.store_wait(0)
     leave()
 

@@ -2,7 +2,8 @@
 
 Both are bound by memory: 4 D bytes a row of out and dout in, and after 4 D of sums in and 2 D of dQ
 out.  Where the first key tile does not store its part of dQ but adds it too (FIRST is false), 4 D of
-zeros out as well; else only query tiles that no key tile visits are zeroed.
+zeros out as well; else only query tiles that no key tile visits are zeroed.  Without a mask most of
+what runs after runs beside the last round of the main kernel, see wait_for_items.
 
 lse and delta go to the main kernel as bfloat16, 16 for each query, which it adds to the scores and to
 dP by a product with ones:
@@ -23,6 +24,7 @@ from triton.experimental.gluon import language as gl
 
 from .attention_backward_sums import register_offsets
 from .attention_backward_work import FIRST_TURN
+from .dependent_launches import wait_for_launch_before
 
 COLUMNS = gl.constexpr(16)  # the least that a product takes
 LSE = gl.constexpr(0)
@@ -43,10 +45,12 @@ def preprocess_kernel(
     so_b, so_h, so_s, sd_b, sd_h, sd_s,  # strides of out and dout, in units of 8 elements
     scale,  # of the scores, positive
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
-    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """lse and delta of each query, see above; zeros to the sums of dQ of the first queries, to the
-    counter of work items and to those of tiles.  R rows a program."""
+    """lse and delta of each query, see above; zeros to the sums of dQ of the first queries and to the
+    counters.  R rows a program.  PDL: the next launch is a dependent one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     n = Sp // R
     bh = pid // n
@@ -64,8 +68,9 @@ def preprocess_kernel(
         sums = dq_ptr + pid.to(tl.int64) * (R * D)
         tl.store(sums + tl.arange(0, R * D), tl.zeros([R * D], tl.float32))
     tl.store(turns_ptr, 0, pid == 0)
-    if FIRST:
-        tl.store(turns_ptr + FIRST_TURN + (bh * Sp + first) // BM, 0, first % BM == 0)
+    tile = (bh * Sp + first) // BM
+    tl.store(turns_ptr + FIRST_TURN + tile, 0, first % BM == 0)
+    tl.store(turns_ptr - 1 - bh, 0, first == 0)
     lse = tl.load(lse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, -float("inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
@@ -84,28 +89,59 @@ def preprocess_kernel(
     tl.store(at, parts.to(tl.bfloat16))
 
 
-@gluon.jit(do_not_specialize=["Sq", "tiles", "H", "D_out", "s_b", "s_h", "s_s"])
+@gluon.jit
+def wait_for_items(turns_ptr, head, items):
+    """Wait until so many items of a key head have been counted; with acquire, behind which their adds
+    are there (count_item)."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        .reg .u32 x;
+        LOOK:
+        ld.acquire.gpu.global.u32 x, [$1];
+        setp.ge.u32 p, x, $2;
+        @p bra END;
+        nanosleep.u32 256;
+        bra LOOK;
+        END:
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r", [(turns_ptr - 1 - head).to(gl.int64), items], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["items", "Sq", "tiles", "H", "GROUP", "D_out", "s_b", "s_h", "s_s"])
 def postprocess_kernel(
     dq_ptr, out_ptr,
+    turns_ptr,  # counters, see attention_backward_work.py
+    items,  # of a key head, or 0 where they are not counted
     Sq, tiles,  # queries, and tiles of 64 of them
-    H, D_out,
+    H, GROUP,  # query heads, query heads a key head
+    D_out,
     s_b, s_h, s_s,  # strides of out, in units of 8 elements
     scale,
     D: gl.constexpr, N: gl.constexpr,
 ):  # fmt: skip
-    """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled."""
+    """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  A dependent launch, so
+    that it waits for the items that add to it or, where they are not counted, for the launch before."""
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     pid = gl.program_id(0)
-    x = gl.load(dq_ptr + pid.to(gl.int64) * (64 * N) + register_offsets(N))
-    x = gl.permute(gl.reshape(x, [N // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
-    x = gl.convert_layout((gl.reshape(x, [64, N]) * scale).to(out_ptr.dtype.element_ty), LO)
     parts: gl.constexpr = D // N
     part = pid % parts
     tile = pid // parts
     bh = tile // tiles
+    if items > 0:
+        wait_for_items(turns_ptr, bh // GROUP, items)
+    else:
+        wait_for_launch_before()
+    x = gl.load(dq_ptr + pid.to(gl.int64) * (64 * N) + register_offsets(N))
+    x = gl.permute(gl.reshape(x, [N // 8, 4, 8, 4, 2, 2]), [1, 4, 2, 0, 3, 5])
+    x = gl.convert_layout((gl.reshape(x, [64, N]) * scale).to(out_ptr.dtype.element_ty), LO)
     b = (bh // H).to(gl.int64)
     h = (bh % H).to(gl.int64)
     r = (tile % tiles) * 64 + gl.arange(0, 64, gl.SliceLayout(1, LO))
     d = part * N + gl.arange(0, N, gl.SliceLayout(0, LO))
     at = out_ptr + (b * s_b + h * s_h + r.to(gl.int64)[:, None] * s_s) * 8 + d[None, :]
     gl.store(at, x, mask=(r < Sq)[:, None] & (d // 8 < D_out // 8)[None, :])
+    if pid == gl.num_programs(0) - 1:
+        wait_for_launch_before()

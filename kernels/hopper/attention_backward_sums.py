@@ -220,3 +220,40 @@ def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
         else:
             if place == 0:
                 gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# --- finished items --------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def counting(CFG, pending):
+    """PTX of count_item: the first warp waits for the bulk adds, which it issued, but not for the last
+    `pending` ones, and counts at $1."""
+    wait = f"cp.async.bulk.wait_group {pending};" if CFG.DQ else ""
+    return f"""{{
+        .reg .pred p;
+        .reg .u32 x;
+        mov.u32 x, %tid.x;
+        setp.ge.u32 p, x, 32;
+        @p bra END;
+        {wait}
+        bar.warp.sync 0xffffffff;
+        setp.eq.u32 p, x, 0;
+        @p red.release.gpu.global.add.u32 [$1], 1;
+        END:
+        mov.u32 $0, 0;
+        }}"""
+
+
+@gluon.jit
+def count_item(turns_ptr, head, BEHIND: gl.constexpr, CFG: gl.constexpr):
+    """Count an item of a key head as finished, once all bulk adds but the last BEHIND are complete, and
+    with them its own; as pass_turn, but once an item, so that one warp will do.
+
+    An item is counted when the next one has left but for its last two steps.  If that has LEAST_STEPS,
+    PENDING bulk adds or more are behind those of the item, so that nobody waits for these.  (Shorter
+    ones are counted too early, and their counts not used.)
+    """
+    PTX: gl.constexpr = counting(CFG, BEHIND)
+    at = (turns_ptr - 1 - head).to(gl.int64)
+    gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)

@@ -66,11 +66,16 @@ from ..schedule import query_tiles
 from .warpgroups import hidden_zero
 
 # What turns_ptr points at: [0] the counter of work items, from FIRST_NUMBER on the numbers of the last
-# items of each program, from FIRST_TURN on the counters of query tiles.  Counters are 0 before.
+# items of each program, from FIRST_TURN on the counters of query tiles; from [-1] backwards those of
+# finished items of key heads.  Counters are 0 before.
 NUMBERS = gl.constexpr(4)
 FIRST_NUMBER = gl.constexpr(32)
 MOST_PROGRAMS = gl.constexpr(144)  # no GPU of compute capability 9.0 has more multiprocessors
 FIRST_TURN = gl.constexpr(FIRST_NUMBER.value + NUMBERS.value * MOST_PROGRAMS.value)
+# Bulk adds behind those of an item, at least, when it is counted as finished, if items have so many
+# steps; see count_item.
+PENDING = gl.constexpr(4)
+LEAST_STEPS = gl.constexpr(PENDING.value + 2)
 
 
 @gluon.jit
@@ -110,18 +115,22 @@ def get_item(turns_ptr, r):
     return gl.load(number_of(turns_ptr, r + hidden_zero()))
 
 
+@gluon.constexpr_function
+def note_layout():
+    """Layout of a number [1], the same in all threads."""
+    return gl.BlockedLayout([1], [32], [4], [0])
+
+
 @gluon.jit
 def note_item(note, t):
     """Keep the number of a warpgroup's item in a word of shared memory [1] that no other reads."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    note.store(gl.full([1], t, gl.int32, L))
+    note.store(gl.full([1], t, gl.int32, note_layout()))
 
 
 @gluon.jit
 def noted_item(note):
     """What note_item keeps."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    return gl.sum(note.load(L), 0)
+    return gl.sum(note.load(note_layout()), 0)
 
 
 @gluon.jit
