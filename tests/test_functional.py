@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from torch.autograd import forward_ad
 
 import flashproto
 from flashproto import reference
+from flashproto.ops import autograd
 
 IMPLS = ("triton", "torch", "reference")
 # On a CPU the interpreter cannot run inside what Inductor generates any faster; tracing is the same.
@@ -150,6 +152,36 @@ def test_compiles_with_the_default_backend_of_torch(x: Tensor) -> None:
     torch.compile(everything, fullgraph=True)(a).backward()
     everything(b).backward()
     torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_inductor_knows_an_op_before_it_would_write_its_arguments(
+    x: Tensor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it would write grows with the depth of the graph, beyond all bounds."""
+    from torch._inductor import config, graph, lowering
+
+    op = torch.ops.flashproto.softmax.default
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.msg)  # type: ignore[method-assign]
+    monkeypatch.setattr(graph.log, "handlers", [handler])
+    monkeypatch.setattr(graph.log, "propagate", False)
+    caplog.set_level(logging.INFO, graph.log.name)
+
+    def compiled(tells: bool) -> Tensor:
+        monkeypatch.setattr(autograd, "WRITES_ARGUMENTS", tells)
+        monkeypatch.delitem(lowering.lowerings, op, raising=False)
+        written.clear()
+        with config.patch(force_disable_caches=True):
+            torch.compiler.reset()
+            return torch.compile(lambda x: flashproto.softmax(x, impl="triton"), fullgraph=True)(x)
+
+    asked = "Creating implicit fallback for:\n%s"
+    want = flashproto.softmax(x, impl="triton")
+    torch.testing.assert_close(compiled(tells=False), want)
+    assert asked in written  # so this would notice
+    torch.testing.assert_close(compiled(tells=True), want)
+    assert asked not in written and op in lowering.lowerings
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

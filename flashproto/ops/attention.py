@@ -20,6 +20,7 @@ from .autograd import (
     FirstDerivative,
     KernelFunction,
     differentiates,
+    fake_of,
     recorder,
     refuse_tangents,
     use_op,
@@ -288,12 +289,12 @@ attention_backward_op = torch.library.custom_op(
 )
 
 
-@attention_forward_op.register_fake
+@fake_of(attention_forward_op)
 def _(q, k, v, causal, offset, scale, backend):
     return empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@attention_backward_op.register_fake
+@fake_of(attention_backward_op)
 def _(q, k, v, out, lse, dout, dlse, causal, offset, scale, backend, need_dq, need_dkv):
     return empty_gradients(q, k, v, need_dq, need_dkv)
 

@@ -18,6 +18,7 @@ from .autograd import (
     FirstDerivative,
     KernelFunction,
     differentiates,
+    fake_of,
     recorder,
     refuse_tangents,
     use_op,
@@ -198,14 +199,14 @@ attention_qkv_backward_op = torch.library.custom_op(
 )
 
 
-@attention_qkv_forward_op.register_fake
+@fake_of(attention_qkv_forward_op)
 def _(qkv, q_heads, k_heads, causal, scale, backend):
     B, S, width = qkv.shape
     out = qkv.new_empty(B, S, q_heads, width // (q_heads + 2 * k_heads)).transpose(1, 2)
     return out, qkv.new_empty(B, q_heads, S, dtype=torch.float32)
 
 
-@attention_qkv_backward_op.register_fake
+@fake_of(attention_qkv_backward_op)
 def _(qkv, out, lse, dout, dlse, q_heads, k_heads, causal, scale, backend):
     return qkv.new_empty(qkv.shape)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -11,12 +13,18 @@ from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C._functorch import unwrap_if_dead
 from torch._library.autograd import make_autograd_impl
+from torch._library.utils import get_layout_constraint_tag
 from torch.autograd import forward_ad
 
 NO_TANGENT = (
     "flashproto: the kernels have no forward-mode derivative (jvp); "
     "use impl='reference', which has one, or reverse mode"
 )
+
+# Before 2.13, Inductor writes down the arguments of an op that it meets for the first time, for a log
+# that is seldom on (pytorch/pytorch#185937): all that they are computed from, and twice what is used
+# twice.  Behind the twelve layers of a GPT that has no end.
+WRITES_ARGUMENTS = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def use_op() -> bool:
@@ -31,6 +39,30 @@ def use_op() -> bool:
     if forward_ad._current_level >= 0:
         raise NotImplementedError(NO_TANGENT)
     return True
+
+
+def fake_of(op: torch.library.CustomOpDef) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator: op.register_fake, of a fake that also tells Inductor of the op before it meets it."""
+
+    def register(fake: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fake)
+        def telling(*args):
+            if WRITES_ARGUMENTS:
+                tell_inductor(op._opoverload)
+            return fake(*args)
+
+        return op.register_fake(telling)
+
+    return register
+
+
+def tell_inductor(op: torch._ops.OpOverload) -> None:
+    """Make Inductor call the op as it does by itself once it has met it; nothing where it is not
+    loaded, as it is by the time that AOTAutograd, before it, asks for fakes."""
+    lowering: Any = sys.modules.get("torch._inductor.lowering")
+    if lowering is not None and op not in lowering.lowerings:
+        constraint = lowering.tag_to_layout_constraint(get_layout_constraint_tag(op))
+        lowering.make_fallback(op, layout_constraint=constraint, warn=False)
 
 
 def refuse_tangents(op: torch.library.CustomOpDef) -> None:

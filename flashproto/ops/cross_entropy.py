@@ -16,7 +16,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_forward_kernel,
     cross_entropy_total_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .launch import Launch, cdiv, launcher, multiprocessors
 from .memory import Memory
 from .rows import as_rows
@@ -371,12 +371,12 @@ def fake_losses(logits: Tensor, targets: Tensor, reduction: str) -> tuple[Tensor
     return losses[0].new_empty(()), losses[1].new_empty(()), *losses[2:], denominator
 
 
-@cross_entropy_op.register_fake
+@fake_of(cross_entropy_op)
 def _(logits, targets, weight, ignore_index, label_smoothing, z_loss, softcap, reduction, need_lse):
     return fake_losses(logits, targets, reduction)
 
 
-@cross_entropy_backward_op.register_fake
+@fake_of(cross_entropy_backward_op)
 def _(dloss, dlse, logits, *_):
     return logits.new_empty(logits.shape)
 

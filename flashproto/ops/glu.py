@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.glu import glu_backward_kernel, glu_forward_kernel
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .launch import Launch, cdiv, launcher
 from .memory import New
 from .rows import as_rows
@@ -179,12 +179,12 @@ glu_backward_op = torch.library.custom_op(
 )
 
 
-@glu_op.register_fake
+@fake_of(glu_op)
 def _(gate, up, activation, halves):
     return empty_output(gate, halves)
 
 
-@glu_backward_op.register_fake
+@fake_of(glu_backward_op)
 def _(dy, gate, up, activation, halves, need_dgate, need_dup):
     return empty_gradients(gate, up, need_dgate, need_dup)
 

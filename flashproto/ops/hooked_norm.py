@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import hooks
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .hook_arguments import HOOKS, hook_arguments, named
 from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
 
@@ -261,13 +261,13 @@ hooked_norm_backward_op = torch.library.custom_op(
 )
 
 
-@hooked_norm_op.register_fake
+@fake_of(hooked_norm_op)
 def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, *_):
     y, *others = empty_outputs(x, residual, normalized_ndim, centered)
     return y.to(dtype), *others
 
 
-@hooked_norm_backward_op.register_fake
+@fake_of(hooked_norm_backward_op)
 def _(
     dy, dtotal, x, input, weight, bias, mean, rstd, normalized_ndim, centered, casting, split_rows,
     prologue, before, before_scalars, epilogue, after, after_scalars,

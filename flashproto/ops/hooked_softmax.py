@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import hooks
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .hook_arguments import HOOKS, hook_arguments, named
 from .softmax import run_backward, run_forward
 
@@ -179,12 +179,12 @@ hooked_softmax_backward_op = torch.library.custom_op(
 )
 
 
-@hooked_softmax_op.register_fake
+@fake_of(hooked_softmax_op)
 def _(x, log, dtype, *_):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@hooked_softmax_backward_op.register_fake
+@fake_of(hooked_softmax_backward_op)
 def _(dy, x, lse, log, split_rows, prologue, before, _1, epilogue, after, _2, needed):
     return empty_gradients(x, [*before, *after], needed)
 

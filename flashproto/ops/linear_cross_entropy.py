@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .cross_entropy import (
     Options,
     constants,
@@ -460,13 +460,13 @@ linear_cross_entropy_backward_op = torch.library.custom_op(
 )
 
 
-@linear_cross_entropy_op.register_fake
+@fake_of(linear_cross_entropy_op)
 def _(h, weight, bias, targets, class_weight, *options):
     losses = fake_losses(h, targets, options[4])
     return *losses, *gradient_buffers(h, weight, bias, options[-3:], weight.shape[0], kept=True)
 
 
-@linear_cross_entropy_backward_op.register_fake
+@fake_of(linear_cross_entropy_backward_op)
 def _(dloss, dlse, h, weight, bias, *rest):
     return gradient_buffers(h, weight, bias, rest[-3:], weight.shape[0], kept=False)
 

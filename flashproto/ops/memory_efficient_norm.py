@@ -15,7 +15,7 @@ from ..kernels.norm_recover import (
     recovered,
     recovered_unweighted,
 )
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .hook_arguments import HookArguments, operand_rows
 from .launch import cdiv, launcher
 from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
@@ -184,13 +184,13 @@ memory_efficient_norm_backward_op = torch.library.custom_op(
 )
 
 
-@memory_efficient_norm_op.register_fake
+@fake_of(memory_efficient_norm_op)
 def _(x, residual, weight, normalized_ndim, eps, centered, casting):
     y, total, _, rstd = empty_outputs(x, residual, normalized_ndim, centered)
     return y, total, rstd
 
 
-@memory_efficient_norm_backward_op.register_fake
+@fake_of(memory_efficient_norm_backward_op)
 def _(
     dy, dtotal, y, weight, rstd, normalized_ndim, centered, casting, x_dtype, residual_dtype,
     need_dweight,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .norm_launch import (
     How,
     empty_gradients,
@@ -147,13 +147,13 @@ norm_backward_op = torch.library.custom_op(
 )
 
 
-@norm_op.register_fake
+@fake_of(norm_op)
 def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting="torch"):
     kept = keeps_statistics(x, normalized_ndim)
     return empty_outputs(x, residual, normalized_ndim, centered, kept)
 
 
-@norm_backward_op.register_fake
+@fake_of(norm_backward_op)
 def _(
     dy, dtotal, x, weight, mean, rstd, normalized_ndim, eps, centered, x_dtype, residual_dtype,
     bias_dtype, need_dweight, need_dbias, casting="torch",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.qk_norm import qk_norm_backward_kernel, qk_norm_forward_kernel
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .launch import launcher, multiprocessors
 from .norm_launch import column_sums, contiguous
 from .rope import (
@@ -304,22 +304,22 @@ qk_norm_packed_backward_op = torch.library.custom_op(
 )
 
 
-@qk_norm_op.register_fake
+@fake_of(qk_norm_op)
 def _(q, k, *how):
     return empty_rotated(q, k)
 
 
-@qk_norm_backward_op.register_fake
+@fake_of(qk_norm_backward_op)
 def _(dq_out, dk_out, q, k, q_weight, k_weight, *how_and_needs):
     return *empty_rotated(q, k), *empty_weight_gradients(q, q_weight, k_weight, *how_and_needs[-2:])
 
 
-@qk_norm_packed_op.register_fake
+@fake_of(qk_norm_packed_op)
 def _(qkv, q_heads, k_heads, *how):
     return empty_split(qkv, q_heads, k_heads)
 
 
-@qk_norm_packed_backward_op.register_fake
+@fake_of(qk_norm_packed_backward_op)
 def _(dq_out, dk_out, dv_out, qkv, q_weight, k_weight, *how_and_needs):
     weights = empty_weight_gradients(qkv, q_weight, k_weight, *how_and_needs[-2:])
     return empty_packed(dq_out, dk_out), *weights

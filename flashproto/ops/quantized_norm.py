@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import configs, hooks
 from ..kernels.norm_quantize import norm_quantize_kernel, norm_quantize_split_kernel
-from .autograd import KernelFunction, refuse_tangents, use_op
+from .autograd import KernelFunction, fake_of, refuse_tangents, use_op
 from .hook_arguments import HOOKS, hook_arguments, launchers, named
 from .launch import capability
 from .norm_launch import How, forward_arguments, launch_of_rows, sizes
@@ -127,7 +127,7 @@ quantized_norm_op = torch.library.custom_op(
 )
 
 
-@quantized_norm_op.register_fake
+@fake_of(quantized_norm_op)
 def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, *_):
     return empty_quantized(x, residual, normalized_ndim, dtype)
 

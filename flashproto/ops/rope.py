@@ -16,7 +16,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from .. import configs
 from ..configs import HeadConfig
 from ..kernels.rope import rope_kernel
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .launch import cdiv, launcher
 
 launch_rope = launcher(rope_kernel, tensors=9)
@@ -315,22 +315,22 @@ rope_packed_backward_op = torch.library.custom_op(
 )
 
 
-@rope_op.register_fake
+@fake_of(rope_op)
 def _(q, k, *tables_and_inverse):
     return empty_rotated(q, k)
 
 
-@rope_inplace_op.register_fake
+@fake_of(rope_inplace_op)
 def _(q, k, *tables):
     return None
 
 
-@rope_packed_op.register_fake
+@fake_of(rope_packed_op)
 def _(qkv, q_heads, k_heads, *tables):
     return empty_split(qkv, q_heads, k_heads)
 
 
-@rope_packed_backward_op.register_fake
+@fake_of(rope_packed_backward_op)
 def _(dq, dk, dv, *tables):
     return empty_packed(dq, dk)
 

@@ -25,7 +25,7 @@ from ..kernels.softmax import (
     softmax_forward_looped_kernel,
     softmax_forward_split_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .exchange import POLLS, exchange
 from .hook_arguments import NO_HOOK, HookArguments, launchers
 from .launch import Launch, Launcher, cdiv, has_hopper_kernels, launcher
@@ -321,22 +321,22 @@ logsumexp_backward_op = torch.library.custom_op(
 )
 
 
-@softmax_op.register_fake
+@fake_of(softmax_op)
 def _(x, log, dtype=None):
     return x.new_empty(x.shape, dtype=dtype)
 
 
-@softmax_backward_op.register_fake
+@fake_of(softmax_backward_op)
 def _(dy, y, log, dtype=None):
     return y.new_empty(y.shape, dtype=dtype)
 
 
-@logsumexp_op.register_fake
+@fake_of(logsumexp_op)
 def _(x):
     return x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@logsumexp_backward_op.register_fake
+@fake_of(logsumexp_backward_op)
 def _(dlse, x, lse):
     return x.new_empty(x.shape)
 

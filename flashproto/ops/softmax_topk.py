@@ -17,7 +17,7 @@ from ..kernels.softmax_topk import (
     softmax_topk_kernel,
     softmax_topk_split_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
 from .launch import cdiv, launcher
 from .rows import as_rows
 
@@ -147,12 +147,12 @@ softmax_topk_backward_op = torch.library.custom_op(
 )
 
 
-@softmax_topk_op.register_fake
+@fake_of(softmax_topk_op)
 def _(x, k, renormalize, dtype):
     return _results(x, k, dtype)
 
 
-@softmax_topk_backward_op.register_fake
+@fake_of(softmax_topk_backward_op)
 def _(dvalues, indices, x, states, renormalize):
     return x.new_empty(x.shape)
 
