@@ -21,8 +21,8 @@ from .autograd import (
     KernelFunction,
     differentiates,
     fake_of,
+    kernel_op,
     recorder,
-    refuse_tangents,
     use_op,
 )
 from .memory import maker
@@ -272,17 +272,15 @@ class AttentionBackwardFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 
-attention_forward_op = torch.library.custom_op(
+attention_forward_op = kernel_op(
     "flashproto::attention_forward",
     attention_forward,
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, bool causal, SymInt offset, float scale, str backend) "
     "-> (Tensor, Tensor)",
 )
-attention_backward_op = torch.library.custom_op(
+attention_backward_op = kernel_op(
     "flashproto::attention_backward",
     attention_backward,
-    mutates_args=(),
     schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
     "bool causal, SymInt offset, float scale, str backend, bool need_dq, bool need_dkv) "
     "-> (Tensor, Tensor, Tensor)",
@@ -304,4 +302,3 @@ def _backward(ctx, dout, dlse):
 
 
 attention_forward_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(attention_forward_op)

@@ -19,8 +19,8 @@ from .autograd import (
     KernelFunction,
     differentiates,
     fake_of,
+    kernel_op,
     recorder,
-    refuse_tangents,
     use_op,
 )
 from .memory import maker
@@ -183,17 +183,15 @@ class AttentionQkvBackwardFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 
-attention_qkv_forward_op = torch.library.custom_op(
+attention_qkv_forward_op = kernel_op(
     "flashproto::attention_qkv_forward",
     attention_qkv_forward,
-    mutates_args=(),
     schema="(Tensor qkv, SymInt q_heads, SymInt k_heads, bool causal, float scale, str backend) "
     "-> (Tensor, Tensor)",
 )
-attention_qkv_backward_op = torch.library.custom_op(
+attention_qkv_backward_op = kernel_op(
     "flashproto::attention_qkv_backward",
     attention_qkv_backward,
-    mutates_args=(),
     schema="(Tensor qkv, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, SymInt q_heads, "
     "SymInt k_heads, bool causal, float scale, str backend) -> Tensor",
 )
@@ -216,4 +214,3 @@ def _backward(ctx, dout, dlse):
 
 
 attention_qkv_forward_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(attention_qkv_forward_op)

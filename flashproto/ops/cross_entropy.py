@@ -16,7 +16,7 @@ from ..kernels.cross_entropy import (
     cross_entropy_forward_kernel,
     cross_entropy_total_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .launch import Launch, cdiv, launcher, multiprocessors
 from .memory import Memory
 from .rows import as_rows
@@ -344,18 +344,16 @@ def setup_context(ctx, inputs, output) -> None:
 
 # --- compile: torch.library ops; the gradient is written by the backward pass ---------------------
 
-cross_entropy_op = torch.library.custom_op(
+cross_entropy_op = kernel_op(
     "flashproto::cross_entropy",
     cross_entropy_forward,
-    mutates_args=(),
     schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float label_smoothing, "
     "float z_loss, float softcap, str reduction, bool need_lse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
-cross_entropy_backward_op = torch.library.custom_op(
+cross_entropy_backward_op = kernel_op(
     "flashproto::cross_entropy_backward",
     cross_entropy_backward,
-    mutates_args=(),
     schema="(Tensor? dloss, Tensor? dlse, Tensor logits, Tensor targets, Tensor? weight, Tensor lse, "
     "Tensor m, Tensor l, Tensor denominator, int ignore_index, float label_smoothing, float z_loss, "
     "float softcap) -> Tensor",
@@ -387,4 +385,3 @@ def _backward(ctx, dloss, dz, dlse, *_):
 
 
 cross_entropy_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(cross_entropy_op)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.glu import glu_backward_kernel, glu_forward_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .launch import Launch, cdiv, launcher
 from .memory import New
 from .rows import as_rows
@@ -164,16 +164,14 @@ class GluBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-glu_op = torch.library.custom_op(
+glu_op = kernel_op(
     "flashproto::glu",
     glu_forward,
-    mutates_args=(),
     schema="(Tensor gate, Tensor? up, str activation, bool halves) -> Tensor",
 )
-glu_backward_op = torch.library.custom_op(
+glu_backward_op = kernel_op(
     "flashproto::glu_backward",
     glu_backward,
-    mutates_args=(),
     schema="(Tensor dy, Tensor gate, Tensor? up, str activation, bool halves, bool need_dgate, "
     "bool need_dup) -> (Tensor, Tensor)",
 )
@@ -194,4 +192,3 @@ def _backward(ctx, dy):
 
 
 glu_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(glu_op)

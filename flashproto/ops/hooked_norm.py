@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import hooks
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .hook_arguments import HOOKS, hook_arguments, named
 from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
 
@@ -241,18 +241,16 @@ class HookedNormBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ---------------------------------------------------------------------
 
-hooked_norm_op = torch.library.custom_op(
+hooked_norm_op = kernel_op(
     "flashproto::hooked_norm",
     hooked_norm_forward,
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, "
     f"bool centered, str casting, ScalarType dtype, bool split_rows, {HOOKS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
-hooked_norm_backward_op = torch.library.custom_op(
+hooked_norm_backward_op = kernel_op(
     "flashproto::hooked_norm_backward",
     hooked_norm_backward,
-    mutates_args=(),
     schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? input, Tensor? weight, Tensor? bias, "
     f"Tensor mean, Tensor rstd, int normalized_ndim, bool centered, str casting, bool split_rows, "
     f"{HOOKS}, "
@@ -298,4 +296,3 @@ def _backward(ctx, dy, dtotal, dmean, drstd):
 
 
 hooked_norm_op.register_autograd(_backward, setup_context=_setup_context)
-refuse_tangents(hooked_norm_op)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import hooks
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .hook_arguments import HOOKS, hook_arguments, named
 from .softmax import run_backward, run_forward
 
@@ -164,16 +164,14 @@ class HookedSoftmaxBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-hooked_softmax_op = torch.library.custom_op(
+hooked_softmax_op = kernel_op(
     "flashproto::hooked_softmax",
     hooked_softmax_forward,
-    mutates_args=(),
     schema=f"(Tensor x, bool log, ScalarType dtype, bool split_rows, {HOOKS}) -> (Tensor, Tensor)",
 )
-hooked_softmax_backward_op = torch.library.custom_op(
+hooked_softmax_backward_op = kernel_op(
     "flashproto::hooked_softmax_backward",
     hooked_softmax_backward,
-    mutates_args=(),
     schema=f"(Tensor dy, Tensor x, Tensor lse, bool log, bool split_rows, {HOOKS}, bool[] needed) "
     "-> Tensor[]",
 )
@@ -208,4 +206,3 @@ def _backward(ctx, dy, dlse):
 
 
 hooked_softmax_op.register_autograd(_backward, setup_context=_setup_context)
-refuse_tangents(hooked_softmax_op)

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .cross_entropy import (
     Options,
     constants,
@@ -443,18 +443,16 @@ TENSORS = "Tensor h, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_
 OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, "
 NEEDS = "bool need_dh, bool need_dweight, bool need_dbias"
 
-linear_cross_entropy_op = torch.library.custom_op(
+linear_cross_entropy_op = kernel_op(
     "flashproto::linear_cross_entropy",
     linear_cross_entropy_forward,
-    mutates_args=(),
     schema=f"({TENSORS}{OPTIONS}str reduction, bool need_lse, int chunk_size, "
     f"bool low_memory, {NEEDS}) -> "
     f"({', '.join(['Tensor'] * 9)})",
 )
-linear_cross_entropy_backward_op = torch.library.custom_op(
+linear_cross_entropy_backward_op = kernel_op(
     "flashproto::linear_cross_entropy_backward",
     linear_cross_entropy_backward,
-    mutates_args=(),
     schema=f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
     f"Tensor denominator, {OPTIONS}int chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -487,4 +485,3 @@ def _backward(ctx, dloss, dz, dlse, *_):
 
 
 linear_cross_entropy_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(linear_cross_entropy_op)

@@ -15,7 +15,7 @@ from ..kernels.norm_recover import (
     recovered,
     recovered_unweighted,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .hook_arguments import HookArguments, operand_rows
 from .launch import cdiv, launcher
 from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
@@ -167,17 +167,15 @@ class MemoryEfficientNormBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-memory_efficient_norm_op = torch.library.custom_op(
+memory_efficient_norm_op = kernel_op(
     "flashproto::memory_efficient_norm",
     memory_efficient_norm_forward,
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, int normalized_ndim, float eps, "
     "bool centered, str casting) -> (Tensor, Tensor, Tensor)",
 )
-memory_efficient_norm_backward_op = torch.library.custom_op(
+memory_efficient_norm_backward_op = kernel_op(
     "flashproto::memory_efficient_norm_backward",
     memory_efficient_norm_backward,
-    mutates_args=(),
     schema="(Tensor dy, Tensor? dtotal, Tensor y, Tensor? weight, Tensor rstd, int normalized_ndim, "
     "bool centered, str casting, ScalarType x_dtype, ScalarType residual_dtype, bool need_dweight) "
     "-> (Tensor, Tensor, Tensor)",
@@ -205,4 +203,3 @@ def _backward(ctx, dy, dtotal, drstd):
 
 
 memory_efficient_norm_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(memory_efficient_norm_op)

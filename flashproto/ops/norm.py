@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .norm_launch import (
     How,
     empty_gradients,
@@ -129,17 +129,15 @@ class NormBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-norm_op = torch.library.custom_op(
+norm_op = kernel_op(
     "flashproto::norm",
     norm_forward,
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, "
     'float eps, bool centered, str casting="torch") -> (Tensor, Tensor, Tensor, Tensor)',
 )
-norm_backward_op = torch.library.custom_op(
+norm_backward_op = kernel_op(
     "flashproto::norm_backward",
     norm_backward,
-    mutates_args=(),
     schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
     "int normalized_ndim, float eps, bool centered, ScalarType x_dtype, ScalarType residual_dtype, "
     'ScalarType bias_dtype, bool need_dweight, bool need_dbias, str casting="torch") '
@@ -169,4 +167,3 @@ def _backward(ctx, dy, dtotal, dmean, drstd):
 
 
 norm_op.register_autograd(_backward, setup_context=setup_context)
-refuse_tangents(norm_op)

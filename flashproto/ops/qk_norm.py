@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.qk_norm import qk_norm_backward_kernel, qk_norm_forward_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .launch import launcher, multiprocessors
 from .norm_launch import column_sums, contiguous
 from .rope import (
@@ -276,29 +276,25 @@ HOW = (
 )
 NEEDS = "bool need_dq_weight, bool need_dk_weight"
 
-qk_norm_op = torch.library.custom_op(
+qk_norm_op = kernel_op(
     "flashproto::qk_norm",
     qk_norm_forward,
-    mutates_args=(),
     schema=f"(Tensor q, Tensor? k, {HOW}) -> (Tensor, Tensor)",
 )
-qk_norm_backward_op = torch.library.custom_op(
+qk_norm_backward_op = kernel_op(
     "flashproto::qk_norm_backward",
     qk_norm_backward,
-    mutates_args=(),
     schema=f"(Tensor dq_out, Tensor? dk_out, Tensor q, Tensor? k, {HOW}, {NEEDS}) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
-qk_norm_packed_op = torch.library.custom_op(
+qk_norm_packed_op = kernel_op(
     "flashproto::qk_norm_packed",
     qk_norm_packed_forward,
-    mutates_args=(),
     schema=f"(Tensor qkv, int q_heads, int k_heads, {HOW}) -> (Tensor, Tensor, Tensor)",
 )
-qk_norm_packed_backward_op = torch.library.custom_op(
+qk_norm_packed_backward_op = kernel_op(
     "flashproto::qk_norm_packed_backward",
     qk_norm_packed_backward,
-    mutates_args=(),
     schema=f"(Tensor dq_out, Tensor dk_out, Tensor dv_out, Tensor qkv, {HOW}, {NEEDS}) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -335,5 +331,3 @@ def _packed_backward(ctx, dq, dk, dv):
 
 qk_norm_op.register_autograd(_backward, setup_context=setup_context)
 qk_norm_packed_op.register_autograd(_packed_backward, setup_context=packed_setup_context)
-refuse_tangents(qk_norm_op)
-refuse_tangents(qk_norm_packed_op)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import configs, hooks
 from ..kernels.norm_quantize import norm_quantize_kernel, norm_quantize_split_kernel
-from .autograd import KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import KernelFunction, fake_of, kernel_op, use_op
 from .hook_arguments import HOOKS, hook_arguments, launchers, named
 from .launch import capability
 from .norm_launch import How, forward_arguments, launch_of_rows, sizes
@@ -118,10 +118,9 @@ def _backward(ctx, *grads):
 
 # --- compile: torch.library op -------------------------------------------------------------------
 
-quantized_norm_op = torch.library.custom_op(
+quantized_norm_op = kernel_op(
     "flashproto::quantized_norm",
     quantized_norm_forward,
-    mutates_args=(),
     schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, "
     f"bool centered, str casting, ScalarType dtype, {HOOKS}) -> (Tensor, Tensor, Tensor)",
 )
@@ -133,4 +132,3 @@ def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
 
 
 quantized_norm_op.register_autograd(_backward)
-refuse_tangents(quantized_norm_op)

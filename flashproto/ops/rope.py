@@ -16,7 +16,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from .. import configs
 from ..configs import HeadConfig
 from ..kernels.rope import rope_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .launch import cdiv, launcher
 
 launch_rope = launcher(rope_kernel, tensors=9)
@@ -289,28 +289,25 @@ class RopePackedBackwardFunction(FirstDerivative):
 
 TABLES = "Tensor cos, Tensor sin, Tensor? positions, SymInt offset, bool count, bool interleaved"
 
-rope_op = torch.library.custom_op(
+rope_op = kernel_op(
     "flashproto::rope",
     rope_forward,
-    mutates_args=(),
     schema=f"(Tensor q, Tensor? k, {TABLES}, bool inverse) -> (Tensor, Tensor)",
 )
-rope_inplace_op = torch.library.custom_op(
+rope_inplace_op = kernel_op(
     "flashproto::rope_",
     rope_inplace_forward,
     mutates_args=("q", "k"),
     schema=f"(Tensor(a!) q, Tensor(b!)? k, {TABLES}) -> ()",
 )
-rope_packed_op = torch.library.custom_op(
+rope_packed_op = kernel_op(
     "flashproto::rope_packed",
     rope_packed_forward,
-    mutates_args=(),
     schema=f"(Tensor qkv, int q_heads, int k_heads, {TABLES}) -> (Tensor, Tensor, Tensor)",
 )
-rope_packed_backward_op = torch.library.custom_op(
+rope_packed_backward_op = kernel_op(
     "flashproto::rope_packed_backward",
     rope_packed_backward,
-    mutates_args=(),
     schema=f"(Tensor dq, Tensor dk, Tensor dv, {TABLES}) -> Tensor",
 )
 
@@ -345,5 +342,3 @@ def _packed_backward(ctx, dq, dk, dv):
 
 rope_op.register_autograd(_backward, setup_context=setup_context)
 rope_packed_op.register_autograd(_packed_backward, setup_context=packed_setup_context)
-refuse_tangents(rope_op)
-refuse_tangents(rope_packed_op)

@@ -25,7 +25,7 @@ from ..kernels.softmax import (
     softmax_forward_looped_kernel,
     softmax_forward_split_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .exchange import POLLS, exchange
 from .hook_arguments import NO_HOOK, HookArguments, launchers
 from .launch import Launch, Launcher, cdiv, has_hopper_kernels, launcher
@@ -298,25 +298,22 @@ class LogsumexpBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-softmax_op = torch.library.custom_op(
+softmax_op = kernel_op(
     "flashproto::softmax",
     softmax_forward,
-    mutates_args=(),
     schema="(Tensor x, bool log, ScalarType? dtype=None) -> Tensor",
 )
-softmax_backward_op = torch.library.custom_op(
+softmax_backward_op = kernel_op(
     "flashproto::softmax_backward",
     softmax_backward,
-    mutates_args=(),
     schema="(Tensor dy, Tensor y, bool log, ScalarType? dtype=None) -> Tensor",
 )
-logsumexp_op = torch.library.custom_op(
+logsumexp_op = kernel_op(
     "flashproto::logsumexp", logsumexp_forward, mutates_args=(), schema="(Tensor x) -> Tensor"
 )
-logsumexp_backward_op = torch.library.custom_op(
+logsumexp_backward_op = kernel_op(
     "flashproto::logsumexp_backward",
     logsumexp_backward,
-    mutates_args=(),
     schema="(Tensor dlse, Tensor x, Tensor lse) -> Tensor",
 )
 
@@ -352,5 +349,3 @@ def _logsumexp_backward(ctx, dlse):
 
 softmax_op.register_autograd(_softmax_backward, setup_context=SoftmaxFunction.setup_context)
 logsumexp_op.register_autograd(_logsumexp_backward, setup_context=LogsumexpFunction.setup_context)
-refuse_tangents(softmax_op)
-refuse_tangents(logsumexp_op)

@@ -17,7 +17,7 @@ from ..kernels.softmax_topk import (
     softmax_topk_kernel,
     softmax_topk_split_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, refuse_tangents, use_op
+from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
 from .launch import cdiv, launcher
 from .rows import as_rows
 
@@ -133,16 +133,14 @@ class SoftmaxTopkBackwardFunction(FirstDerivative):
 
 # --- compile: torch.library ops ------------------------------------------------------------------
 
-softmax_topk_op = torch.library.custom_op(
+softmax_topk_op = kernel_op(
     "flashproto::softmax_topk",
     softmax_topk_forward,
-    mutates_args=(),
     schema="(Tensor x, int k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
 )
-softmax_topk_backward_op = torch.library.custom_op(
+softmax_topk_backward_op = kernel_op(
     "flashproto::softmax_topk_backward",
     softmax_topk_backward,
-    mutates_args=(),
     schema="(Tensor dvalues, Tensor indices, Tensor x, Tensor states, bool renormalize) -> Tensor",
 )
 
@@ -169,4 +167,3 @@ def _backward(ctx, dvalues, dindices, dstates):
 
 
 softmax_topk_op.register_autograd(_backward, setup_context=_setup_context)
-refuse_tangents(softmax_topk_op)
