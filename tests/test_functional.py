@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashproto
 from flashproto import reference
@@ -237,6 +239,50 @@ def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match="jvp"):
             torch.func.jvp(call, (q,), (q,))
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_op_goes_straight_to_its_function_where_nobody_else_wants_to_see_it(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    straight: list[bool] = []
+    goes = autograd.goes_straight
+
+    def noting(keyset: object) -> bool:
+        straight.append(goes(keyset))
+        return straight[-1]
+
+    monkeypatch.setattr(autograd, "goes_straight", noting)
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    softmax = torch.ops.flashproto.softmax
+    with torch.no_grad():
+        y = softmax(x, False)
+        assert straight == [True]
+        assert y.grad_fn is None
+        assert not y.requires_grad
+        with Seen() as seen:
+            torch.testing.assert_close(softmax(x, False), y)
+        assert straight == [True, False]
+        assert "flashproto::softmax" in seen.names
+        with FakeTensorMode() as fake:
+            assert type(softmax(fake.from_tensor(x), False)) is FakeTensor
+        assert straight == [True, False, False]
+        mapped = torch.func.functionalize(lambda x: softmax(x, False))(x.detach())
+        torch.testing.assert_close(mapped, y)
+    recorded = softmax(x, False)
+    assert recorded.requires_grad
+    torch.testing.assert_close(recorded, y)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -17,6 +17,7 @@ from torch.nn import Parameter
 import flashproto
 from flashproto import backends, plans
 from flashproto.ops.memory import aligned
+from flashproto.ops.norm_launch import norm_backward, norm_forward
 
 pytest.importorskip("triton")
 
@@ -554,3 +555,53 @@ def test_is_bounded(monkeypatch: pytest.MonkeyPatch, followed) -> None:
     for i in range(10):
         plans.keep(i, lambda: None)
         assert len(plans._plans) <= 4
+
+
+@pytest.mark.parametrize("dtype", [f32, bf16])
+@pytest.mark.parametrize(
+    ("columns", "given", "centered"),
+    [
+        (40, "x", False),
+        (40, "weight bias", True),
+        (5, "residual weight", False),
+        (5, "residual weight bias", True),
+        (WIDE, "weight", False),
+    ],
+)
+def test_the_norm_ops_of_compiled_calls_follow_plans(
+    device: str, followed: list[bool], dtype: torch.dtype, columns: int, given: str, centered: bool
+) -> None:
+    ops, how = torch.ops.flashproto, (1, 1e-5, centered, "llama" if dtype == bf16 else "torch")
+    for _ in range(5):
+        x = rows(device, dtype, 3, columns)
+        residual = rows(device, f32, 3, columns) if "residual" in given else None
+        weight = rows(device, f32, columns) if "weight" in given else None
+        bias = rows(device, dtype, columns) if "bias" in given else None
+        arguments = x, residual, weight, bias, *how
+        made, expected = ops.norm(*arguments), norm_forward(*arguments)
+        torch.testing.assert_close(made, expected, rtol=0, atol=0)
+        y, total, mean, rstd = made
+        dy, dtotal = torch.randn_like(y), None if residual is None else torch.randn_like(total)
+        arguments = (
+            dy, dtotal, x if residual is None else total, weight, mean, rstd, *how[:3],
+            dtype, f32 if residual is not None else dtype, dtype,
+            weight is not None, bias is not None, how[3],
+        )  # fmt: skip
+        made, expected = ops.norm_backward(*arguments), norm_backward(*arguments)
+        torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    assert followed == [False] * 4 + [True] * 6
+
+
+def test_the_norm_ops_copy_what_no_plan_takes(device: str, followed: list[bool]) -> None:
+    ops = torch.ops.flashproto
+    memory = rows(device, bf16, 1, 401)[0]
+    for x in (memory[1:].view(10, 40), memory[:400].view(40, 10).t(), memory[:0].view(0, 40)):
+        for _ in range(4):
+            made = ops.norm(x, None, None, None, 1, 1e-5, True)
+            expected = norm_forward(x, None, None, None, 1, 1e-5, True)
+            torch.testing.assert_close(made, expected, rtol=0, atol=0)
+            y, _, mean, rstd = made
+            arguments = y, None, x, None, mean, rstd, 1, 1e-5, True, bf16, bf16, bf16, False, False
+            made, expected = ops.norm_backward(*arguments), norm_backward(*arguments)
+            torch.testing.assert_close(made, expected, rtol=0, atol=0)
+    assert any(followed)

@@ -18,8 +18,9 @@ from .reasons import float64_reasons
 if backends.HAS_TRITON:
     from ..ops import hooked_norm as hooked_norm_op
     from ..ops import memory_efficient_norm as memory_efficient_op
-    from ..ops import norm as norm_op
+    from ..ops import norm_op as _ops_of_compiled_calls  # noqa: F401
     from ..ops import norm_plan
+    from ..ops.norm import norm as kernel_norm
 
 
 class NormOptions(TypedDict, total=False):
@@ -183,7 +184,7 @@ def _norm_anew(
             )
         arguments = (x, residual, weight, bias, len(shape), eps, centered, casting)
         plans.keep(key, lambda: plans.after_casts(norm_plan.plan(*arguments), given, tensors))
-        return norm_op.norm(*arguments)
+        return kernel_norm(*arguments)
     if backend == "torch":
         total = x if residual is None else x + residual
         y = _torch_norm(total, shape, weight, bias, eps, centered).to(x.dtype)

@@ -10,15 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
+from .autograd import FirstDerivative, KernelFunction, use_op
 from .norm_launch import (
     How,
-    empty_gradients,
-    empty_outputs,
     keeps_statistics,
     needed_outputs,
     norm_backward,
-    norm_forward,
     run_forward,
 )
 
@@ -125,45 +122,3 @@ class NormBackwardFunction(FirstDerivative):
     """norm_backward."""
 
     forward = staticmethod(norm_backward)
-
-
-# --- compile: torch.library ops ------------------------------------------------------------------
-
-norm_op = kernel_op(
-    "flashproto::norm",
-    norm_forward,
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, "
-    'float eps, bool centered, str casting="torch") -> (Tensor, Tensor, Tensor, Tensor)',
-)
-norm_backward_op = kernel_op(
-    "flashproto::norm_backward",
-    norm_backward,
-    schema="(Tensor dy, Tensor? dtotal, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "int normalized_ndim, float eps, bool centered, ScalarType x_dtype, ScalarType residual_dtype, "
-    'ScalarType bias_dtype, bool need_dweight, bool need_dbias, str casting="torch") '
-    "-> (Tensor, Tensor, Tensor, Tensor)",
-)
-
-
-@fake_of(norm_op)
-def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting="torch"):
-    kept = keeps_statistics(x, normalized_ndim)
-    return empty_outputs(x, residual, normalized_ndim, centered, kept)
-
-
-@fake_of(norm_backward_op)
-def _(
-    dy, dtotal, x, weight, mean, rstd, normalized_ndim, eps, centered, x_dtype, residual_dtype,
-    bias_dtype, need_dweight, need_dbias, casting="torch",
-):  # fmt: skip
-    return empty_gradients(
-        x, weight, x_dtype, residual_dtype, bias_dtype, normalized_ndim, need_dweight, need_dbias
-    )
-
-
-def _backward(ctx, dy, dtotal, dmean, drstd):
-    launch = torch.ops.flashproto.norm_backward
-    return backward(ctx.saved_tensors, ctx.needs_input_grad, launch, ctx.settings, dy, dtotal)
-
-
-norm_op.register_autograd(_backward, setup_context=setup_context)

@@ -212,13 +212,6 @@ def plan_gradients_like(
     same = dtypes[0] == dtypes[1]
     wanted = need_dweight, need_dbias
 
-    def anyhow(x, weight, statistics, dy, dtotal):
-        dx, dresidual, dweight, dbias = norm_backward(
-            dy, dtotal, x, weight, *layout.views(statistics), normalized_ndim, eps, centered,
-            *dtypes, *wanted, casting,
-        )  # fmt: skip
-        return pick(dx, dresidual, dweight, dbias)
-
     def pick(dx, dresidual, dweight, dbias):
         dresidual = dx if same else dresidual
         return (
@@ -226,24 +219,62 @@ def plan_gradients_like(
             dweight if need_dweight else None, dbias if need_dbias else None,
         )  # fmt: skip
 
-    made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)
+    def anyhow(x, weight, statistics, dy, dtotal):
+        made = norm_backward(
+            dy, dtotal, x, weight, *layout.views(statistics), normalized_ndim, eps, centered,
+            *dtypes, *wanted, casting,
+        )  # fmt: skip
+        return pick(*made)
+
+    bound = bind_gradients(x, weight, *layout.views(statistics), dy, dtotal, wanted, how, dtypes)
+    if bound is None:
+        return anyhow
+    compute, to_mean = bound.compute, layout.to_mean
+
+    def planned(x, weight, statistics, dy, dtotal):
+        at_rstd = at_mean = None
+        if statistics is not None:
+            at_rstd = statistics.data_ptr()
+            at_mean = at_rstd + to_mean if centered else None
+        return pick(*compute(x, weight, at_mean, at_rstd, dy, dtotal))
+
+    return plans.where_aligned(planned, anyhow) if bound.aligned else planned
+
+
+class BoundGradients(NamedTuple):
+    """compute: (x, weight, address of mean, of rstd, dy, dtotal) to (dx, dresidual, dweight, dbias),
+    None for one that is not asked for; aligned: see Launch."""
+
+    compute: Callable[..., tuple[Tensor | None, ...]]
+    aligned: bool
+
+
+def bind_gradients(
+    x: Tensor, weight: Tensor | None, mean: Tensor | None, rstd: Tensor | None, dy: Tensor,
+    dtotal: Tensor | None, wanted: tuple[bool, bool], how: How,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+) -> BoundGradients | None:  # fmt: skip
+    """norm_backward for tensors like these, of their strides too; None where it copies one.
+
+    wanted: whether dweight and dbias are; dtypes: of x, residual and bias.
+    """
+    made = empty_gradients(x, weight, *dtypes, how.normalized_ndim, *wanted)
     dy, x = aligned(dy), aligned(x)
-    saved = x, None, weight, None, *layout.views(statistics)
-    first, *sums = backward_launches(dy, dtotal, saved, made, how)
+    first, *sums = backward_launches(dy, dtotal, (x, None, weight, None, mean, rstd), made, how)
     dx, dresidual, dweight, dbias = (t if t.numel() else None for t in made)
     floats = Memory(0, torch.float32, x.get_device())
     has_dweight, has_dbias = dweight is not None, dbias is not None
     partials = floats if has_dweight else None, floats if has_dbias else None
-    rstd = None if statistics is None else floats
-    mean = rstd if centered else None
+    at_rstd = None if rstd is None else floats
+    at_mean = at_rstd if how.centered else None
     # The kernel of aligned rows takes neither what it has no use for nor gaps where it would be.
     given = (dy, x, weight) if first.aligned else (dy, dtotal, x, None, weight, None)
     results = (dx,) if first.aligned else (dx, dresidual)
     own = first.arguments[: len(given)]
-    tensors = *own, mean, rstd, *results, *partials
+    tensors = *own, at_mean, at_rstd, *results, *partials
     launch = first._replace(arguments=(*tensors, *first.arguments[len(tensors) :])).bind(*given)
     if launch is None:
-        return anyhow
+        return None
 
     def fill_aligned(dy, dtotal, x, input, weight, bias, mean, rstd, dx, dresidual, dweight, dbias):
         launch(dy, x, weight, mean, rstd, dx, dweight, dbias)
@@ -254,21 +285,17 @@ def plan_gradients_like(
         total = sums[0].arguments
         words = padded(max(t.numel() for t in total[:2] if t is not None))
         add_up = sums[0]._replace(arguments=(*partials, *total[2:])).bound()
-    to_mean, to_dbias = layout.to_mean, 4 * words * has_dweight
+    to_dbias = 4 * words * has_dweight
     memory = x.new_empty(words * (has_dweight + has_dbias), dtype=torch.float32)
     new_dx, new_dresidual, new_dweight, new_dbias, new_sums = map(
         maker, (dx, dresidual, dweight, dbias, memory)
     )
 
-    def planned(x, weight, statistics, dy, dtotal):
+    def compute(x, weight, at_mean, at_rstd, dy, dtotal):
         dx, dresidual = new_dx(), new_dresidual()
-        at_rstd = at_mean = None
-        if statistics is not None:
-            at_rstd = statistics.data_ptr()
-            at_mean = at_rstd + to_mean if centered else None
         if add_up is None:
             fill(dy, dtotal, x, None, weight, None, at_mean, at_rstd, dx, dresidual, None, None)
-            return pick(dx, dresidual, None, None)
+            return dx, dresidual, None, None
         sums = new_sums()
         at_sums = sums.data_ptr()
         at_dweight = at_sums if has_dweight else None
@@ -277,6 +304,6 @@ def plan_gradients_like(
         fill(dy, dtotal, x, None, weight, None, at_mean, at_rstd, dx, dresidual, *sums_at)
         dweight, dbias = new_dweight(), new_dbias()
         add_up(*sums_at, dweight, dbias)
-        return pick(dx, dresidual, dweight, dbias)
+        return dx, dresidual, dweight, dbias
 
-    return plans.where_aligned(planned, anyhow) if first.aligned else planned
+    return BoundGradients(compute, first.aligned)
