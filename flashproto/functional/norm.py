@@ -18,7 +18,7 @@ from .reasons import float64_reasons
 if backends.HAS_TRITON:
     from ..ops import hooked_norm as hooked_norm_op
     from ..ops import memory_efficient_norm as memory_efficient_op
-    from ..ops import norm_op as _ops_of_compiled_calls  # noqa: F401
+    from ..ops import norm_op as _  # noqa: F401, for compiled calls
     from ..ops import norm_plan
     from ..ops.norm import norm as kernel_norm
 

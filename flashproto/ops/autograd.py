@@ -48,8 +48,8 @@ def kernel_op(
 ) -> torch.library.CustomOpDef:
     """torch.library.custom_op of a function that launches kernels, with two differences, if it changes
     no argument: the op raises on inputs that carry tangents, which torch.library would drop, and a
-    call that `goes_straight` skips the two ways through the dispatcher, in Python, that torch.library
-    takes from there to the function: 20 of the 40 microseconds that a call of attention takes.
+    call that `goes_straight` skips the second way through the dispatcher that torch.library takes to
+    the function, and its Python: 10 of the 20 microseconds by which an op's call is longer than that.
     """
     op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
     if mutates_args:
