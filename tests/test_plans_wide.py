@@ -178,8 +178,10 @@ def test_is_replayed_by_torch_compile(device, N, dtype) -> None:
     torch.compiler.reset()
 
     def norms(x: Tensor, residual: Tensor, weight: Tensor) -> Tensor:
-        y, total = flashproto.add_rms_norm(x, residual, N, weight, impl="triton")
-        return flashproto.layer_norm(y, N, weight, weight, impl="triton") + total
+        for _ in range(4):  # enough for plans in the first run too, which torch warms up with
+            x, residual = flashproto.add_rms_norm(x, residual, N, weight, impl="triton")
+            x = flashproto.layer_norm(x, N, weight, weight, impl="triton")
+        return x + residual
 
     def run(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
         y = call(*tensors)
