@@ -308,9 +308,7 @@ softmax_backward_op = kernel_op(
     softmax_backward,
     schema="(Tensor dy, Tensor y, bool log, ScalarType? dtype=None) -> Tensor",
 )
-logsumexp_op = kernel_op(
-    "flashproto::logsumexp", logsumexp_forward, mutates_args=(), schema="(Tensor x) -> Tensor"
-)
+logsumexp_op = kernel_op("flashproto::logsumexp", logsumexp_forward, schema="(Tensor x) -> Tensor")
 logsumexp_backward_op = kernel_op(
     "flashproto::logsumexp_backward",
     logsumexp_backward,
