@@ -35,6 +35,11 @@ def eager(name: str):
     return lambda x: getattr(torch, name)(x, -1)
 
 
+def gradient_from(lse: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """Of logsumexp, eagerly."""
+    return (x - lse[:, None]).exp() * dy[:, None]
+
+
 def check(device, operator: str, x: Tensor, layout: str = "contiguous") -> None:
     """The result and the gradient of one call on x [M, N]."""
     dy = torch.randn(x.shape if operator != "logsumexp" else x.shape[:1], device=device).to(x.dtype)
@@ -51,7 +56,13 @@ def check(device, operator: str, x: Tensor, layout: str = "contiguous") -> None:
         terms = exact[0] * dy.abs().double().amax(-1, keepdim=True)
     elif operator == "log_softmax":
         terms = dy.abs().double() + exact[0].exp() * dy.abs().double().sum(-1, keepdim=True)
-    else:  # dx = exp(x - y) dy, where one rounding of y shows |y| times
+    else:
+        # Of the logsumexp that the forward keeps; and of the exact one, of which dx shows a rounding
+        # |y| times, eager's dx too.
+        lse = ops.logsumexp_forward(x)
+        same = gradient_from(lse, x.float(), dy).to(x.dtype)
+        wanted = gradient_from(lse.double(), x.double(), dy.double())
+        assert_no_worse("dx from lse", dx, same, wanted, wanted.abs().max().item())
         terms = exact[1].abs() * (1 + exact[0].abs() / 4)[:, None]
     assert_no_worse("dx", dx, yardstick[1], exact[1], terms.abs().max().item())
 
