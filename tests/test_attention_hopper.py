@@ -370,6 +370,7 @@ def test_table_holds_every_item_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr(attention_hopper, "apart", lambda make, device: make())
     config = configs.attention_forward_hopper(D, 8192, causal)
     assert config.W == 3
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))

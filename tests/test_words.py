@@ -73,6 +73,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
     monkeypatch.setattr(words, "current_device", lambda: gpu.device)
     monkeypatch.setattr(words, "current_stream", lambda index: gpu.stream)
+    monkeypatch.setattr(words, "apart", lambda make, device: make())
     monkeypatch.setattr(words, "is_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(torch.cuda, "device", gpu.on)
     monkeypatch.setattr(torch, "zeros", gpu.zeros)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MO
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from .descriptors import boxes, readable, tma_reads
 from .launch import Launcher, cdiv, launcher, multiprocessors
-from .memory import Memory, New
+from .memory import Memory, New, apart
 
 LOG2E = math.log2(math.e)
 PREPROCESS_ROWS = 32
@@ -77,16 +76,7 @@ class Order:
         rounds = max(map(len, items)) + 1
         rows = [[*own, *[total] * (rounds - len(own))] for own in items]
         host = torch.tensor(rows, dtype=torch.int32).t().contiguous()
-
-        # In a thread of its own, since a private memory pool of the calling thread (torch.compile's
-        # CUDA graphs make one to warm up) would take this memory back.
-        def upload() -> None:
-            self.table = host.to(self.device)
-
-        thread = threading.Thread(target=upload)
-        thread.start()
-        thread.join()
-        assert self.table is not None
+        self.table = apart(lambda: host.to(self.device), self.device)
         return self.table
 
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,25 @@ from torch._C._dynamo import guards
 # A torch without CUDA has no such function, or none that works.
 current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 empty_strided_cuda: Any = getattr(guards, "_empty_strided_cuda", None)
+
+
+Made = TypeVar("Made")
+
+
+def apart(make: Callable[[], Made], device: torch.device) -> Made:
+    """make(), on the current stream of `device`, a GPU, for memory that outlives the call.
+
+    In a thread of its own, since a private memory pool of the calling thread (torch.compile's CUDA
+    graphs make one to warm up) would take the memory back.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
 
 
 class Memory:

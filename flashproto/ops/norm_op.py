@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm: the torch.library ops, which compiled code calls; they follow plans.
 
-Legend: norm_launch.py.  Launches that exchange partial results follow no plan here: a plan would keep
-words (words.py) in memory that the CUDA graphs of torch.compile take back.
+Legend: norm_launch.py.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def plan_forward(inputs: Any, how: tuple[int, float, bool, str]) -> plans.Plan:
     inputs = tuple(t if t is None else aligned(t) for t in inputs)
     outputs: Any = tuple(New.like(t) if t.numel() else None for t in results)
     launch = forward_launch(inputs, outputs, How(*how))
-    fill = None if launch.words is not None else launch.bind(*inputs, making=True)
+    fill = launch.bind(*inputs, making=True)
     if fill is None:
         return anyhow
     nothing = [None if t.numel() else maker(t) for t in results]
@@ -132,7 +131,7 @@ def plan_backward(
     statistics = mean if has_mean else None, rstd if kept else None
     how = How(normalized_ndim, eps, centered, casting)
     bound = bind_gradients(x, weight, *statistics, dy, dtotal, wanted, how, dtypes)
-    if bound is None or bound.exchanges:
+    if bound is None:
         return anyhow
     compute = bound.compute
     made = empty_gradients(x, weight, *dtypes, normalized_ndim, *wanted)

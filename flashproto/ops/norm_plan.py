@@ -243,11 +243,10 @@ def plan_gradients_like(
 
 class BoundGradients(NamedTuple):
     """compute: (x, weight, address of mean, of rstd, dy, dtotal) to (dx, dresidual, dweight, dbias),
-    None for one that is not asked for; aligned: see Launch; exchanges: whether it has words."""
+    None for one that is not asked for; aligned: see Launch."""
 
     compute: Callable[..., tuple[Tensor | None, ...]]
     aligned: bool
-    exchanges: bool
 
 
 def bind_gradients(
@@ -307,4 +306,4 @@ def bind_gradients(
         add_up(*sums_at, dweight, dbias)
         return dx, dresidual, dweight, dbias
 
-    return BoundGradients(compute, first.aligned, first.words is not None)
+    return BoundGradients(compute, first.aligned)

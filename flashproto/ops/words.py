@@ -17,15 +17,19 @@ new, zeroed on that stream, or the launch before it has cleared all of it, and h
  -  Streams are known by their handles, as they are to torch's allocator, whose memory pairs are.  CUDA
     releases what belongs to a destroyed stream once its work is done: a stream that gets its handle
     comes after that.  The one handle that is another stream in each thread takes no pair.
+ -  A pair outlives the call that made it, so that it is made where no private memory pool is (apart).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .memory import apart
 
 KEPT = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
 PER_THREAD = 2  # cudaStreamPerThread
@@ -64,6 +68,7 @@ def with_pairs(
     what calls without a plan launch, so that nothing is compiled while a CUDA graph is captured.
     """
     count, index, zeros = words.numel(), words.get_device(), zeros_like(words)
+    new_pair = partial(apart, lambda: (zeros(), zeros()), words.device)
 
     def without_pair(*tensors: Any) -> Any:
         return ordinary(*tensors, zeros(), *no_used)
@@ -77,7 +82,7 @@ def with_pairs(
             return without_pair(*tensors)
         key = index, stream, count
         pair = _pairs.pop(key, None)
-        fresh, used = (zeros(), zeros()) if pair is None else pair
+        fresh, used = new_pair() if pair is None else pair
         made = clearing(*tensors, fresh, used)
         if len(_pairs) >= KEPT:
             _pairs.clear()
