@@ -12,6 +12,10 @@ kernel also shows in review what it costs.
 A line whose digest is another one counts for nothing: the tests compile its case.  Of the others they
 compile one in SAMPLE too, other ones every day, which has to give what was recorded.  With a Triton
 without a file they compile everything.
+
+The first line names the build of Triton (`build`): another wheel of the same version may give a kernel
+other registers.  With another build the sample decides: where it gives something else, all cases of its
+process are compiled, and what is recorded of them is not asked for.
 """
 
 from __future__ import annotations
@@ -58,11 +62,28 @@ def record_path() -> Path:
 
 
 @functools.cache
+def build() -> str:
+    """A digest of the Triton that is installed: of its compiler's size and first MiB."""
+    from triton._C import libtriton
+
+    path = Path(libtriton.__file__)
+    with path.open("rb") as file:
+        start = file.read(1 << 20)
+    return hashlib.sha256(start + str(path.stat().st_size).encode()).hexdigest()[:12]
+
+
+def is_recorded_build() -> bool:
+    """Whether the record is of the build that is installed."""
+    path = record_path()
+    return path.exists() and path.read_text().startswith(f"build\t{build()}\n")
+
+
+@functools.cache
 def recorded() -> dict[tuple[str, int, str], Recorded]:
     """By family, architecture and case; empty for a Triton without a file."""
     found = {}
     path = record_path()
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text().splitlines()[1:] if path.exists() else ():
         family, arch, name, registers, stack, shared, hgmma, digest = line.split("\t")
         facts = Facts(int(registers), int(stack), int(shared), int(hgmma) if hgmma else None)
         found[family, int(arch), name] = Recorded(facts, digest)
@@ -158,7 +179,7 @@ def main() -> None:
             row = (family, arch, name, registers, stack, shared, wgmma, digests[name])
             lines.append("\t".join(map(str, row)))
     RECORDS.mkdir(exist_ok=True)
-    record_path().write_text("".join(f"{line}\n" for line in sorted(lines)))
+    record_path().write_text("".join(f"{line}\n" for line in (f"build\t{build()}", *sorted(lines))))
     print(f"{len(lines)} cases in {record_path().relative_to(HERE.parent)}")
 
 

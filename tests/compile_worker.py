@@ -8,7 +8,8 @@ Each line holds name, registers, stack (bytes a thread; spills live there), shar
 program), max_stack, serialised (ptxas's warnings that it serialised wgmma), apart (the reductions that
 this Triton gets wrong, see lanes.py), with --sass or for cases that want them the number of HGMMA
 (wgmma) instructions, or else "error".  What compile_record.py has of a case that is unchanged is taken
-from there, but with --sass; of a case that is compiled all the same, it is in "recorded".
+from there, but with --sass; of a case that is compiled all the same, it is in "recorded", unless this
+is another build of Triton, which gives one of those cases something else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import compile_record
@@ -119,6 +120,27 @@ def recall(case: Case, known: compile_record.Recorded) -> dict[str, Any]:
     return line | known.facts._asdict() | {"serialised": [], "apart": [], "recorded": None}
 
 
+def compiled(family: str, cases: list[Case], arch: int, sass: bool) -> Iterator[dict[str, Any]]:
+    """A line for each case, in their order."""
+    known = {case.name: None if sass else compile_record.known(family, case, arch) for case in cases}
+    fresh = {
+        case.name: report(case, arch, sass)
+        for case in cases
+        if (found := known[case.name]) is None or compile_record.sampled(found)
+    }
+    another = not compile_record.is_recorded_build() and any(
+        "error" in line or compile_record.facts_of(line) != found.facts
+        for name, line in fresh.items()
+        if (found := known[name]) is not None
+    )
+    for case in cases:
+        found, line = known[case.name], fresh.get(case.name)
+        if found is None or another:
+            yield {**(line or report(case, arch, sass)), "recorded": None}
+        else:
+            yield recall(case, found) if line is None else {**line, "recorded": found.facts}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("family", choices=FAMILIES)
@@ -135,13 +157,8 @@ def main() -> None:
             "TRITON_DUMP_PTXAS_LOG": "1",
             "MLIR_DISABLE_MULTITHREADING": "1",  # a pool of threads for each kernel takes longer
         }
-        for case in cases_of(arguments.family, arguments.arch)[shard::shards]:
-            known = compile_record.known(arguments.family, case, arguments.arch)
-            if known is None or arguments.sass or compile_record.sampled(known):
-                line = report(case, arguments.arch, arguments.sass)
-                line["recorded"] = None if known is None or arguments.sass else known.facts
-            else:
-                line = recall(case, known)
+        cases = cases_of(arguments.family, arguments.arch)[shard::shards]
+        for line in compiled(arguments.family, cases, arguments.arch, arguments.sass):
             print(json.dumps(line), flush=True)
 
 

@@ -172,6 +172,49 @@ def test_another_result_than_recorded_is_a_failure() -> None:
     assert "recorded" in complaints({**line, "recorded": other}, 90)[0]
 
 
+@pytest.mark.parametrize("same_build", [False, True])
+@pytest.mark.parametrize("differs", [False, True])
+def test_another_build_that_gives_something_else_compiles_all(
+    same_build: bool, differs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of three cases is sampled; the last has no record."""
+    cases = [replace(a_case(), name=name) for name in ("sampled", "recalled", "new")]
+    facts = compile_record.Facts(32, 0, 0, None)
+    records = {name: compile_record.Recorded(facts, name) for name in ("sampled", "recalled")}
+    reported: list[str] = []
+
+    def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
+        reported.append(case.name)
+        return {"name": case.name, "registers": 40 if differs else 32, "stack": 0, "shared": 0}
+
+    monkeypatch.setattr(compile_record, "is_recorded_build", lambda: same_build)
+    monkeypatch.setattr(compile_record, "known", lambda family, case, arch: records.get(case.name))
+    monkeypatch.setattr(compile_record, "sampled", lambda found: found.digest == "sampled")
+    monkeypatch.setattr(compile_worker, "report", report)
+    lines = list(compile_worker.compiled("selftest", cases, 90, False))
+    assert [line["name"] for line in lines] == ["sampled", "recalled", "new"]
+    everything = differs and not same_build
+    assert sorted(reported) == sorted(["sampled", "new"] + ["recalled"] * everything)
+    assert lines[0]["recorded"] == (None if everything else facts)
+    assert lines[1]["registers"] == (40 if everything else 32)
+    assert [line["recorded"] for line in lines[1:]] == [None, None]
+
+
+def test_the_record_is_of_a_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert compile_record.build() == compile_record.build.__wrapped__()
+    path = tmp_path / "record.tsv"
+    monkeypatch.setattr(compile_record, "record_path", lambda: path)
+    assert not compile_record.is_recorded_build()
+    path.write_text("build\t0123456789ab\n")
+    assert not compile_record.is_recorded_build()
+    path.write_text(f"build\t{compile_record.build()}\nnorm\t90\tcase\t32\t0\t0\t\tabc\n")
+    assert compile_record.is_recorded_build()
+    found = compile_record.recorded.__wrapped__()
+    assert found == {
+        ("norm", 90, "case"): compile_record.Recorded(compile_record.Facts(32, 0, 0, None), "abc")
+    }
+
+
 # --- the harness ----------------------------------------------------------------------------------
 
 
