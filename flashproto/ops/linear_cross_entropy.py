@@ -94,6 +94,23 @@ def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
         torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
 
 
+def memory_of_logits(h: Tensor, rows: int, classes: int) -> Tensor:
+    """Room for logits_in [rows, classes], or fewer of either."""
+    return h.new_empty(rows * configs.padded_classes(classes))
+
+
+def logits_in(memory: Tensor, rows: int, classes: int, has_bias: bool) -> Tensor:
+    """[rows, classes] in `memory`, from its start on, each row from a 128-byte line on.
+
+    In 16 bits logits with a bias are contiguous instead: torch then has cuBLAS add it to sums that are
+    not rounded yet.  Elsewhere it copies the bias into the logits first, to which cuBLAS adds what it
+    has rounded: that is two roundings, and as much memory written and read once more.
+    """
+    contiguous = has_bias and memory.element_size() == 2
+    stride = classes if contiguous else configs.padded_classes(classes)
+    return memory.as_strided((rows, classes), (stride, 1))
+
+
 def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
     """out = h weight^T + bias."""
     if bias is None:
@@ -164,11 +181,11 @@ def gradient_slices(
     """(part, W, dlogits), `classes` classes at a time, from `start` on: weight[part] in h's dtype and
     the gradient [T, classes] of these logits, which lasts until the next; the last part padded."""
     V = weight.shape[0]
-    buffer = h.new_empty(h.shape[0], configs.padded_classes(classes))
+    memory = memory_of_logits(h, h.shape[0], classes)
     for first in range(start, V, classes):
         part = slice(first, min(first + classes, V))
         W = padded(weight[part], h.dtype)
-        chunk = buffer[:, : W.shape[0]]
+        chunk = logits_in(memory, h.shape[0], W.shape[0], bias is not None)
         logits_of(h, W, None if bias is None else padded(bias[part], h.dtype), chunk)
         logits = chunk[:, : part.stop - first]
         rows_backward(
@@ -246,12 +263,12 @@ def linear_cross_entropy_forward(
     dbias_sum = dbias.new_empty(dbias.shape, dtype=torch.float32)
     classes = configs.classes_at_once(T, V, chunk_size) if T else V
     tokens = min(chunk_size, T)
-    buffer = h.new_empty(tokens, configs.padded_classes(V))
+    memory = memory_of_logits(h, tokens, V)
     product_dh = h.new_empty(tokens if need_dh else 0, D, dtype=torch.float32)
     for start in range(0, T, chunk_size):
         part = slice(start, min(start + chunk_size, T))
         n = part.stop - start
-        chunk = buffer[:n, :all_classes]
+        chunk = logits_in(memory, n, all_classes, b is not None)
         logits_of(h[part], W, b, chunk)
         logits = chunk[:, :V]
         rows_forward(
@@ -266,8 +283,8 @@ def linear_cross_entropy_forward(
             product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
         if need_dbias:
             column_sums(chunk, dbias_sum, add=start > 0)
-        del chunk, logits  # of the buffer's memory
-    del buffer, product_dh, W
+        del chunk, logits  # of memory
+    del memory, product_dh, W
     if need_dbias:
         torch.div(dbias_sum, divisor, out=dbias) if T else dbias.zero_()
     if need_dweight:
@@ -333,10 +350,10 @@ def linear_cross_entropy_backward(
     classes = configs.classes_at_once(T, V, chunk_size)
     if h.dtype == weight.dtype == torch.float32:
         b = None if bias is None else bias.to(h.dtype)
-        buffer = h.new_empty(min(chunk_size, T), configs.padded_classes(V))
+        memory = memory_of_logits(h, min(chunk_size, T), V)
         for start in range(0, T, chunk_size):
             rows = slice(start, min(start + chunk_size, T))
-            chunk = buffer[: rows.stop - start, :V]
+            chunk = logits_in(memory, rows.stop - start, V, b is not None)
             logits_of(h[rows], weight, b, chunk)
             rows_backward(
                 dloss[rows] if dloss.ndim else dloss, None if dlse is None else dlse[rows], chunk,
