@@ -17,7 +17,7 @@ from flashproto import configs, nn
 
 pytest.importorskip("triton")
 
-from flashproto.ops import linear_cross_entropy as ops
+from flashproto.ops.linear_cross_entropy_products import logits_of, memory_of_logits, padded
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 REDUCTIONS = ("mean", "sum", "none")
@@ -297,20 +297,17 @@ def test_products_of_16_bits_take_whole_16_bytes() -> None:
 def test_a_bias_is_added_before_logits_are_rounded(device, V, dtype) -> None:
     """In 16 bits hardly any logit is not the float64 one rounded once; elsewhere rows lie apart."""
     (h, weight, b), _ = problem(30, 64, V, dtype, device, bias=True)
-    W, padded_b = ops.padded(weight, dtype), ops.padded(b, dtype)
-    classes = W.shape[0]
-    memory = ops.memory_of_logits(h, 30, V)
+    W, b = padded(weight, dtype), padded(b, dtype)
+    memory = memory_of_logits(h, 30, V)
     for rows in (30, 7):
-        logits = ops.logits_in(memory, rows, classes, True)
-        ops.logits_of(h[:rows], W, padded_b, logits)
-        exact = h[:rows].double() @ W.double().T + padded_b.double()
+        logits = logits_of(h[:rows], W, b, memory)
+        exact = h[:rows].double() @ W.double().T + b.double()
         if dtype == torch.float32:
             torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
         else:
             assert (logits != exact.to(dtype)).sum() <= 0.01 * logits.numel() + 1
-        assert logits.is_contiguous() == (dtype != torch.float32 or classes % 64 == 0)
-        plain = ops.logits_in(memory, rows, classes, False)
-        assert plain.stride() == (configs.padded_classes(V), 1)
+        assert logits.is_contiguous() == (dtype != torch.float32 or V % 64 == 0)
+        assert logits_of(h[:rows], W, None, memory).stride() == (configs.padded_classes(V), 1)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,6 @@ A float32 dweight is its own sum, and float32 logits are computed once more by t
 the forward pass, a chunk of tokens at a time.  Products of other shapes round otherwise, and a softmax
 of scores that are not those of its sum forfeits that it is p (1 - p) times as sensitive as they are.
 
-Where there are but slow products of V classes, all take up to 7 more (configs.product_classes), which
-are zeros: rows of the weight, in a copy where it is not converted anyway, and columns of the logits'
-gradient.  The memory of dweight and dbias has room for them behind the last class.
-
 low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
 vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
 way takes 3 and the second 4, and half the memory of the first in float32.  Where dweight is its own
@@ -45,6 +41,16 @@ from .cross_entropy import (
     total,
 )
 from .launch import cdiv, launcher, multiprocessors
+from .linear_cross_entropy_products import (
+    column_sums,
+    hidden_gradient,
+    logits_of,
+    memory_of_logits,
+    padded,
+    product,
+    weight_gradient,
+    zero_padding,
+)
 
 launch_scale = launcher(scale_unless_one_kernel, tensors=2)
 
@@ -79,56 +85,6 @@ def linear_cross_entropy(
 
 
 # --- launches ------------------------------------------------------------------------------------
-
-
-def product(a: Tensor, b: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = a b, or out += a b; out has the dtype of a and b or is float32, and so is the sum."""
-    if out.dtype == a.dtype:
-        torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
-    elif a.is_cuda:
-        if add:
-            torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
-        else:
-            torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:
-        torch.addmm(out, a.float(), b.float(), beta=int(add), out=out)
-
-
-def memory_of_logits(h: Tensor, rows: int, classes: int) -> Tensor:
-    """Room for logits_in [rows, classes], or fewer of either."""
-    return h.new_empty(rows * configs.padded_classes(classes))
-
-
-def logits_in(memory: Tensor, rows: int, classes: int, has_bias: bool) -> Tensor:
-    """[rows, classes] in `memory`, from its start on, each row from a 128-byte line on.
-
-    In 16 bits logits with a bias are contiguous instead: torch then has cuBLAS add it to sums that are
-    not rounded yet.  Elsewhere it copies the bias into the logits first, to which cuBLAS adds what it
-    has rounded: that is two roundings, and as much memory written and read once more.
-    """
-    contiguous = has_bias and memory.element_size() == 2
-    stride = classes if contiguous else configs.padded_classes(classes)
-    return memory.as_strided((rows, classes), (stride, 1))
-
-
-def logits_of(h: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = h weight^T + bias."""
-    if bias is None:
-        torch.mm(h, weight.t(), out=out)
-    else:
-        torch.addmm(bias, h, weight.t(), out=out)
-
-
-def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [V, ...] in `dtype`, with zeros for as many classes more as products of that dtype take."""
-    V = x.shape[0]
-    rows = configs.product_classes(V, dtype.itemsize)
-    if rows == V:
-        return x.to(dtype)
-    wide = x.new_empty(rows, *x.shape[1:], dtype=dtype)
-    wide[:V].copy_(x)
-    wide[V:].zero_()
-    return wide
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
@@ -185,40 +141,14 @@ def gradient_slices(
     for first in range(start, V, classes):
         part = slice(first, min(first + classes, V))
         W = padded(weight[part], h.dtype)
-        chunk = logits_in(memory, h.shape[0], W.shape[0], bias is not None)
-        logits_of(h, W, None if bias is None else padded(bias[part], h.dtype), chunk)
+        b = None if bias is None else padded(bias[part], h.dtype)
+        chunk = logits_of(h, W, b, memory)
         logits = chunk[:, : part.stop - first]
         rows_backward(
             dloss, dlse, logits, targets, weights, denominator, state, logits, options, V, first
         )
         zero_padding(chunk, logits)
         yield slice(first, first + W.shape[0]), W, chunk
-
-
-def zero_padding(dlogits: Tensor, unpadded: Tensor) -> None:
-    """Zero the columns that dlogits has behind `unpadded`: they are no zeros where h is not finite."""
-    if dlogits.shape[1] > unpadded.shape[1]:
-        dlogits[:, unpadded.shape[1] :].zero_()
-
-
-def hidden_gradient(dlogits: Tensor, W: Tensor, out: Tensor, classes: int) -> None:
-    """out = dlogits W, in float32; from float32 the sum of products of `classes` classes each, since
-    one sum over all may have many more roundings."""
-    if dlogits.dtype != torch.float32:
-        product(dlogits, W, out)
-        return
-    product(dlogits[:, :classes], W[:classes], out)
-    for first in range(classes, W.shape[0], classes):
-        part = slice(first, first + classes)
-        out += torch.mm(dlogits[:, part], W[part])
-
-
-def weight_gradient(dlogits: Tensor, h: Tensor, out: Tensor) -> None:
-    """out = dlogits^T h, in whatever dtype."""
-    if out.dtype in (h.dtype, torch.float32):
-        product(dlogits.t(), h, out)
-    else:
-        out.copy_(torch.mm(dlogits.t(), h))
 
 
 def linear_cross_entropy_forward(
@@ -268,8 +198,7 @@ def linear_cross_entropy_forward(
     for start in range(0, T, chunk_size):
         part = slice(start, min(start + chunk_size, T))
         n = part.stop - start
-        chunk = logits_in(memory, n, all_classes, b is not None)
-        logits_of(h[part], W, b, chunk)
+        chunk = logits_of(h[part], W, b, memory)
         logits = chunk[:, :V]
         rows_forward(
             logits, targets[part], weights, None, tuple(row[part] for row in losses),
@@ -304,12 +233,6 @@ def linear_cross_entropy_forward(
     return (
         loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V)
     )  # fmt: skip
-
-
-def column_sums(x: Tensor, out: Tensor, add: bool = False) -> None:
-    """out = or += the sums of x's columns, in float32."""
-    sums = x.sum(0, dtype=torch.float32)
-    out.add_(sums) if add else out.copy_(sums)
 
 
 def linear_cross_entropy_backward(
@@ -353,8 +276,7 @@ def linear_cross_entropy_backward(
         memory = memory_of_logits(h, min(chunk_size, T), V)
         for start in range(0, T, chunk_size):
             rows = slice(start, min(start + chunk_size, T))
-            chunk = logits_in(memory, rows.stop - start, V, b is not None)
-            logits_of(h[rows], weight, b, chunk)
+            chunk = logits_of(h[rows], weight, b, memory)
             rows_backward(
                 dloss[rows] if dloss.ndim else dloss, None if dlse is None else dlse[rows], chunk,
                 targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
