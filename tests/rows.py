@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from flashproto.ops import memory
+from flashproto.ops import call_cache, memory, private, recipe
 
 
 def assert_no_worse(
@@ -58,7 +60,25 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     if memory.empty_strided_cuda is not None:
         monkeypatch.setattr(memory, "empty_strided_cuda", poisoned(memory.empty_strided_cuda))
+        monkeypatch.setattr(private, "empty_strided_cuda", poisoned(private.empty_strided_cuda))
+    call_cache.forget()
+    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """A list to which every launch adds the kernel's name and its arguments, real tensors, by name."""
+    seen: list[tuple[str, dict[str, Any]]] = []
+    ordinary = recipe.launch
+
+    def launch(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+        seen.append((kernel.__name__, arguments | options))
+        return ordinary(kernel, programs, arguments, options)
+
+    call_cache.forget()
+    monkeypatch.setattr(private, "has_entry", lambda kernel: False)
+    monkeypatch.setattr(recipe, "launch", launch)
+    return seen
 
 
 def in_memory(x: Tensor, how: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from rows import LAYOUTS, assert_no_worse, in_memory, poison
+from rows import LAYOUTS, assert_no_worse, in_memory, poison, record_launches
 from torch import Tensor
 
 import flashproto
@@ -13,7 +13,7 @@ from flashproto import configs, reference
 
 pytest.importorskip("triton")
 
-from flashproto.ops import glu as ops
+from flashproto.ops.glu import Settings, glu
 
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
 ACTIVATIONS = tuple(reference.ACTIVATIONS)
@@ -41,7 +41,7 @@ def eager(activation: str, gate: Tensor, *up: Tensor) -> Tensor:
 
 def run(kind: str, activation: str, inputs: list[Tensor]) -> Tensor:
     gate, up = inputs[0], inputs[1] if len(inputs) == 2 else None
-    return ops.glu(gate, up, activation, kind == "halves")
+    return glu((gate, up), Settings(activation, kind == "halves"))
 
 
 def check(kind: str, activation: str, inputs: list[Tensor], dy: Tensor) -> None:
@@ -84,25 +84,16 @@ def test_any_strides(device, monkeypatch, kind, layout) -> None:
 
 def test_halves_are_read_and_written_in_place(device, monkeypatch) -> None:
     """No copy of a half, forward or backward, also where x itself is a part of a wider tensor."""
-    seen: list[list[Tensor]] = []
-
-    def record(launch):
-        def recorded(programs, *arguments, **constants):
-            seen.append([t for t in arguments if isinstance(t, Tensor)])
-            return launch(programs, *arguments, **constants)
-
-        return recorded
-
-    monkeypatch.setattr(ops, "launch_forward", record(ops.launch_forward))
-    monkeypatch.setattr(ops, "launch_backward", record(ops.launch_backward))
+    seen = record_launches(monkeypatch)
     x = leaf(torch.randn(2, 5, 96, device=device)[..., :64])
     y = flashproto.swiglu(x, impl="triton")
     (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
-    (gate, up, _), (_, gate_again, up_again, dgate, dup) = seen
-    assert gate.data_ptr() == gate_again.data_ptr() == x.data_ptr()
-    assert up.data_ptr() == up_again.data_ptr() == x[..., 32:].data_ptr()
-    assert dgate.data_ptr() == dx.data_ptr()
-    assert dup.data_ptr() == dx[..., 32:].data_ptr()
+    (_, forward), (_, backward) = seen
+    for launch in (forward, backward):
+        assert launch["gate_ptr"].data_ptr() == x.data_ptr()
+        assert launch["up_ptr"].data_ptr() == x[..., 32:].data_ptr()
+    assert backward["dgate_ptr"].data_ptr() == dx.data_ptr()
+    assert backward["dup_ptr"].data_ptr() == dx[..., 32:].data_ptr()
     assert dx.is_contiguous()
 
 
@@ -121,7 +112,7 @@ def test_extreme_values_as_in_torch(device, activation) -> None:
         [0.0, -0.0, 1e-20, 30.0, -30.0, 90.0, -90.0, 1e4, -1e4, 1e12, -1e12, float("nan")],
         device=device, requires_grad=True,
     )  # fmt: skip
-    y, wanted = ops.glu(x, None, activation, False), reference.ACTIVATIONS[activation](x)
+    y, wanted = glu((x, None), Settings(activation, False)), reference.ACTIVATIONS[activation](x)
     torch.testing.assert_close(y, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
     dx, dx_wanted = (torch.autograd.grad(t.sum(), x)[0] for t in (y, wanted))
     torch.testing.assert_close(dx, dx_wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
@@ -182,7 +173,7 @@ def test_opcheck(device, kind) -> None:
     up = inputs[1] if len(inputs) == 2 else None
     dy = torch.randn_like(gate)
     for needs in ((True, True), (False, True)) if kind == "two tensors" else ((True, False),):
-        arguments = (dy, inputs[0], up, "gelu", halves, *needs)
+        arguments = (dy, inputs[0], up, "gelu", halves, list(needs))
         torch.library.opcheck(torch.ops.flashproto.glu_backward.default, arguments)
 
 

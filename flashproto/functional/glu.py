@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .. import backends, plans, reference
+from .. import backends, reference
 from ..checks import check_approximate, check_glu
+from .cached import cached
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
-    from ..ops import glu as glu_op
-    from ..ops import glu_plan
+    from ..ops.glu import Settings
+    from ..ops.glu import glu as glu_op
 
 
+@cached
 def swiglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """silu(gate) * up, one pass over memory each way.
 
@@ -30,6 +32,7 @@ def swiglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -
     return _glu("swiglu", gate, up, "silu", impl)
 
 
+@cached
 def geglu(
     gate: Tensor, up: Tensor | None = None, *, approximate: str = "none", impl: str | None = None
 ) -> Tensor:
@@ -38,11 +41,13 @@ def geglu(
     return _glu("geglu", gate, up, _gelu(approximate), impl)
 
 
+@cached
 def reglu(gate: Tensor, up: Tensor | None = None, *, impl: str | None = None) -> Tensor:
     """relu(gate) * up; arguments, result and errors as swiglu."""
     return _glu("reglu", gate, up, "relu", impl)
 
 
+@cached
 def gelu(x: Tensor, *, approximate: str = "none", impl: str | None = None) -> Tensor:
     """x Phi(x), Phi the normal distribution; arguments and result as torch.nn.functional.gelu.
 
@@ -65,17 +70,10 @@ def _gelu(approximate: str) -> str:
 def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: str | None) -> Tensor:
     halves = up is None and operator != "gelu"
     tensors = (gate,) if up is None else (gate, up)
-    kind = operator, activation, impl
-    if (plan := plans.find(kind, tensors)) is not None:
-        return plan(*tensors)
-    key = plans.key(kind, tensors)
     check_glu(operator, gate, up, halves=halves)
     backend = backends.choose(operator, impl, gate.device, lambda b: float64_reasons(b, tensors))
     if backend == "triton":
-        if gate.ndim == 0:
-            return glu_op.glu(gate[None], None, activation, False)[0]
-        plans.keep(key, lambda: glu_plan.plan(gate, up, activation, halves))
-        return glu_op.glu(gate, up, activation, halves)
+        return glu_op.ready((gate, up), Settings(activation, halves))
     if halves:
         gate, up = gate.chunk(2, -1)
     if backend == "reference":

@@ -1,0 +1,695 @@
+"""One way to call: an operator is two recipes, and everything else that a call needs follows from them.
+
+An Operator says what a call makes (`makes`), how that is filled (`forward`), what the backward reads
+(`saves`), which gradients there are (`gradients`) and how they are filled (`backward`).  All of it
+follows from metadata and settings.  Made of that, here and once for all operators:
+
+ -  the eager call: a function written for the recipe (recipe.py), found again by metadata;
+ -  the autograd.Function that records it, and the one for transforms of torch.func;
+ -  the ops torch.ops.flashproto.NAME and NAME_backward: schemas, fakes, autograd;
+ -  errors where there is no derivative: forward mode, and a second time.
+
+A call goes through its op, the first and the hundredth alike, while anything wants to see it: while
+torch.compile or make_fx traces, under a TorchDispatchMode (a FLOP counter, selective checkpointing,
+FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward is always the same.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_grad_enabled
+from torch._C._functorch import unwrap_if_dead
+from torch.nn import Parameter
+
+from . import private
+from .private import dispatch_modes, transforms_active
+from .recipe import New, Operand, Recipe, is_aligned, runner
+
+NO_TANGENT = (
+    "flashproto: the kernels have no forward-mode derivative (jvp); "
+    "use impl='reference', which has one, or reverse mode"
+)
+NO_SECOND_DERIVATIVE = "flashproto: the kernels have no second derivative"
+KEPT = 4096  # what an operator keeps of calls, some KiB each
+
+Gradient = New | int | None
+"""Of an input: memory for it, the number of the input whose gradient is the same, or none."""
+
+OPERATORS: dict[str, Operator] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """An operator.  Its functions get Operands or, for fakes, tensors, and read no element.
+
+    inputs: names of the tensors: "x, residual?, *operands"; `?` may be None, `*` is any number.
+    outputs: how many tensors the forward makes; the first `differentiable` of them have gradients.
+    settings: a NamedTuple of plain values.
+    makes(settings, *inputs): a New for each output, None for one that this call has not.
+    forward(recipe, settings, inputs, outputs): adds the steps that fill the outputs, of which those are
+        None that nobody asks for.
+    saved: names of what the backward reads, as `inputs`; None for an operator without a backward.
+    saves(settings, inputs, outputs): these tensors.
+    context(settings, inputs): the plain values that the backward knows beside, a NamedTuple of the type
+        `context_type`; by default the settings.
+    gradients(context, grads, saved, needs): a Gradient for each input; needs: which are asked for.
+    backward(recipe, context, grads, saved, made): adds the steps that fill the gradients `made`; may
+        return others in their place.  grads: of the differentiable outputs, None for one without.
+    gives_away: the number of what is saved that the first backward may write over; others get None.
+    no_gradient: why there is no backward, for the error.
+    """
+
+    name: str
+    inputs: str
+    outputs: int
+    settings: type
+    makes: Callable[..., Sequence[New | None]]
+    forward: Callable[..., None]
+    saved: str | None = None
+    saves: Callable[..., Sequence[Any]] = lambda settings, inputs, outputs: ()
+    context: Callable[..., Any] = lambda settings, inputs: settings
+    context_type: type | None = None
+    gradients: Callable[..., Sequence[Gradient]] = lambda *_: ()
+    backward: Callable[..., Sequence[Operand | None] | None] = lambda *_: None
+    differentiable: int = 1
+    gives_away: int | None = None
+    no_gradient: str = ""
+    kept: dict[Any, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        OPERATORS[self.name] = self
+        register(self)
+
+    def ready(
+        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...] = (0,)
+    ) -> Any:
+        """The outputs numbered `returns`, one or a tuple: a Call, ready to be made; or where the call
+        goes through the op or a transform of torch.func, the results themselves."""
+        if through_op(inputs):
+            op = getattr(torch.ops.flashproto, self.name)
+            results = op(*packed(self.inputs, inputs), *plain_values(settings))
+            return picked((results,) if self.outputs == 1 else results, returns)
+        if transforms_active() or private.forward_mode():
+            return picked(OperatorFunction.apply(self, settings, *inputs), returns)
+        key = "call", settings, returns, metadata(inputs), facts()
+        return self.kept.get(key) or self.keep(key, Call(self, inputs, settings, returns))
+
+    def __call__(
+        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...] = (0,)
+    ) -> Any:
+        """`ready`, and made."""
+        made = self.ready(inputs, settings, returns)
+        return made(*[x for x in inputs if x is not None]) if type(made) is Call else made
+
+    def keep(self, key: Any, made: Any) -> Any:
+        if len(self.kept) >= KEPT:
+            self.kept.clear()
+        self.kept[key] = made
+        return made
+
+    # --- recipes ---
+
+    def forward_recipe(
+        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...], saving: bool
+    ) -> tuple[Recipe, list[Operand | None]]:
+        """The recipe of the forward.  It returns the outputs numbered `returns`, and if `saving` those
+        behind them that are saved alone; with all that is saved."""
+        recipe = Recipe(device_of(inputs))
+        operands = [recipe.input(x) for x in inputs]
+        news = self.makes(settings, *operands)
+        outputs = [None if new is None else recipe.make(new) for new in news]
+        saves = list(self.saves(settings, operands, outputs)) if saving else []
+        wanted = [
+            x if i in returns or any(x is s for s in saves) else None for i, x in enumerate(outputs)
+        ]
+        self.forward(recipe, settings, operands, wanted)
+        recipe.returns = [wanted[i] for i in returns]
+        recipe.returns += [x for i, x in enumerate(wanted) if x is not None and i not in returns]
+        return recipe.finish(), saves
+
+    def backward_recipe(
+        self, tensors: Sequence[Tensor | None], context: Any, needs: tuple[bool, ...], op: bool
+    ) -> Recipe:
+        """The recipe of the backward: of the gradients of the outputs and what is saved, to those of
+        the inputs, None for one that is not needed; for the op each that is made, but none twice."""
+        recipe = Recipe(device_of(tensors))
+        operands = [recipe.input(x) for x in tensors]
+        grads, saved = operands[: self.differentiable], operands[self.differentiable :]
+        wanted = list(self.gradients(context, grads, saved, needs))
+        made = [recipe.make(x) if isinstance(x, New) else None for x in wanted]
+        made = list(self.backward(recipe, context, grads, saved, made) or made)
+        if not op:
+            made = [
+                (made[w] if isinstance(w, int) else m) if need else None
+                for w, m, need in zip(wanted, made, needs, strict=True)
+            ]
+        recipe.returns = made
+        return recipe.finish()
+
+    def run(
+        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...], saving: bool
+    ) -> Forward:
+        """The forward of inputs like these."""
+        key = "forward", settings, returns, saving, metadata(inputs), facts()
+        if (found := self.kept.get(key)) is not None:
+            return found
+        recipe, saves = self.forward_recipe(inputs, settings, returns, saving)
+
+        def elsewhere(*inputs: Tensor | None) -> Any:
+            return self.run(inputs, settings, returns, saving).function(*inputs)
+
+        return self.keep(key, Forward(runner(recipe, elsewhere), recipe, saves))
+
+    def run_backward(
+        self, tensors: Sequence[Tensor | None], context: Any, needs: tuple[bool, ...], op: bool = False
+    ) -> Callable[..., Any]:
+        """The backward as a function of gradients and what is saved, for such as are like these."""
+        key = "backward", context, needs, op, metadata(tensors), facts()
+        if (found := self.kept.get(key)) is not None:
+            return found
+        recipe = self.backward_recipe(tensors, context, needs, op)
+
+        def elsewhere(*tensors: Tensor | None) -> Any:
+            return self.run_backward(tensors, context, needs, op)(*tensors)
+
+        return self.keep(key, runner(recipe, elsewhere))
+
+
+class Forward(NamedTuple):
+    """The forward of an operator as a function of its inputs; its recipe; which operands it saves."""
+
+    function: Callable[..., Any]
+    recipe: Recipe
+    saves: list[Operand | None]
+
+
+# --- what a call depends on -----------------------------------------------------------------------
+
+
+def through_op(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call with these tensors goes through its op.
+
+    Raises NotImplementedError where that happens under forward-mode differentiation: an op without a
+    formula for tangents would return zeros without a word, where an autograd.Function raises.
+    """
+    if torch.compiler.is_compiling():
+        if private.forward_mode():
+            raise NotImplementedError(NO_TANGENT)
+        return True
+    if dispatch_modes():
+        return True
+    return any(x is not None and type(x) is not Tensor and type(x) is not Parameter for x in tensors)
+
+
+def differentiates() -> bool:
+    """Whether gradients may be differentiated themselves, or come from a transform of torch.func."""
+    return is_grad_enabled() or transforms_active()
+
+
+def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether a call with these tensors is to be recorded."""
+    if is_grad_enabled():
+        for x in tensors:
+            if x is not None and x.requires_grad:
+                return True
+    return False
+
+
+def facts() -> tuple[bool, bool]:
+    """What recipes follow from beside metadata and settings: whether products of float32 may be rounded
+    to tf32, and whether results have to be the same bits in each run."""
+    return private.allows_tf32(), torch.are_deterministic_algorithms_enabled()
+
+
+def metadata(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(
+        None if x is None else (x.dtype, x.shape, x.stride(), x.device, is_aligned(x)) for x in tensors
+    )
+
+
+def device_of(tensors: Sequence[Tensor | None]) -> torch.device:
+    return next(x.device for x in tensors if x is not None)
+
+
+# --- eager calls ----------------------------------------------------------------------------------
+
+
+class Call:
+    """A call made ready: `function` gives it as a function of those of its inputs that are given."""
+
+    __slots__ = ("dtypes", "functions", "make")
+
+    def __init__(
+        self,
+        operator: Operator,
+        inputs: Sequence[Tensor | None],
+        settings: Any,
+        returns: tuple[int, ...],
+    ) -> None:
+        given = [i for i, x in enumerate(inputs) if x is not None]
+        self.dtypes = [x.dtype for x in inputs if x is not None]
+        self.functions: dict[bool, Callable[..., Any]] = {}
+
+        def make(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            by_place = dict(zip(given, tensors, strict=True))
+            inputs = [by_place.get(i) for i in range(count)]
+            if recording and operator.saved is not None:
+                return recorded(operator, inputs, settings, returns, given)
+            plain = operator.run(inputs, settings, returns, False).function
+            plain = plain if len(given) == count else spread(plain, count, given)
+            return refusing(operator, plain) if recording and operator.no_gradient else plain
+
+        count, self.make = len(inputs), make
+
+    def function(self, recording: bool, tensors: Sequence[Tensor]) -> Callable[..., Any]:
+        """The call of tensors like these; recording: for autograd to record."""
+        found = self.functions.get(recording)
+        if found is None:
+            found = self.functions[recording] = self.make(recording, *tensors)
+        return found
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        return self.function(wants_grad(tensors), tensors)(*tensors)
+
+    def after_casts(self, given: Sequence[Tensor]) -> Call:
+        """The call of `given`, which autocast made the call's tensors from."""
+        dtypes = self.dtypes
+        if dtypes == [x.dtype for x in given]:
+            return self
+
+        def make(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            function = self.function(recording, tuple(map(Tensor.to, tensors, dtypes)))
+            return lambda *tensors: function(*map(Tensor.to, tensors, dtypes))
+
+        call = Call.__new__(Call)
+        call.dtypes, call.functions, call.make = [x.dtype for x in given], {}, make
+        return call
+
+
+def spread(run: Callable[..., Any], count: int, given: list[int]) -> Callable[..., Any]:
+    """run(*inputs) as a function of the given ones; the others of the `count` inputs are None."""
+    names = [f"t{i}" if i in given else "None" for i in range(count)]
+    text = f"lambda {', '.join(f't{i}' for i in given)}: run({', '.join(names)})"
+    return eval(text, {"run": run})
+
+
+RECORDED = """
+def forward(ctx, {given}):
+    {results}, = made = run({inputs})
+    ctx.save_for_backward({saves})
+    {marks}
+    return {returned}
+"""
+
+
+def recorded(
+    operator: Operator, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...],
+    given: list[int],
+) -> Callable[..., Any]:  # fmt: skip
+    """What records a call: apply of a Function of its own, whose forward is written for it, since what
+    a small call takes is Python between torch and the launch."""
+    run, recipe, saves = operator.run(inputs, settings, returns, True)
+    results = [f"r{i}" for i in range(len(recipe.returns))]
+    by_operand = {id(x): r for x, r in zip(recipe.returns, results, strict=True) if x is not None}
+    names = [f"t{i}" if i in given else "None" for i in range(len(inputs))]
+    by_operand |= {id(recipe.whole[i]): names[i] for i in given}
+    marks = []
+    if len(returns) > 1 or operator.differentiable > 1:
+        marks.append("ctx.set_materialize_grads(False)")
+    stopped = [results[k] for k, i in enumerate(returns) if i >= operator.differentiable]
+    stopped = [
+        r for r, x in zip(results, recipe.returns, strict=False) if r in stopped and x is not None
+    ]
+    if stopped:
+        marks.append(f"ctx.mark_non_differentiable({', '.join(stopped)})")
+    if operator.gives_away is not None:
+        marks.append("ctx.gave_away = False")
+    text = RECORDED.format(
+        given=", ".join(f"t{i}" for i in given),
+        inputs=", ".join(names),
+        results=", ".join(results),
+        saves=", ".join("None" if x is None else by_operand[id(x)] for x in saves),
+        marks="; ".join(marks) or "pass",
+        returned=", ".join(results[: len(returns)]),
+    )
+    if len(results) == 1:
+        text = text.replace("r0, = made = ", "r0 = ")
+    scope: dict[str, Any] = {"run": run}
+    exec(text, scope)
+    backward = backward_of(operator, operator.context(settings, inputs), returns, given, len(inputs))
+    body = {"forward": staticmethod(scope["forward"]), "backward": staticmethod(backward)}
+    return private.recorder(type(f"{operator.name}_recorded", (torch.autograd.Function,), body))
+
+
+def backward_of(
+    operator: Operator, context: Any, returns: tuple[int, ...], given: list[int], count: int
+) -> Callable[..., Any]:
+    """backward of a Function whose forward gets the inputs numbered `given` and returns the outputs
+    numbered `returns`.
+
+    What it runs is found by strides, since hooks of saved tensors do not keep them.
+    """
+    ways: dict[Any, Callable[..., Any]] = {}
+    places = [returns.index(i) if i in returns else None for i in range(operator.differentiable)]
+    direct = places == list(range(len(returns)))
+    complete = len(given) == count
+
+    def backward(ctx: Any, *received: Tensor | None) -> Any:
+        grads = received if direct else tuple(None if at is None else received[at] for at in places)
+        tensors = (*grads, *ctx.saved_tensors)
+        if operator.gives_away is not None:
+            if ctx.gave_away:
+                tensors = without(tensors, operator.differentiable + operator.gives_away)
+            ctx.gave_away = True
+        needs = ctx.needs_input_grad
+        if len(grads) > 1 and all(x is None for x in grads):
+            return (None,) * len(needs)
+        if differentiates() or dispatch_modes():
+            made = backward_visibly(operator, context, all_needs(needs), tensors)
+            return made if complete else tuple(made[i] for i in given)
+        key = needs, facts(), *[None if x is None else x.stride() for x in tensors]
+        run = ways.get(key)
+        if run is None:
+            run = operator.run_backward(tensors, context, all_needs(needs))
+            if count > 1 and not complete:
+                run = only(run, given)
+            ways[key] = run
+        return run(*tensors)
+
+    def all_needs(needs: tuple[bool, ...]) -> tuple[bool, ...]:
+        if complete:
+            return needs
+        by_input = dict(zip(given, needs, strict=True))
+        return tuple(by_input.get(i, False) for i in range(count))
+
+    return backward
+
+
+def only(run: Callable[..., Any], given: list[int]) -> Callable[..., Any]:
+    """run, and of its results those of the inputs that are given."""
+
+    def some(*tensors: Tensor | None) -> Any:
+        made = run(*tensors)
+        return tuple([made[i] for i in given])
+
+    return some
+
+
+def without(tensors: Sequence[Tensor | None], i: int) -> tuple[Tensor | None, ...]:
+    return (*tensors[:i], None, *tensors[i + 1 :])
+
+
+def refusing(operator: Operator, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose backward raises."""
+
+    def forward(ctx: Any, *tensors: Tensor) -> Any:
+        return plain(*tensors)
+
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        raise NotImplementedError(operator.no_gradient)
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return private.recorder(type(f"{operator.name}_recorded", (torch.autograd.Function,), body))
+
+
+def backward_visibly(
+    operator: Operator, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of all inputs: by the op where something wants to see it, else by a Function."""
+    if operator.gives_away is not None:  # what may be written over is for eager calls alone
+        tensors = without(tensors, operator.differentiable + operator.gives_away)
+    if not through_op(tensors):
+        return OperatorBackward.apply(operator, context, needs, *tensors)
+    n = operator.differentiable
+    grads, saved = tensors[:n], tensors[n:]
+    op = getattr(torch.ops.flashproto, f"{operator.name}_backward")
+    assert operator.saved is not None
+    results = op(*grads, *packed(operator.saved, saved), *plain_values(context), needs)
+    made = list(results) if isinstance(results, (tuple, list)) else [results]
+    wanted = operator.gradients(context, grads, saved, needs)
+    return tuple(
+        (made[w] if isinstance(w, int) else None if w is None else m) if need else None
+        for w, m, need in zip(wanted, made, needs, strict=True)
+    )
+
+
+# --- transforms of torch.func ---------------------------------------------------------------------
+
+
+class OperatorFunction(torch.autograd.Function):
+    """A call under a transform of torch.func.  It has no jvp: forward-mode differentiation raises."""
+
+    @staticmethod
+    def forward(operator, settings, *inputs):
+        made = operator.run(inputs, settings, tuple(range(operator.outputs)), True).function(*inputs)
+        return (made,) if operator.outputs == 1 else made
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.operator, settings, *tensors = inputs
+        ctx.context = ctx.operator.context(settings, tensors)
+        ctx.save_for_backward(*ctx.operator.saves(settings, tensors, output))
+        ctx.mark_non_differentiable(
+            *[x for x in output[ctx.operator.differentiable :] if x is not None]
+        )
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        operator, needs = ctx.operator, ctx.needs_input_grad[2:]
+        if operator.saved is None:
+            raise NotImplementedError(operator.no_gradient)
+        grads = grads[: operator.differentiable]
+        if all(x is None for x in grads):
+            return (None,) * (2 + len(needs))
+        made = backward_visibly(operator, ctx.context, needs, (*grads, *ctx.saved_tensors))
+        return None, None, *made
+
+
+class OperatorBackward(torch.autograd.Function):
+    """The gradients of an operator; differentiating once more raises.
+
+    It is a Function so that torch.func hands it plain tensors.
+    """
+
+    @classmethod
+    def apply(cls, *args):
+        # A pullback of torch.func.vjp that is called late finds tensors of a transform that has ended.
+        return super().apply(*[unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args])
+
+    @staticmethod
+    def forward(operator, context, needs, *tensors):
+        made = operator.run_backward(tensors, context, needs)(*tensors)
+        return made if isinstance(made, tuple) else (made,)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        """Keeps nothing: there is no derivative.  torch wants it where forward has no ctx."""
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(NO_SECOND_DERIVATIVE)
+
+    @staticmethod
+    def vmap(info, in_dims, operator, context, needs, *tensors):
+        """One after another, as torch.func.jacrev asks for rows of a Jacobian."""
+        dims = in_dims[3:]
+        rows = [
+            OperatorBackward.apply(
+                operator, context, needs,
+                *[x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)],
+            )
+            for i in range(info.batch_size)
+        ]  # fmt: skip
+        made = tuple(
+            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
+        )
+        return made, tuple(None if x is None else 0 for x in made)
+
+
+# --- ops of torch.library -------------------------------------------------------------------------
+
+SCHEMA_TYPES = {
+    bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
+    tuple[float, ...]: "float[]", tuple[int, ...]: "SymInt[]", tuple[bool, ...]: "bool[]",
+}  # fmt: skip
+
+
+def schema_of_tensors(names: str, optional: bool = False) -> list[str]:
+    """Arguments of a schema for "x, weight?, *operands"."""
+    arguments = []
+    for name in filter(None, names.split(", ")):
+        if name.startswith("*"):
+            arguments.append(f"Tensor[] {name[1:]}")
+        else:
+            mark = "?" if optional or name.endswith("?") else ""
+            arguments.append(f"Tensor{mark} {name.rstrip('?')}")
+    return arguments
+
+
+def schema_of_values(values: type) -> list[str]:
+    return [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in typing.get_type_hints(values).items()]
+
+
+def packed(names: str, tensors: Sequence[Tensor | None]) -> list[Any]:
+    """Tensors as an op takes them: those of `*` as one list."""
+    if "*" not in names:
+        return list(tensors)
+    n = names.count(",")
+    return [*tensors[:n], list(tensors[n:])]
+
+
+def unpacked(names: str, arguments: Sequence[Any]) -> tuple[list[Tensor | None], Sequence[Any]]:
+    """(tensors, the arguments behind them) of an op's arguments."""
+    n = names.count(",") + 1 if names else 0
+    if "*" not in names:
+        return list(arguments[:n]), arguments[n:]
+    return [*arguments[: n - 1], *arguments[n - 1]], arguments[n:]
+
+
+def plain_values(values: Any) -> list[Any]:
+    return [list(x) if isinstance(x, tuple) else x for x in values]
+
+
+def values_of(kind: type, arguments: Sequence[Any]) -> Any:
+    return kind(*[tuple(x) if isinstance(x, (list, tuple)) else x for x in arguments])
+
+
+def picked(results: Sequence[Any], returns: tuple[int, ...]) -> Any:
+    return results[returns[0]] if len(returns) == 1 else tuple(results[i] for i in returns)
+
+
+def register(operator: Operator) -> None:
+    """Make torch.ops.flashproto.NAME and, where there is a backward, NAME_backward."""
+    names, everything = operator.inputs, tuple(range(operator.outputs))
+    arguments = [*schema_of_tensors(names), *schema_of_values(operator.settings)]
+    results = ", ".join(["Tensor"] * operator.outputs)
+    results = f"({results})" if operator.outputs > 1 else results
+
+    def tensors_or_empty(made: Sequence[Any], like: Tensor) -> Any:
+        made = [
+            like.new_empty(0) if x is None else x.tensor() if isinstance(x, New) else x for x in made
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def forward(*args: Any) -> Any:
+        inputs, values = unpacked(names, args)
+        settings = values_of(operator.settings, values)
+        made = operator.run(inputs, settings, everything, True).function(*inputs)
+        return tensors_or_empty(made if operator.outputs > 1 else (made,), first(inputs))
+
+    def fake(*args: Any) -> Any:
+        inputs, values = unpacked(names, args)
+        made = operator.makes(values_of(operator.settings, values), *inputs)
+        return tensors_or_empty(made, first(inputs))
+
+    op = kernel_op(
+        f"flashproto::{operator.name}", forward, f"({', '.join(arguments)}) -> {results}", fake
+    )
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        tensors, values = unpacked(names, inputs)
+        settings = values_of(operator.settings, values)
+        news = operator.makes(settings, *tensors)
+        outputs = (output,) if operator.outputs == 1 else output
+        outputs = [None if new is None else x for new, x in zip(news, outputs, strict=True)]
+        ctx.context, ctx.values = operator.context(settings, tensors), plain_values(settings)
+        ctx.save_for_backward(*operator.saves(settings, tensors, outputs))
+        ctx.mark_non_differentiable(*[x for x in outputs[operator.differentiable :] if x is not None])
+        ctx.set_materialize_grads(False)
+
+    def autograd(ctx: Any, *grads: Any) -> Any:
+        if operator.saved is None:
+            raise NotImplementedError(operator.no_gradient)
+        needs: Any = unpacked(names, ctx.needs_input_grad)[0]
+        grads = grads[: operator.differentiable]
+        made: Sequence[Any] = (None,) * len(needs)
+        if any(x is not None for x in grads):
+            made = backward_visibly(operator, ctx.context, tuple(needs), (*grads, *ctx.saved_tensors))
+        # torch takes a list of no numbers for one of no tensors, which wants no gradients back.
+        return *packed(names, made), *[[] if x == [] else None for x in ctx.values]
+
+    op.register_autograd(autograd, setup_context=setup_context)
+    if operator.saved is not None:
+        register_backward(operator, tensors_or_empty)
+
+
+def register_backward(operator: Operator, tensors_or_empty: Callable[..., Any]) -> None:
+    assert operator.saved is not None
+    context_type = operator.context_type or operator.settings
+    grads = [f"grad{i}" for i in range(operator.differentiable)]
+    names = ", ".join([*(f"{x}?" for x in grads), *filter(None, [operator.saved])])
+    arguments = [*schema_of_tensors(names), *schema_of_values(context_type), "bool[] needs"]
+    count = operator.inputs.count(",") + 1
+    results = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
+    results = "Tensor[]" if "*" in operator.inputs else results
+
+    def parts(args: Any) -> tuple[list[Tensor | None], Any, tuple[bool, ...]]:
+        tensors, (*values, needs) = unpacked(names, args)
+        return tensors, values_of(context_type, values), tuple(needs)
+
+    def finished(made: Sequence[Any], like: Tensor) -> Any:
+        made = [None if isinstance(x, int) else x for x in made]
+        results = tensors_or_empty(made, like)
+        if "*" not in operator.inputs:
+            return results
+        return [results] if isinstance(results, Tensor) else list(results)
+
+    def backward(*args: Any) -> Any:
+        tensors, context, needs = parts(args)
+        made = operator.run_backward(tensors, context, needs, op=True)(*tensors)
+        return finished(made if isinstance(made, tuple) else (made,), first(tensors))
+
+    def fake(*args: Any) -> Any:
+        tensors, context, needs = parts(args)
+        n = operator.differentiable
+        return finished(operator.gradients(context, tensors[:n], tensors[n:], needs), first(tensors))
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(NO_SECOND_DERIVATIVE)
+
+    schema = f"({', '.join(arguments)}) -> {results}"
+    op = kernel_op(f"flashproto::{operator.name}_backward", backward, schema, fake)
+    op.register_autograd(refuse)
+
+
+def first(tensors: Sequence[Tensor | None]) -> Tensor:
+    return next(x for x in tensors if x is not None)
+
+
+def kernel_op(
+    name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any],
+    mutates_args: tuple[str, ...] = (),
+) -> torch.library.CustomOpDef:  # fmt: skip
+    """torch.library.custom_op of a function that launches kernels, with two differences, if it changes
+    no argument: the op raises on inputs that carry tangents, which torch.library would drop, and a
+    call that `goes_straight` skips the second way through the dispatcher that torch.library takes to
+    the function, and its Python: 10 of the 20 microseconds by which an op's call is longer than that.
+    """
+    op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
+
+    def telling(*args: Any) -> Any:
+        private.tell_inductor(op)
+        return fake(*args)
+
+    op.register_fake(telling)
+    if mutates_args:
+        return op
+    differentiate = private.autograd_of(op)
+
+    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if private.forward_mode() and private.has_tangent(args):
+            raise NotImplementedError(NO_TANGENT)
+        if private.goes_straight(keyset) and not (
+            is_grad_enabled() and torch._C._any_requires_grad(*args)
+        ):
+            return function(*args, **kwargs)
+        return differentiate(keyset, *args, **kwargs)
+
+    private.override_autograd(op, autograd)
+    return op

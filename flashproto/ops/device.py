@@ -1,0 +1,75 @@
+"""What launches need to know about the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+from .. import backends
+
+# Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
+INTERPRETER_CAPABILITY = (8, 0)
+
+Made = TypeVar("Made")
+
+
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability (major, minor)."""
+    if device.type == "cpu":
+        return INTERPRETER_CAPABILITY
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Number of streaming multiprocessors; 1 under the interpreter."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_hopper_kernels(device: torch.device) -> bool:
+    """Whether `device` takes the kernels of kernels/hopper."""
+    return not backends.device_reasons("hopper", device)
+
+
+@functools.cache
+def has_dependent_launches(device: torch.device) -> bool:
+    """Whether a launch with launch_pdl begins as soon as every program of the one before has ended or
+    said that it may; what that has written its programs have to wait for themselves."""
+    return not backends.INTERPRETED and capability(device)[0] >= 9
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` current, where it is not already."""
+    if device.type == "cpu" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def outside_memory_pool(make: Callable[[], Made], device: torch.device) -> Made:
+    """make(), on the current stream of `device`, a GPU, for memory that outlives the call.
+
+    In a thread of its own, since a private memory pool of the calling thread (torch.compile's CUDA
+    graphs make one to warm up) would take the memory back.
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def on_stream() -> Made:
+        with torch.cuda.stream(stream):
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(on_stream).result()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; triton.cdiv takes a microsecond and more outside a kernel."""
+    return -(-a // b)

@@ -1,0 +1,639 @@
+"""Recipes: what a call does for tensors of given metadata, as data, and two ways to run it.
+
+    recipe = Recipe(device)
+    x = recipe.input(tensor)                           # an Operand: metadata, no tensor
+    y = recipe.make(New.contiguous(x.shape, x.dtype, x.device))    # memory that each run makes
+    rows = x.rows()                                    # [M, N]: a view, or a step that copies
+    recipe.launch(kernel, programs, rows, y, rows.stride(0), C=1024, num_warps=4)
+    recipe.returns = [y]
+
+A recipe follows from metadata alone: shapes, strides, dtypes, device, alignment and settings.  So it
+is made once for all calls that have these in common.  `execute` runs it step by step with Triton's own
+launches; it says what a recipe means, and it is all there is under the interpreter.  `runner` writes
+the same steps as one Python function, which hands addresses to Triton's entry point in C, as
+
+    def run(t0, t1):
+        a0 = t0.data_ptr()
+        a1 = t1.data_ptr()
+        if entry0 is None or (a0 | a1) & 15 or hooked():
+            return plain(t0, t1)
+        t2 = empty_strided_cuda(c0, c1, c2)
+        a2 = t2.data_ptr()
+        stream = current_stream(c3)
+        entry0(c4, 1, 1, stream, *middle0, a0, a1, a2, *c5)
+        return t2
+
+About a microsecond is what such a function takes beside the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import exchange_buffers, private
+from .device import on_device
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
+
+
+# --- what a recipe is made of ---------------------------------------------------------------------
+
+
+class New(NamedTuple):
+    """Memory that each run makes, uninitialised.  Sizes may be symbolic."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def contiguous(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> New:
+        return cls(tuple(shape), contiguous_strides(shape), dtype, device)
+
+    def tensor(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
+
+class Operand:
+    """What a recipe knows of a tensor: its metadata, and where in which of the recipe's variables its
+    first element is.  It has those methods of a tensor that recipes use.
+
+    offset: bytes from the start of the variable.
+    """
+
+    __slots__ = ("device", "dtype", "offset", "recipe", "shape", "strides", "variable")
+
+    def __init__(
+        self, recipe: Recipe, variable: int, shape: Sequence[int], strides: Sequence[int],
+        dtype: torch.dtype, device: torch.device, offset: int = 0,
+    ) -> None:  # fmt: skip
+        self.recipe, self.variable, self.offset = recipe, variable, offset
+        self.shape, self.strides = tuple(shape), tuple(strides)
+        self.dtype, self.device = dtype, device
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def aligned(self) -> bool:
+        """Whether it starts at a multiple of 16 bytes."""
+        return self.recipe.aligned[self.variable] and self.offset % 16 == 0
+
+    def stride(self, dim: int | None = None) -> Any:
+        return self.strides if dim is None else self.strides[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def is_contiguous(self) -> bool:
+        wanted = contiguous_strides(self.shape)
+        return all(
+            n == 1 or have == want
+            for n, have, want in zip(self.shape, self.strides, wanted, strict=True)
+        ) or 0 in self.shape  # fmt: skip
+
+    # --- views ---
+
+    def as_strided(self, shape: Sequence[int], strides: Sequence[int], elements: int = 0) -> Operand:
+        """A view that starts `elements` behind this one's first element."""
+        offset = self.offset + elements * self.dtype.itemsize
+        return Operand(self.recipe, self.variable, shape, strides, self.dtype, self.device, offset)
+
+    def part(self, offset: int, dtype: torch.dtype, *shape: int) -> Operand:
+        """The contiguous [*shape] of `dtype` that starts `offset` bytes behind the first element."""
+        strides = contiguous_strides(shape)
+        return Operand(
+            self.recipe, self.variable, shape, strides, dtype, self.device, self.offset + offset
+        )
+
+    def narrow(self, dim: int, start: int, length: int) -> Operand:
+        shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
+        return self.as_strided(shape, self.strides, start * self.strides[dim])
+
+    def transpose(self, a: int, b: int) -> Operand:
+        order = list(range(self.ndim))
+        order[a], order[b] = order[b], order[a]
+        return self.as_strided([self.shape[i] for i in order], [self.strides[i] for i in order])
+
+    def expand(self, *shape: int) -> Operand:
+        """To `shape`, of as many dimensions as it has or more; new ones come first."""
+        lead = len(shape) - self.ndim
+        own = (*(1,) * lead, *self.shape), (*(0,) * lead, *self.strides)
+        strides = [0 if have != want else s for have, s, want in zip(*own, shape, strict=True)]
+        return self.as_strided(shape, strides)
+
+    def reshape(self, *shape: int) -> Operand:
+        """A view where the strides allow one, else of a copy, as torch's."""
+        strides = view_strides(self.shape, self.strides, shape)
+        if strides is None:
+            copy = self.clone()
+            return copy.as_strided(shape, contiguous_strides(shape))
+        return self.as_strided(shape, strides)
+
+    def rows(self, ndim: int = 1) -> Operand:
+        """[..., *trailing] as [M, N], N the product of the last `ndim` dimensions: columns of stride 1,
+        rows of any one stride.  A view where the strides allow one, else of a copy."""
+        lead = self.ndim - ndim
+        M, N = math.prod(self.shape[:lead]), math.prod(self.shape[lead:])
+        matrix = self.reshape(M, N)
+        return matrix if N <= 1 or matrix.strides[1] == 1 else matrix.clone()
+
+    # --- steps ---
+
+    def contiguous(self) -> Operand:
+        return self if self.is_contiguous() else self.clone()
+
+    def clone(self) -> Operand:
+        """A contiguous copy."""
+        like = New.contiguous(self.shape, self.dtype, self.device)
+        return self.recipe.compute(contiguous_copy, self, like=like)
+
+    def to(self, dtype: torch.dtype) -> Operand:
+        if dtype == self.dtype:
+            return self
+        like = New.contiguous(self.shape, dtype, self.device)
+        return self.recipe.compute(functools.partial(converted_copy, dtype=dtype), self, like=like)
+
+    def fill_(self, value: float) -> Operand:
+        self.recipe.compute(functools.partial(torch.fill_, value=value), self)
+        return self
+
+    def zero_(self) -> Operand:
+        return self.fill_(0)
+
+
+def contiguous_copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def converted_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.to(dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+class Boxed(NamedTuple):
+    """As an argument: the TMA descriptor of an operand; boxes: see descriptors.py."""
+
+    operand: Operand
+    boxes: Any
+
+
+class Table(NamedTuple):
+    """As an argument: a tensor on the device that `make` returns, which keeps it."""
+
+    make: Callable[[], Tensor]
+
+
+class Exchange(NamedTuple):
+    """As an argument: words through which the programs of a launch exchange partial results, all 0
+    before it (exchange_buffers.py).
+
+    used: instead the words of the launch before, for the kernel to clear, or None where there are none.
+    """
+
+    words: int
+    used: bool = False
+
+
+class Launch(NamedTuple):
+    """One launch: `arguments`, one for each of the kernel's parameters, constants included.
+
+    clears: whether it takes words of the launch before to clear.
+    """
+
+    kernel: Any
+    programs: int
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+    clears: bool
+
+
+class Make(NamedTuple):
+    variable: int
+    new: New
+
+
+class Compute(NamedTuple):
+    """Plain PyTorch: function(*tensors), whose result `variable` stands for, if it is not None."""
+
+    variable: int | None
+    function: Callable[..., Any]
+    operands: tuple[Operand, ...]
+
+
+class Recipe:
+    """Steps over variables, which are numbered: inputs first, then what steps make."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.inputs = 0
+        self.aligned: list[bool] = []  # by variable
+        self.whole: list[Operand | None] = []  # by variable, None for an input that is not given
+        self.steps: list[Make | Compute | Launch] = []
+        self.returns: list[Operand | None] = []
+        self.passed_first_launch = False
+
+    # --- making one ---
+
+    def input(self, x: Tensor | None) -> Operand | None:
+        """The next input; None for one that is not given, which takes its place all the same."""
+        self.inputs += 1
+        if x is None:
+            self.aligned.append(True)
+            self.whole.append(None)
+            return None
+        return self._variable(x.shape, x.stride(), x.dtype, x.device, is_aligned(x))
+
+    def make(self, new: New) -> Operand:
+        """Memory that each run makes."""
+        made = self._variable(*new, True)
+        self.steps.append(Make(made.variable, new))
+        return made
+
+    def compute(self, function: Callable[..., Any], *operands: Operand, like: New | None = None) -> Any:
+        """function(*operands) of tensors; `like` says what it returns, None for nothing of use."""
+        made = None if like is None else self._variable(*like, True)
+        variable = None if made is None else made.variable
+        self.steps.append(Compute(variable, function, operands))
+        return made
+
+    def launch(self, kernel: Any, programs: int, *arguments: Any, **named: Any) -> None:
+        """kernel[(programs,)](*arguments, **named); options (OPTIONS) of None are not given."""
+        names = [p.name for p in kernel.params] if hasattr(kernel, "params") else kernel.arg_names
+        options = {name: named.pop(name) for name in OPTIONS if name in named}
+        options = {name: value for name, value in options.items() if value is not None}
+        given = dict(zip(names, arguments, strict=False)) | named
+        clears = any(isinstance(x, Exchange) and x.used for x in arguments)
+        self.steps.append(Launch(kernel, programs, given, options, clears))
+
+    def _variable(
+        self, shape: Any, strides: Any, dtype: torch.dtype, device: torch.device, aligned: bool
+    ) -> Operand:
+        operand = Operand(self, len(self.whole), shape, strides, dtype, device)
+        self.aligned.append(aligned)
+        self.whole.append(operand)
+        return operand
+
+    def finish(self) -> Recipe:
+        """Leave out memory that nothing reads or writes."""
+        used = {x.variable for x in self.returns if x is not None}
+        for step in self.steps:
+            if isinstance(step, Compute):
+                used.update(x.variable for x in step.operands)
+            elif isinstance(step, Launch):
+                used.update(x.variable for x in operands_in(tuple(step.arguments.values())))
+        self.steps = [s for s in self.steps if not isinstance(s, Make) or s.variable in used]
+        return self
+
+    @property
+    def pattern(self) -> tuple[bool, ...]:
+        """Which inputs start at multiples of 16 bytes."""
+        return tuple(self.aligned[: self.inputs])
+
+    # --- the plain way to run it ---
+
+    def execute(
+        self, *inputs: Tensor | None, entries: list[Any] | None = None, pairs: bool = False
+    ) -> Any:
+        """Run the steps one by one.
+
+        entries: a list to which the compiled kernel of each launch is added.
+        pairs: whether kernels that can clear the words of the launch before do so.
+        """
+        values: list[Any] = [*inputs, *[None] * (len(self.whole) - self.inputs)]
+        with on_device(self.device):
+            for step in self.steps:
+                if isinstance(step, Make):
+                    values[step.variable] = step.new.tensor()
+                elif isinstance(step, Compute):
+                    made = step.function(*(self._tensor(x, values) for x in step.operands))
+                    if step.variable is not None:
+                        values[step.variable] = made
+                else:
+                    compiled = self._launch(step, values, pairs and step.clears)
+                    if entries is not None:
+                        entries.append(compiled)
+        results = [None if x is None else self._tensor(x, values) for x in self.returns]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _tensor(self, x: Operand, values: list[Any]) -> Tensor:
+        whole, value = self.whole[x.variable], values[x.variable]
+        assert whole is not None
+        if (
+            x.offset == 0
+            and x.dtype == whole.dtype
+            and x.shape == whole.shape
+            and x.strides == whole.strides
+        ):
+            return value
+        if x.dtype != whole.dtype:
+            value = value.reshape(-1).view(torch.uint8)[x.offset :]
+            size = x.dtype.itemsize
+            value = value[: value.numel() // size * size].view(x.dtype)
+            return value.as_strided(x.shape, x.strides)
+        start = value.storage_offset() + x.offset // x.dtype.itemsize
+        return value.as_strided(x.shape, x.strides, start)
+
+    def _launch(self, step: Launch, values: list[Any], pairs: bool) -> Any:
+        count = next((x.words for x in step.arguments.values() if isinstance(x, Exchange)), 0)
+        pair = exchange_buffers.take(self.device, count) if pairs else None
+        words, used = None, None
+        if pair is not None:
+            words, used = pair.fresh, pair.used
+        elif count:
+            words = torch.zeros(count, dtype=torch.int64, device=self.device)
+
+        def real(x: Any) -> Any:
+            if isinstance(x, Operand):
+                return self._tensor(x, values)
+            if isinstance(x, Boxed):
+                return x.boxes[self._tensor(x.operand, values).data_ptr()]
+            if isinstance(x, Table):
+                return x.make()
+            if isinstance(x, Exchange):
+                return used if x.used else words
+            return tuple(map(real, x)) if type(x) is tuple else x
+
+        arguments = {name: real(x) for name, x in step.arguments.items()}
+        compiled = launch(step.kernel, step.programs, arguments, step.options)
+        if pair is not None:
+            exchange_buffers.give(pair)
+        return compiled
+
+
+def launch(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
+    """Triton's own launch; returns the compiled kernel."""
+    return kernel[(programs,)](**arguments, **options)
+
+
+def operands_in(x: Any) -> list[Operand]:
+    """All operands among arguments, those in tuples included."""
+    if isinstance(x, Operand):
+        return [x]
+    if isinstance(x, Boxed):
+        return [x.operand]
+    if type(x) is tuple:
+        return [operand for y in x for operand in operands_in(y)]
+    return []
+
+
+def is_aligned(x: Tensor) -> bool:
+    return x.data_ptr() % 16 == 0
+
+
+# --- the quick way: a function written for the recipe ---------------------------------------------
+
+
+def runner(recipe: Recipe, elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """The recipe as a function of its inputs.
+
+    elsewhere: the same for inputs that start at multiples of 16 bytes where those of the recipe do not,
+    or the other way round.
+    """
+    launches = [step for step in recipe.steps if isinstance(step, Launch)]
+    quick = recipe.device.type == "cuda" and all(private.has_entry(x.kernel) for x in launches)
+
+    def plain(*inputs: Tensor | None) -> Any:
+        pattern = tuple(x is None or is_aligned(x) for x in inputs)
+        if pattern != recipe.pattern:
+            return elsewhere(*inputs)
+        if not quick or private.hooked() or private.is_capturing():
+            return recipe.execute(*inputs)
+        # The first run clears no words, as runs under capture do: nothing is compiled there.
+        pairs, recipe.passed_first_launch = recipe.passed_first_launch, True
+        compiled: list[Any] = []
+        results = recipe.execute(*inputs, entries=compiled, pairs=pairs)
+        if pairs or not any(x.clears for x in launches):
+            found = [private.entry(x) for x in compiled]
+            if all(x is not None for x in found):
+                resolve(found)
+        return results
+
+    if not quick:
+        return plain
+    source, constants = _source(recipe)
+    run, resolve = _factory(source)(*constants, plain)
+    return run
+
+
+@functools.lru_cache(1024)
+def _factory(source: str) -> Callable[..., Any]:
+    names = {
+        "hooked": private.hooked,
+        "current_device": private.current_device,
+        "current_stream": private.current_stream,
+        "empty_strided_cuda": private.empty_strided_cuda,
+        "is_capturing": private.is_capturing,
+        "take": exchange_buffers.take,
+        "give": exchange_buffers.give,
+    }
+    exec(source, names)
+    return names["factory"]
+
+
+def _source(recipe: Recipe) -> tuple[str, list[Any]]:
+    """The text of a function factory(*constants, plain) -> (run, resolve), and the constants.
+
+    Recipes of one structure have one text, which is compiled once.
+    """
+    constants: list[Any] = []
+
+    def constant(value: Any) -> str:
+        constants.append(value)
+        return f"c{len(constants) - 1}"
+
+    body: list[str] = []
+    launches: list[Launch] = []
+    addressed = {
+        x.variable
+        for step in recipe.steps
+        if isinstance(step, Launch)
+        for argument in step.arguments.values()
+        if isinstance(argument, (Operand, Boxed))
+        for x in operands_in(argument)
+    }
+
+    def whole(x: Operand) -> bool:
+        own = recipe.whole[x.variable]
+        assert own is not None
+        return (x.offset, x.shape, x.strides, x.dtype) == (0, own.shape, own.strides, own.dtype)
+
+    def tensor(x: Operand) -> str:
+        if whole(x):
+            return f"t{x.variable}"
+        own = recipe.whole[x.variable]
+        assert own is not None and x.dtype == own.dtype, "views of another dtype are for launches alone"
+        shape, strides = constant(x.shape), constant(x.strides)
+        start = f"t{x.variable}.storage_offset() + {constant(x.offset // x.dtype.itemsize)}"
+        return f"t{x.variable}.as_strided({shape}, {strides}, {start})"
+
+    def address(x: Operand) -> str:
+        return f"a{x.variable} + {constant(x.offset)}" if x.offset else f"a{x.variable}"
+
+    def take_address(variable: int) -> None:
+        if variable in addressed:
+            body.append(f"a{variable} = t{variable}.data_ptr()")
+
+    for step in recipe.steps:
+        if isinstance(step, Make):
+            shape, strides, dtype, _ = map(constant, step.new)
+            body.append(f"t{step.variable} = empty_strided_cuda({shape}, {strides}, {dtype})")
+            take_address(step.variable)
+        elif isinstance(step, Compute):
+            called = f"{constant(step.function)}({', '.join(map(tensor, step.operands))})"
+            body.append(called if step.variable is None else f"t{step.variable} = {called}")
+            if step.variable is not None:
+                take_address(step.variable)
+        else:
+            if not launches:
+                body.append(f"stream = current_stream({constant(recipe.device.index)})")
+            k = len(launches)
+            launches.append(step)
+            body += _launch_source(step, k, constant, tensor, address)
+    inputs = [f"t{i}" for i in range(recipe.inputs)]
+    given = [i for i in range(recipe.inputs) if i in addressed]
+    conditions = [f"entry{k} is None" for k in range(min(len(launches), 1))]
+    if given and all(recipe.aligned[i] for i in given):
+        conditions.append(f"({' | '.join(f'a{i}' for i in given)}) & 15")
+    elif given:
+        pattern = constant(tuple(recipe.aligned[i] for i in given))
+        conditions.append(f"({', '.join(f'a{i} & 15 == 0' for i in given)},) != {pattern}")
+    if any(x.clears for x in launches):
+        conditions.append("is_capturing()")
+    if private.several_devices():
+        conditions.append(f"current_device() != {constant(recipe.device.index)}")
+    conditions.append("hooked()")
+    results = ["None" if x is None else tensor(x) for x in recipe.returns]
+    body.append(f"return {', '.join(results)}")
+    head = [f"a{i} = t{i}.data_ptr()" for i in given]
+    entries = [f"(entry{k}, middle{k}, encoding{k})" for k in range(len(launches))]
+    variables = [f"{x}{k}" for k in range(len(launches)) for x in ("entry", "middle", "encoding")]
+    lines = [
+        f"def factory({', '.join([f'c{i}' for i in range(len(constants))] + ['plain'])}):",
+        *(f"    {x} = None" for x in variables),
+        "    def resolve(entries):",
+        *([f"        nonlocal {', '.join(variables)}"] if variables else []),
+        f"        {', '.join(entries)}, = entries" if entries else "        return",
+        f"    def run({', '.join(inputs)}):",
+        *(f"        {line}" for line in head),
+        f"        if {' or '.join(conditions)}:",
+        f"            return plain({', '.join(inputs)})",
+        *(f"        {line}" for line in body),
+        "    return run, resolve",
+    ]
+    return "\n".join(lines), constants
+
+
+def _launch_source(
+    step: Launch, k: int, constant: Callable[[Any], str], tensor: Callable[[Operand], str],
+    address: Callable[[Operand], str],
+) -> list[str]:  # fmt: skip
+    """The lines that launch: arguments in the order of the kernel's parameters, plain ones together."""
+    lines: list[str] = []
+    handed: list[str] = []
+    plain: list[Any] = []
+    boxes = 0
+
+    def flush() -> None:
+        if plain:
+            handed.append(f"*{constant(tuple(plain))}")
+            plain.clear()
+
+    def nested(x: Any) -> str:
+        if isinstance(x, Operand):
+            return tensor(x)
+        if type(x) is tuple:
+            return f"({''.join(nested(y) + ', ' for y in x)})"
+        return constant(x)
+
+    pair = next((x for x in step.arguments.values() if isinstance(x, Exchange)), None)
+    if pair is not None:
+        device, count = constant(step_device(step)), constant(pair.words)
+        if step.clears:
+            lines.append(f"pair = take({device}, {count})")
+        else:
+            lines.append(f"words = {constant(exchange_buffers.zeros)}({device}, {count})")
+    for p in step.kernel.params:
+        x = step.arguments.get(p.name, p.default)
+        if isinstance(x, (Operand, Boxed, Table, Exchange)) or operands_in(x):
+            flush()
+        if isinstance(x, Operand):
+            handed.append(address(x))
+        elif isinstance(x, Boxed):
+            name = f"box{k}_{boxes}"
+            lines.append(f"{name} = {constant(x.boxes)}[{address(x.operand)}]")
+            if private.ENCODES:
+                encode = f"{name}.encode(encoding{k}[{boxes}])"
+                lines.append(f"if {name}.encoded is None: {encode}")
+            handed.append(f"*{name}.encoded" if private.ENCODES else name)
+            boxes += 1
+        elif isinstance(x, Table):
+            lines.append(f"table{k} = {constant(x.make)}()")
+            handed.append(f"table{k}.data_ptr()")
+        elif isinstance(x, Exchange):
+            words = ("pair.used" if x.used else "pair.fresh") if step.clears else "words"
+            handed.append(f"{words}.data_ptr()")
+        elif operands_in(x):
+            handed.append(nested(x))
+        else:
+            plain.append(x)
+    flush()
+    arguments = ", ".join(handed)
+    arguments = f"({arguments},)" if private.PACKED else arguments
+    lines.append(f"entry{k}({constant(step.programs)}, 1, 1, stream, *middle{k}, {arguments})")
+    if step.clears:
+        lines.append("give(pair)")
+    return lines
+
+
+def step_device(step: Launch) -> torch.device:
+    return next(x.device for x in operands_in(tuple(step.arguments.values())))
+
+
+# --- strides --------------------------------------------------------------------------------------
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step = step * max(n, 1) if isinstance(n, int) else step * n
+    return tuple(reversed(strides))
+
+
+def view_strides(
+    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The strides with which memory of `shape` and `strides` has the shape `wanted`; None where only a
+    copy has.  Dimensions that follow one another in memory are taken together, then cut anew."""
+    if math.prod(shape) != math.prod(wanted):
+        raise ValueError(f"shape {list(shape)} has not as many elements as {list(wanted)}")
+    if 0 in shape or not shape:
+        return contiguous_strides(wanted)
+    result = [0] * len(wanted)
+    to = len(wanted) - 1
+    step = strides[-1]
+    together = cut = 1
+    for d in reversed(range(len(shape))):
+        together *= shape[d]
+        if d > 0 and (shape[d - 1] == 1 or strides[d - 1] == together * step):
+            continue
+        while to >= 0 and (cut < together or wanted[to] == 1):
+            result[to] = cut * step
+            cut *= wanted[to]
+            to -= 1
+        if cut != together:
+            return None
+        if d > 0:
+            step, together, cut = strides[d - 1], 1, 1
+    return tuple(result) if to == -1 else None
