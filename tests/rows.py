@@ -45,14 +45,14 @@ def assert_bits_stay(
         assert torch.equal(run(*(t[rows] for t in tensors))[0], wanted[0][rows])
 
 
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def poison(monkeypatch: pytest.MonkeyPatch, value: float = float("nan")) -> None:
     """Fill all memory that is asked for uninitialised with NaN, so that whatever a kernel leaves
-    unwritten shows."""
+    unwritten shows; or with another value, so that what nobody reads is the same each time."""
 
     def poisoned(make):
         def empty(*args, **kwargs):
             t = make(*args, **kwargs)
-            return t.fill_(float("nan")) if t.is_floating_point() else t
+            return t.fill_(value) if t.is_floating_point() else t
 
         return empty
 

@@ -397,16 +397,21 @@ def test_refuses(device) -> None:
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_opcheck(device, reduction) -> None:
+def test_opcheck(device, monkeypatch, reduction) -> None:
+    poison(monkeypatch, 0.0)
     op = torch.ops.flashproto
     x, t = problem(5, 20, torch.float32, device)
     weight = torch.rand(20, device=device)
     for w, options in ((None, (-100, 0.0, 0.0, 0.0)), (weight, (-100, 0.1, 0.1, 5.0))):
-        arguments = (x.requires_grad_(), t, w, *options, reduction, True)
-        torch.library.opcheck(op.cross_entropy.default, arguments)
-        loss, _, lse, *state = (y.detach() for y in op.cross_entropy(*arguments))
-        arguments = (torch.ones_like(loss), torch.ones_like(lse), x.detach(), t, w, lse, *state)
-        torch.library.opcheck(op.cross_entropy_backward.default, (*arguments, *options))
+        for need_lse, at_once in ((True, False), (False, reduction != "none")):
+            settings = (*options, reduction, need_lse, at_once, False)
+            arguments = (x.requires_grad_(), t, w, *settings)
+            torch.library.opcheck(op.cross_entropy.default, arguments)
+            loss, lse, _, state, _ = (y.detach() for y in op.cross_entropy(*arguments))
+            grads = torch.ones_like(loss), torch.ones_like(lse) if need_lse else None
+            saved = x.detach(), t, w, lse if need_lse else None, state, None
+            needs = [True, False, False]
+            torch.library.opcheck(op.cross_entropy_backward.default, (*grads, *saved, *settings, needs))
 
 
 @pytest.mark.parametrize("return_lse", [False, True])

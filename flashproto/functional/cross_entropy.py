@@ -6,18 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import backends, configs, plans, reference
+from .. import backends, configs, reference
 from ..checks import check_cross_entropy, check_on, check_rows, check_tensor, refuse
+from .cached import cached
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import cross_entropy as op
-    from ..ops import cross_entropy_plan as op_plan
     from ..ops import linear_cross_entropy as linear_op
 
 Losses = Tensor | tuple[Tensor, ...]
 
 
+@cached
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,
@@ -65,15 +66,6 @@ def cross_entropy(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
     name = "cross_entropy"
-    kind = (
-        name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
-        inplace_backward, impl,
-    )  # fmt: skip
-    tensors = (logits, targets) if weight is None else (logits, targets, weight)
-    plan = plans.find(kind, tensors)
-    if plan is not None and (weight is None or not weight.requires_grad):
-        return _wanted(plan(logits, targets, weight), return_lse, return_z_loss)
-    key = plans.key(kind, tensors)
     check_rows(name, logits)
     check_cross_entropy(
         name, targets, logits.shape[:-1], logits.shape[-1], logits.device,
@@ -81,15 +73,14 @@ def cross_entropy(
     )  # fmt: skip
     backend = backends.choose(name, impl, logits.device, lambda b: float64_reasons(b, [logits]))
     if backend == "triton":
-        options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
-        arguments = (weight, options, reduction, return_lse, inplace_backward)
-        plans.keep(key, lambda: op_plan.plan(logits, targets, *arguments, return_z_loss))
-        results = op.cross_entropy(logits, targets.contiguous(), *arguments)
-    else:
-        results = _in_torch(
-            backend, logits, targets, weight, return_lse, ignore_index=ignore_index,
-            label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
-        )  # fmt: skip
+        options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
+        settings = op.settings_of(logits, options, reduction, return_lse, inplace_backward)
+        returns = (0, *((1,) if return_lse else ()), *((2,) if return_z_loss else ()))
+        return op.cross_entropy.ready((logits, targets, weight), settings, returns)
+    results = _in_torch(
+        backend, logits, targets, weight, return_lse, ignore_index=ignore_index,
+        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
+    )  # fmt: skip
     return _wanted(results, return_lse, return_z_loss)
 
 
@@ -146,7 +137,7 @@ def linear_cross_entropy(
     )  # fmt: skip
     backend = backends.choose(name, impl, h.device, lambda b: float64_reasons(b, [h, weight]))
     if backend == "triton":
-        options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
+        options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
             h.reshape(-1, D), weight, bias, targets.reshape(-1), class_weight, options, reduction,
             return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,

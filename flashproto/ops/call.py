@@ -138,6 +138,7 @@ class Operator:
         """The recipe of the backward: of the gradients of the outputs and what is saved, to those of
         the inputs, None for one that is not needed; for the op each that is made, but none twice."""
         recipe = Recipe(device_of(tensors))
+        recipe.functional = op
         operands = [recipe.input(x) for x in tensors]
         grads, saved = operands[: self.differentiable], operands[self.differentiable :]
         wanted = list(self.gradients(context, grads, saved, needs))
@@ -186,6 +187,25 @@ class Forward(NamedTuple):
     function: Callable[..., Any]
     recipe: Recipe
     saves: list[Operand | None]
+
+
+def steps(
+    build: Callable[..., None], tensors: Sequence[Tensor | None], settings: tuple[Any, ...]
+) -> None:
+    """Take the steps that build(recipe, operands, *settings) adds for tensors like these, which they
+    fill: for an operator that is more than a recipe."""
+    key = build, settings, metadata(tensors), facts()
+    run = _steps.get(key)
+    if run is None:
+        recipe = Recipe(device_of(tensors))
+        build(recipe, [recipe.input(x) for x in tensors], *settings)
+        if len(_steps) >= KEPT:
+            _steps.clear()
+        run = _steps[key] = runner(recipe, lambda *others: steps(build, others, settings))
+    run(*tensors)
+
+
+_steps: dict[Any, Callable[..., Any]] = {}
 
 
 # --- what a call depends on -----------------------------------------------------------------------
@@ -424,7 +444,7 @@ def backward_visibly(
     if operator.gives_away is not None:  # what may be written over is for eager calls alone
         tensors = without(tensors, operator.differentiable + operator.gives_away)
     if not through_op(tensors):
-        return OperatorBackward.apply(operator, context, needs, *tensors)
+        return FirstDerivative.apply(backward_now, operator, context, needs, *tensors)
     n = operator.differentiable
     grads, saved = tensors[:n], tensors[n:]
     op = getattr(torch.ops.flashproto, f"{operator.name}_backward")
@@ -436,6 +456,13 @@ def backward_visibly(
         (made[w] if isinstance(w, int) else None if w is None else m) if need else None
         for w, m, need in zip(wanted, made, needs, strict=True)
     )
+
+
+def backward_now(
+    operator: Operator, context: Any, needs: tuple[bool, ...], *tensors: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    made = operator.run_backward(tensors, context, needs)(*tensors)
+    return made if isinstance(made, tuple) else (made,)
 
 
 # --- transforms of torch.func ---------------------------------------------------------------------
@@ -471,8 +498,8 @@ class OperatorFunction(torch.autograd.Function):
         return None, None, *made
 
 
-class OperatorBackward(torch.autograd.Function):
-    """The gradients of an operator; differentiating once more raises.
+class FirstDerivative(torch.autograd.Function):
+    """function(*arguments), a tuple of gradients; differentiating once more raises.
 
     It is a Function so that torch.func hands it plain tensors.
     """
@@ -483,9 +510,8 @@ class OperatorBackward(torch.autograd.Function):
         return super().apply(*[unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args])
 
     @staticmethod
-    def forward(operator, context, needs, *tensors):
-        made = operator.run_backward(tensors, context, needs)(*tensors)
-        return made if isinstance(made, tuple) else (made,)
+    def forward(function, *arguments):
+        return function(*arguments)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -496,19 +522,21 @@ class OperatorBackward(torch.autograd.Function):
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
     @staticmethod
-    def vmap(info, in_dims, operator, context, needs, *tensors):
+    def vmap(info, in_dims, function, *arguments):
         """One after another, as torch.func.jacrev asks for rows of a Jacobian."""
-        dims = in_dims[3:]
+        dims = in_dims[1:]
         rows = [
-            OperatorBackward.apply(
-                operator, context, needs,
-                *[x if d is None else x.select(d, i) for x, d in zip(tensors, dims, strict=True)],
+            FirstDerivative.apply(
+                function,
+                *[
+                    x.select(d, i) if isinstance(x, Tensor) and d is not None else x
+                    for x, d in zip(arguments, dims, strict=True)
+                ],
             )
             for i in range(info.batch_size)
-        ]  # fmt: skip
-        made = tuple(
-            None if column[0] is None else torch.stack(column) for column in zip(*rows, strict=True)
-        )
+        ]
+        columns = list(zip(*rows, strict=True))
+        made = tuple(None if column[0] is None else torch.stack(column) for column in columns)
         return made, tuple(None if x is None else 0 for x in made)
 
 

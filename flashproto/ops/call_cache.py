@@ -123,7 +123,7 @@ def key_of(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable | None:
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter:
             return None
-        key += (x.dtype, x.shape, x.stride(), x.device)
+        key += (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
     return tuple(key)
 
 

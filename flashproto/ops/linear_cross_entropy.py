@@ -30,17 +30,17 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
+from .call import FirstDerivative, dispatch_modes, kernel_op, steps, through_op
 from .cross_entropy import (
     Options,
-    constants,
+    class_weights,
     empty_losses,
     fake_losses,
     rows_backward,
     rows_forward,
     total,
 )
-from .launch import cdiv, launcher, multiprocessors
+from .device import cdiv, multiprocessors
 from .linear_cross_entropy_products import (
     column_sums,
     hidden_gradient,
@@ -51,8 +51,6 @@ from .linear_cross_entropy_products import (
     weight_gradient,
     zero_padding,
 )
-
-launch_scale = launcher(scale_unless_one_kernel, tensors=2)
 
 
 def linear_cross_entropy(
@@ -80,8 +78,9 @@ def linear_cross_entropy(
         h, weight, bias, targets, class_weight, *options, reduction, need_lse, chunk_size, low_memory,
         *needs,
     )  # fmt: skip
-    apply = torch.ops.flashproto.linear_cross_entropy if use_op() else LinearCrossEntropyFunction.apply
-    return apply(*arguments)[:3]
+    if through_op((h, weight, bias, targets, class_weight)):
+        return torch.ops.flashproto.linear_cross_entropy(*arguments)[:3]
+    return LinearCrossEntropyFunction.apply(*arguments)[:3]
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -171,10 +170,10 @@ def linear_cross_entropy_forward(
 ) -> tuple[Tensor, ...]:
     """(loss, z, lse, m, l, denominator, dh, dweight, dbias), the gradients for dloss = 1 where they are
     asked for; chunk_size tokens at a time."""
-    options = (ignore_index, label_smoothing, z_loss, softcap)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     (T, D), V = h.shape, weight.shape[0]
     losses = empty_losses(h, targets.shape)
-    weights = constants(class_weight, label_smoothing)
+    weights = class_weights(class_weight, label_smoothing)
     W, b = padded(weight, h.dtype), None if bias is None else padded(bias, h.dtype)
     all_classes = W.shape[0]
     mean = reduction == "mean"
@@ -258,7 +257,7 @@ def linear_cross_entropy_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dh, dweight, dbias), of no elements where one is not asked for, from the logits computed anew:
     in float32 chunk_size tokens at a time, else as many classes at a time as take the same memory."""
-    options = (ignore_index, label_smoothing, z_loss, softcap)
+    options = Options(ignore_index, label_smoothing, z_loss, softcap)
     T, V = h.shape[0], weight.shape[0]
     dh, dweight, dbias = gradient_buffers(
         h, weight, bias, (need_dh, need_dweight, need_dbias),
@@ -268,7 +267,7 @@ def linear_cross_entropy_backward(
         return dh, dweight.zero_(), dbias.zero_()
     dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    weights = constants(class_weight, label_smoothing)
+    weights = class_weights(class_weight, label_smoothing)
     divisor = denominator if denominator.numel() else None
     classes = configs.classes_at_once(T, V, chunk_size)
     if h.dtype == weight.dtype == torch.float32:
@@ -309,12 +308,19 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
     # Without its version: what is done to the result is no matter of the graph that saved `gradient`.
     gradient = gradient.data
-    N = gradient.numel()
-    if N:
-        config = configs.gradient_scale(gradient.element_size())
-        programs = min(cdiv(N, config.tile), config.programs * multiprocessors(gradient.device))
-        launch_scale(programs, gradient, factor, N, config.tile, num_warps=config.num_warps)
+    if gradient.numel():
+        steps(_scale_unless_one, [gradient, factor], ())
     return gradient
+
+
+def _scale_unless_one(recipe, tensors):
+    gradient, factor = tensors
+    N = gradient.numel()
+    config = configs.gradient_scale(gradient.element_size())
+    programs = min(cdiv(N, config.tile), config.programs * multiprocessors(gradient.device))
+    recipe.launch(
+        scale_unless_one_kernel, programs, gradient, factor, N, config.tile, num_warps=config.num_warps
+    )
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -328,7 +334,7 @@ def setup_context(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
 
 
-class LinearCrossEntropyFunction(KernelFunction):
+class LinearCrossEntropyFunction(torch.autograd.Function):
     """For eager calls."""
 
     @staticmethod
@@ -347,65 +353,58 @@ class LinearCrossEntropyFunction(KernelFunction):
         *saved, dh, dweight, dbias = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         # What the forward pass computed can be given away once.
-        if ctx.at_once and dloss is not None:
+        if ctx.at_once and dloss is not None and not dispatch_modes():
             ctx.at_once = False
-            gradients = ScaleFunction.apply(dloss, dh, dweight, dbias, *saved[:3], *needs)
-        else:
-            gradients = LinearCrossEntropyBackwardFunction.apply(
-                dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
+            gradients = FirstDerivative.apply(
+                scale_gradients, dloss, dh, dweight, dbias, *saved[:3], needs
             )
+        else:
+            arguments = dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
+            if through_op(saved):
+                gradients = torch.ops.flashproto.linear_cross_entropy_backward(*arguments)
+            else:
+                gradients = FirstDerivative.apply(linear_cross_entropy_backward, *arguments)
         return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 13
 
 
-class LinearCrossEntropyBackwardFunction(FirstDerivative):
-    """linear_cross_entropy_backward."""
-
-    @staticmethod
-    def forward(*args):
-        return linear_cross_entropy_backward(*args)
-
-
-class ScaleFunction(FirstDerivative):
+def scale_gradients(dloss, dh, dweight, dbias, h, weight, bias, needs) -> tuple[Tensor | None, ...]:
     """(dh, dweight, dbias) for dloss from those for 1."""
-
-    @staticmethod
-    def forward(dloss, dh, dweight, dbias, h, weight, bias, *needs):
-        return tuple(
-            scaled(dx, dloss, x.dtype) if need else None
-            for dx, x, need in zip((dh, dweight, dbias), (h, weight, bias), needs, strict=True)
-        )
+    return tuple(
+        scaled(dx, dloss, x.dtype) if need else None
+        for dx, x, need in zip((dh, dweight, dbias), (h, weight, bias), needs, strict=True)
+    )
 
 
-# --- compile: torch.library ops ------------------------------------------------------------------
+# --- ops of torch.library --------------------------------------------------------------------------
 
 TENSORS = "Tensor h, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, "
-OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, "
+OPTIONS = "SymInt ignore_index, float label_smoothing, float z_loss, float softcap, "
 NEEDS = "bool need_dh, bool need_dweight, bool need_dbias"
 
-linear_cross_entropy_op = kernel_op(
-    "flashproto::linear_cross_entropy",
-    linear_cross_entropy_forward,
-    schema=f"({TENSORS}{OPTIONS}str reduction, bool need_lse, int chunk_size, "
-    f"bool low_memory, {NEEDS}) -> "
-    f"({', '.join(['Tensor'] * 9)})",
-)
-linear_cross_entropy_backward_op = kernel_op(
-    "flashproto::linear_cross_entropy_backward",
-    linear_cross_entropy_backward,
-    schema=f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
-    f"Tensor denominator, {OPTIONS}int chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
-)
 
-
-@fake_of(linear_cross_entropy_op)
-def _(h, weight, bias, targets, class_weight, *options):
+def _fake(h, weight, bias, targets, class_weight, *options):
     losses = fake_losses(h, targets, options[4])
     return *losses, *gradient_buffers(h, weight, bias, options[-3:], weight.shape[0], kept=True)
 
 
-@fake_of(linear_cross_entropy_backward_op)
-def _(dloss, dlse, h, weight, bias, *rest):
+def _fake_backward(dloss, dlse, h, weight, bias, *rest):
     return gradient_buffers(h, weight, bias, rest[-3:], weight.shape[0], kept=False)
+
+
+linear_cross_entropy_op = kernel_op(
+    "flashproto::linear_cross_entropy",
+    linear_cross_entropy_forward,
+    f"({TENSORS}{OPTIONS}str reduction, bool need_lse, SymInt chunk_size, bool low_memory, {NEEDS}) -> "
+    f"({', '.join(['Tensor'] * 9)})",
+    _fake,
+)
+linear_cross_entropy_backward_op = kernel_op(
+    "flashproto::linear_cross_entropy_backward",
+    linear_cross_entropy_backward,
+    f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
+    f"Tensor denominator, {OPTIONS}SymInt chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
+    _fake_backward,
+)
 
 
 def _backward(ctx, dloss, dz, dlse, *_):

@@ -242,6 +242,7 @@ class Recipe:
         self.steps: list[Make | Compute | Launch] = []
         self.returns: list[Operand | None] = []
         self.passed_first_launch = False
+        self.functional = False  # whether results must not lie in the memory of inputs, as an op's
 
     # --- making one ---
 
@@ -514,7 +515,7 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
         conditions.append(f"current_device() != {constant(recipe.device.index)}")
     conditions.append("hooked()")
     results = ["None" if x is None else tensor(x) for x in recipe.returns]
-    body.append(f"return {', '.join(results)}")
+    body.append(f"return {', '.join(results)}" if results else "return None")
     head = [f"a{i} = t{i}.data_ptr()" for i in given]
     entries = [f"(entry{k}, middle{k}, encoding{k})" for k in range(len(launches))]
     variables = [f"{x}{k}" for k in range(len(launches)) for x in ("entry", "middle", "encoding")]
