@@ -624,18 +624,21 @@ def register(operator: Operator) -> None:
         tensors, values = unpacked(names, inputs)
         settings = values_of(operator.settings, values)
         news = operator.makes(settings, *tensors)
-        outputs = (output,) if operator.outputs == 1 else output
-        outputs = [None if new is None else x for new, x in zip(news, outputs, strict=True)]
+        results = (output,) if operator.outputs == 1 else output
+        outputs = [None if new is None else x for new, x in zip(news, results, strict=True)]
         ctx.context, ctx.values = operator.context(settings, tensors), plain_values(settings)
         ctx.save_for_backward(*operator.saves(settings, tensors, outputs))
-        ctx.mark_non_differentiable(*[x for x in outputs[operator.differentiable :] if x is not None])
+        # An output that this call has not is an empty tensor, whose gradient means nothing.
+        ctx.differentiable = [x is not None for x in outputs[: operator.differentiable]]
+        stopped = zip(results, [*ctx.differentiable, *[False] * operator.outputs], strict=False)
+        ctx.mark_non_differentiable(*[x for x, differentiable in stopped if not differentiable])
         ctx.set_materialize_grads(False)
 
     def autograd(ctx: Any, *grads: Any) -> Any:
         if operator.saved is None:
             raise NotImplementedError(operator.no_gradient)
         needs: Any = unpacked(names, ctx.needs_input_grad)[0]
-        grads = grads[: operator.differentiable]
+        grads = tuple(g if there else None for g, there in zip(grads, ctx.differentiable, strict=False))
         made: Sequence[Any] = (None,) * len(needs)
         if any(x is not None for x in grads):
             made = backward_visibly(operator, ctx.context, tuple(needs), (*grads, *ctx.saved_tensors))
