@@ -53,6 +53,7 @@ def shortened(words: str, length: int = 100) -> str:
 
 # --- options --------------------------------------------------------------------------------------
 
+SCALARS = (int, float, torch.SymInt, torch.SymFloat)
 LARGEST, SMALLEST = sys.float_info.max, math.ulp(0.0)  # of finite and of positive numbers
 
 
@@ -68,22 +69,24 @@ def is_number(x: object) -> bool:
 
 def check_number(
     operator: str, argument: str, x: Any, low: float, high: float, takes: str, do: str
-) -> None:
-    """A number from `low` to `high`."""
+) -> float:
+    """x, a number from `low` to `high`, as one of Python's where it is one of numpy's."""
     if not is_number(x):
-        refuse(operator, argument, x, takes, do, TypeError)
+        refuse(operator, argument, described(x), takes, do, TypeError)
     if not low <= x <= high:
         refuse(operator, argument, x, takes, do)
+    return x if isinstance(x, SCALARS) else float(x)  # type: ignore[return-value]
 
 
 def check_integer(
     operator: str, argument: str, x: Any, low: int, high: int, takes: str, do: str
-) -> None:
-    """An integer from `low` to `high`."""
+) -> int:
+    """x, an integer from `low` to `high`, as one of Python's where it is one of numpy's."""
     if not is_integer(x):
-        refuse(operator, argument, x, takes, do, TypeError)
+        refuse(operator, argument, described(x), takes, do, TypeError)
     if not low <= x <= high:
         refuse(operator, argument, x, takes, do)
+    return x if isinstance(x, SCALARS) else int(x)  # type: ignore[return-value]
 
 
 def check_flag(operator: str, argument: str, x: object) -> bool:
@@ -92,7 +95,8 @@ def check_flag(operator: str, argument: str, x: object) -> bool:
         return x  # type: ignore[return-value]
     # Not a tensor: to look at its value would wait for the GPU.
     if isinstance(x, Tensor) or not isinstance(x, Hashable) or x not in (0, 1):
-        refuse(operator, argument, x, "True or False", f"Pass {argument}=True.", TypeError)
+        do = f"Pass {argument}=True."
+        refuse(operator, argument, described(x), "True or False", do, TypeError)
     return bool(x)
 
 
@@ -100,14 +104,14 @@ def check_choice(operator: str, argument: str, x: object, choices: Sequence[str]
     """One of a few names."""
     if not isinstance(x, str) or x not in choices:
         takes = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
-        refuse(operator, argument, x, takes, do)
+        refuse(operator, argument, described(x), takes, do)
 
 
 def check_dtype(operator: str, dtype: object) -> None:
     """The floating-point dtype of a result, or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
         refuse(
-            operator, "dtype", dtype, "torch.float16, bfloat16, float32, float64 or None",
+            operator, "dtype", described(dtype), "torch.float16, bfloat16, float32, float64 or None",
             "Pass None for that of x.", TypeError,
         )  # fmt: skip
 
@@ -122,11 +126,12 @@ def check_known(operator: str, options: Iterable[str], known: Sequence[str]) -> 
             )  # fmt: skip
 
 
-def check_scale(operator: str, scale: float | None) -> None:
-    """A finite number, or None."""
-    if scale is not None:
-        do = "Pass None for 1 / sqrt(head_dim)."
-        check_number(operator, "scale", scale, -LARGEST, LARGEST, "a finite number, or None", do)
+def check_scale(operator: str, scale: float | None) -> float | None:
+    """scale, a finite number or None."""
+    if scale is None:
+        return None
+    takes, do = "a finite number, or None", "Pass None for 1 / sqrt(head_dim)."
+    return check_number(operator, "scale", scale, -LARGEST, LARGEST, takes, do)
 
 
 def check_eps(operator: str, eps: float | None) -> None:
@@ -283,7 +288,7 @@ def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
         return tuple(normalized_shape)
     x = "x, residual" if operator.startswith("add_") else "x"
     refuse(
-        operator, "normalized_shape", normalized_shape, "an int or a sequence of ints",
+        operator, "normalized_shape", described(normalized_shape), "an int or a sequence of ints",
         f"The weight comes behind it: {operator}({x}, x.shape[-1], weight).", TypeError,
     )  # fmt: skip
 
@@ -341,29 +346,31 @@ def check_heads_of(operator: str, q: Tensor, k: Tensor | None) -> None:
         )  # fmt: skip
 
 
-def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> int:
-    """head_dim D of qkv [B, S, (n_heads + 2 n_kv_heads) D]."""
+def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[int, int, int]:
+    """(n_heads, n_kv_heads, D) of qkv [B, S, (n_heads + 2 n_kv_heads) D]."""
     check_tensor(operator, "qkv", qkv)
     if qkv.ndim != 3:
         refuse(
             operator, "qkv", f"of shape {list(qkv.shape)}", "3 dimensions [B, S, heads * D]",
             "Flatten heads and D: qkv.flatten(2).",
         )  # fmt: skip
-    check_head_counts(operator, n_heads, n_kv_heads)
+    n_heads, n_kv_heads = check_head_counts(operator, n_heads, n_kv_heads)
     heads = n_heads + 2 * n_kv_heads
     if qkv.shape[2] % heads:
         refuse(
             operator, "qkv", f"{qkv.shape[2]} wide",
             f"a multiple of n_heads + 2 n_kv_heads, {heads}", "Pass the heads that it was made of.",
         )  # fmt: skip
-    return qkv.shape[2] // heads
+    return n_heads, n_kv_heads, qkv.shape[2] // heads
 
 
-def check_head_counts(operator: str, n_heads: int, n_kv_heads: int) -> None:
-    """Integers of at least 1."""
-    for name, n in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        do = "Pass the number of heads."
-        check_integer(operator, name, n, 1, sys.maxsize, "an integer of at least 1", do)
+def check_head_counts(operator: str, n_heads: int, n_kv_heads: int) -> tuple[int, int]:
+    """(n_heads, n_kv_heads), integers of at least 1."""
+    how = 1, sys.maxsize, "an integer of at least 1", "Pass the number of heads."
+    return (
+        check_integer(operator, "n_heads", n_heads, *how),
+        check_integer(operator, "n_kv_heads", n_kv_heads, *how),
+    )
 
 
 def check_head_weights(operator: str, D: int, device: torch.device, *weights: Tensor | None) -> None:
@@ -395,8 +402,9 @@ def check_tables(
     sin: Tensor,
     positions: Tensor | None,
     offset: int | Tensor,
-) -> None:
-    """cos, sin [length, R], 2 R <= D; positions [S] or [B, S] or none; offset a number or [B]."""
+) -> int | Tensor:
+    """offset, once cos, sin are [length, R], 2 R <= D; positions [S] or [B, S] or none; offset an
+    integer or [B]."""
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(operator, name, table)
         check_on(operator, name, table, device)
@@ -411,13 +419,14 @@ def check_tables(
             "Pass tables of one shape.",
         )  # fmt: skip
     shapes = {"positions": ((S,), (B, S)), "offset": ((B,),)}
+    if not isinstance(offset, Tensor):
+        how = -(2**63), 2**63 - 1, "an integer", "Pass a row of the tables."
+        offset = check_integer(operator, "offset", offset, *how)
+    if positions is not None and not isinstance(positions, Tensor):
+        takes, do = "a tensor of integers, or None", "Pass rows of the tables."
+        refuse(operator, "positions", described(positions), takes, do, TypeError)
     for name, x in (("positions", positions), ("offset", offset)):
-        if x is None and name == "positions":
-            continue
         if not isinstance(x, Tensor):
-            if not is_integer(x) or name == "positions":
-                takes = "a tensor of integers, or None" if name == "positions" else "an integer"
-                refuse(operator, name, x, takes, "Pass rows of the tables.", TypeError)
             continue
         check_on(operator, name, x, device)
         if x.is_floating_point() or x.dtype == torch.bool or tuple(x.shape) not in shapes[name]:
@@ -438,6 +447,7 @@ def check_tables(
     if positions is None and not isinstance(offset, Tensor) and S and not 0 <= offset <= rows - S:
         takes = f"0 to {rows - S}, for {S} tokens and tables of {rows} rows"
         refuse(operator, "offset", offset, takes, do)
+    return offset
 
 
 def check_table_rows(operator: str, length: int, S: int, positions: Any, offset: Any) -> None:
@@ -462,14 +472,9 @@ def check_cross_entropy(
     device: torch.device,
     weight: Tensor | None,
     weight_name: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    reduction: str,
-    ignore_index: int,
     logits_shape: Sequence[int] | None = None,
 ) -> None:
-    """targets are integers of `shape`, weight [V], on `device`; the options are in their ranges.
+    """targets are integers of `shape`, weight [V], on `device`.
 
     logits_shape: where classes may lie in another dimension than the last.
     """
@@ -509,7 +514,6 @@ def check_cross_entropy(
                 operator, weight_name, "a tensor that requires grad", "constants",
                 f"Pass {weight_name}.detach().",
             )  # fmt: skip
-    check_loss_options(operator, ignore_index, label_smoothing, z_loss, softcap, reduction)
 
 
 def check_loss_options(
@@ -518,17 +522,21 @@ def check_loss_options(
     label_smoothing: float,
     z_loss: float,
     softcap: float | None,
-    reduction: str = "mean",
-) -> None:
-    """The numbers that all losses take, and what becomes of the rows' losses."""
+    reduction: str,
+) -> tuple[int, float, float, float | None]:
+    """(ignore_index, label_smoothing, z_loss, softcap), once they and reduction are in their ranges."""
     do = "Pass -100, say, which is no class."
-    check_integer(operator, "ignore_index", ignore_index, -(2**63), 2**63 - 1, "an int64 integer", do)
-    check_number(operator, "label_smoothing", label_smoothing, 0, 1, "0 to 1", "Pass 0.0 for none.")
-    check_number(operator, "z_loss", z_loss, -LARGEST, LARGEST, "a finite number", "Pass 0.0 for none.")
+    ignore_index = check_integer(
+        operator, "ignore_index", ignore_index, -(2**63), 2**63 - 1, "an int64 integer", do
+    )
+    do = "Pass 0.0 for none."
+    label_smoothing = check_number(operator, "label_smoothing", label_smoothing, 0, 1, "0 to 1", do)
+    z_loss = check_number(operator, "z_loss", z_loss, -LARGEST, LARGEST, "a finite number", do)
     if softcap is not None:
         takes, do = "a positive number, or None", "Pass None for none."
-        check_number(operator, "softcap", softcap, SMALLEST, LARGEST, takes, do)
+        softcap = check_number(operator, "softcap", softcap, SMALLEST, LARGEST, takes, do)
     check_choice(operator, "reduction", reduction, REDUCTIONS, "Pass one of them.")
+    return ignore_index, label_smoothing, z_loss, softcap
 
 
 def check_classes(operator: str, targets: Tensor, V: int, ignore_index: int) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_number, check_same, is_number, refuse
+from .checks import FLOATS, check_number, check_same, described, is_number, refuse
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -150,10 +150,8 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
 def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
     """The dtype of a hooked operator's result: a float; one of 8 bits where no gradient is wanted."""
     if not isinstance(dtype, torch.dtype) or (dtype not in FLOATS and dtype not in FLOAT8):
-        refuse(
-            operator, "dtype", dtype, "a floating-point dtype, or float8_e4m3fn, or float8_e5m2",
-            "Pass None for that of x.", TypeError,
-        )  # fmt: skip
+        takes = "a floating-point dtype, or float8_e4m3fn, or float8_e5m2"
+        refuse(operator, "dtype", described(dtype), takes, "Pass None for that of x.", TypeError)
     if dtype in FLOAT8 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         refuse(
             operator, "dtype", dtype, "a dtype of 16 bits or more where a gradient is wanted",

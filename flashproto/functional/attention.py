@@ -68,7 +68,7 @@ def attention(
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
     """
     if scale is not None and type(scale) is not float:  # True == 1.0, whose plan it would find
-        check_scale("attention", scale)
+        scale = check_scale("attention", scale)
     key = None
     if plans.followed() and (starts := _starts(q, k, v)) is not None:
         kind = "attention", causal, scale, return_lse, impl, starts
@@ -111,9 +111,9 @@ def attention_qkv(
     """
     name = "attention_qkv"
     if scale is not None and type(scale) is not float:
-        check_scale(name, scale)
+        scale = check_scale(name, scale)
     if type(n_heads) is not int or type(n_kv_heads) is not int:
-        check_head_counts(name, n_heads, n_kv_heads)
+        n_heads, n_kv_heads = check_head_counts(name, n_heads, n_kv_heads)
     kind = name, n_heads, n_kv_heads, causal, scale, impl
     if (plan := plans.find(kind, (qkv,))) is not None:
         return plan(qkv)
@@ -260,7 +260,7 @@ def scaled_dot_product_attention(
     check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", "Pass 0.0 for none.")
     is_causal = check_flag(name, "is_causal", is_causal)
     enable_gqa = check_flag(name, "enable_gqa", enable_gqa)
-    check_scale(name, scale)
+    scale = check_scale(name, scale)
     q, k, v = autocast_low_precision(query, key, value)
     q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
     if not enable_gqa and q.ndim > 2 and k_heads not in (1, q_heads):

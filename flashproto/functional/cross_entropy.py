@@ -84,10 +84,13 @@ def cross_entropy(
     Example: cross_entropy(logits, tokens), or cross_entropy(pixels, labels, class_dim=1).
     """
     name = "cross_entropy"
-    if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
+    usual = type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float
+    if not usual or (softcap is not None and type(softcap) is not float):
         # False == 0.0, whose plan it would find.
-        check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)
-    if class_dim != -1:
+        ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
+            name, ignore_index, label_smoothing, z_loss, softcap, reduction
+        )
+    if type(class_dim) is not int or class_dim != -1:
         logits = _classes_last(name, logits, class_dim)
     kind = (
         name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
@@ -105,9 +108,10 @@ def cross_entropy(
         refuse(name, "logits", "a scalar", "at least one dimension", "Pass logits [..., V].")
     shape, V = logits.shape[:-1], logits.shape[-1]
     check_cross_entropy(
-        name, targets, shape, V, logits.device, weight, "weight", label_smoothing, z_loss, softcap,
-        reduction, ignore_index, logits.shape if class_dim == -1 else None,
+        name, targets, shape, V, logits.device, weight, "weight",
+        logits.shape if class_dim == -1 else None,
     )  # fmt: skip
+    check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     inplace_backward = check_flag(name, "inplace_backward", inplace_backward)
@@ -172,12 +176,15 @@ def linear_cross_entropy(
     problem; Hsu et al., "Liger Kernel" (2024), for gradients computed with the loss.
     """
     name = "linear_cross_entropy"
-    h = _check_linear(name, h, weight, bias, chunk_size)
+    h = _check_linear(name, h, weight, bias)
+    if chunk_size is not None:
+        takes, do = "an integer of at least 1, or None", "Pass None for the default."
+        chunk_size = check_integer(name, "chunk_size", chunk_size, 1, sys.maxsize, takes, do)
     V, D = weight.shape
-    check_cross_entropy(
-        name, targets, h.shape[:-1], V, h.device, class_weight, "class_weight", label_smoothing, z_loss,
-        softcap, reduction, ignore_index,
-    )  # fmt: skip
+    check_cross_entropy(name, targets, h.shape[:-1], V, h.device, class_weight, "class_weight")
+    ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
+        name, ignore_index, label_smoothing, z_loss, softcap, reduction
+    )
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     low_memory = check_flag(name, "low_memory", low_memory)
@@ -215,11 +222,13 @@ def _classes_last(name: str, logits: Tensor, class_dim: int) -> Tensor:
     check_tensor(name, "logits", logits)
     n = logits.ndim
     takes = f"a dimension of logits, {-n} to {n - 1}"
-    check_integer(name, "class_dim", class_dim, -n, n - 1, takes, "Pass -1 for the last one.")
+    class_dim = check_integer(
+        name, "class_dim", class_dim, -n, n - 1, takes, "Pass -1 for the last one."
+    )
     return logits.movedim(class_dim, -1)
 
 
-def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:
+def _check_linear(name, h, weight, bias) -> Tensor:
     """h as autocast wants it, once the shapes and dtypes of the linear layer fit."""
     check_tensor(name, "h", h)
     check_tensor(name, "weight", weight)
@@ -238,9 +247,6 @@ def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:
                 "Pass bias=None for none.",
             )  # fmt: skip
         tensors["bias"] = bias
-    if chunk_size is not None:
-        takes, do = "an integer of at least 1, or None", "Pass None for the default."
-        check_integer(name, "chunk_size", chunk_size, 1, sys.maxsize, takes, do)
     autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
     if autocast:
         h = h.to(torch.get_autocast_dtype(h.device.type))

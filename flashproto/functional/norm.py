@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 # As they are before anybody puts flashproto's in their place.
-from torch.nn.functional import layer_norm as torch_layer_norm
-from torch.nn.functional import rms_norm as torch_rms_norm
+from torch import layer_norm as torch_layer_norm
+from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, plans, reference
 from ..checks import (

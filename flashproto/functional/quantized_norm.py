@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends, hooks, reference
-from ..checks import as_shape, check_casting, check_known, check_norm, refuse
+from ..checks import as_shape, check_casting, check_known, check_norm, described, refuse
 from .norm import hook_reasons
 
 if backends.HAS_TRITON:
@@ -117,7 +117,7 @@ def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]
     """A dtype of 8 bits, and no tensor that is differentiated."""
     if not isinstance(dtype, torch.dtype) or dtype not in hooks.FLOAT8:
         refuse(
-            operator, "dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2",
+            operator, "dtype", described(dtype), "torch.float8_e4m3fn or torch.float8_e5m2",
             "For wider ones call the norm without _fp8.", TypeError,
         )  # fmt: skip
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)

@@ -77,7 +77,8 @@ def rope(
     """
     name = "rope"
     check_heads_of(name, q, k)
-    check_tables(name, q.shape[0], q.shape[2], q.shape[3], q.device, cos, sin, positions, offset)
+    B, _, S, D = q.shape
+    offset = check_tables(name, B, S, D, q.device, cos, sin, positions, offset)
     interleaved = check_flag(name, "interleaved", interleaved)
     inplace = check_flag(name, "inplace", inplace)
     given = [q] if k is None else [q, k]
@@ -121,8 +122,8 @@ def rope_qkv(
     not kept for the backward pass.  Errors as rope.
     """
     name = "rope_qkv"
-    D = check_packed(name, qkv, n_heads, n_kv_heads)
-    check_tables(name, qkv.shape[0], qkv.shape[1], D, qkv.device, cos, sin, positions, offset)
+    n_heads, n_kv_heads, D = check_packed(name, qkv, n_heads, n_kv_heads)
+    offset = check_tables(name, qkv.shape[0], qkv.shape[1], D, qkv.device, cos, sin, positions, offset)
     interleaved = check_flag(name, "interleaved", interleaved)
     backend = choose_with_tables(name, impl, [qkv], cos, sin)
     if refuses_values(impl, backend):

@@ -124,7 +124,7 @@ def softmax_topk(
     """
     check_rows("softmax_topk", x)
     N = x.shape[-1]
-    check_integer("softmax_topk", "k", k, 1, N, f"1 to the width of x, {N}", "Pass a smaller k.")
+    k = check_integer("softmax_topk", "k", k, 1, N, f"1 to the width of x, {N}", "Pass a smaller k.")
     renormalize = check_flag("softmax_topk", "renormalize", renormalize)
     check_dtype("softmax_topk", dtype)
     if dtype is None:

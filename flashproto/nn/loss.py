@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..checks import check_loss_options, check_tensor, refuse
+from ..checks import check_loss_options, check_tensor, described, refuse
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -40,7 +40,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         for argument, x in (("size_average", size_average), ("reduce", reduce)):
             if x is not None:
                 do = "Pass reduction='mean', 'sum' or 'none'; ignore_index comes behind size_average."
-                refuse(name, argument, x, "None: it is deprecated in torch", do, TypeError)
+                got = described(x)
+                refuse(name, argument, got, "None: it is deprecated in torch", do, TypeError)
         if weight is not None:
             check_tensor(name, "weight", weight)
         check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)

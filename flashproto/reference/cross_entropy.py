@@ -37,12 +37,12 @@ def cross_entropy(
     w = x.new_ones(V) if weight is None else weight.to(x.dtype)
     kept = targets != ignore_index
     valid = kept & (targets >= 0) & (targets < V)
-    t = torch.where(valid, targets, 0).long()
-    c = torch.where(valid, w[t], 0.0).masked_fill(kept & ~valid, math.nan)
+    t = torch.where(valid, targets, 0).long()[..., None]
+    c = torch.where(valid, w[t][..., 0], 0.0).masked_fill(kept & ~valid, math.nan)
     lse = logsumexp(x)
     logp = x - lse[..., None]
     z = z_loss * lse.square() if z_loss else torch.zeros_like(lse)  # not 0 * inf where lse is large
-    loss = (1.0 - label_smoothing) * c * -logp.gather(-1, t[..., None])[..., 0] + z
+    loss = (1.0 - label_smoothing) * c * -logp.gather(-1, t)[..., 0] + z
     if label_smoothing:
         loss = loss - label_smoothing / V * (w * logp).sum(-1)
     loss, z = (torch.where(kept, row, 0.0) for row in (loss, z))

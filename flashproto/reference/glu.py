@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
-from torch.nn.functional import gelu, relu, silu
+from torch import Tensor, relu
+from torch.nn.functional import gelu, silu
 
 from .states import compute_dtype
 
