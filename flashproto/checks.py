@@ -282,10 +282,10 @@ def check_norm(
 
 def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
     """normalized_shape as an int or a tuple."""
-    if is_integer(normalized_shape):
-        return normalized_shape  # type: ignore[return-value]
     if isinstance(normalized_shape, (tuple, list)):
         return tuple(normalized_shape)
+    if is_integer(normalized_shape):
+        return normalized_shape  # type: ignore[return-value]
     x = "x, residual" if operator.startswith("add_") else "x"
     refuse(
         operator, "normalized_shape", described(normalized_shape), "an int or a sequence of ints",

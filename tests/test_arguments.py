@@ -141,9 +141,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 }  # fmt: skip
 # The argument that a message names, where another does not fit the one that is wrong.
 ALSO = {
-    "n_heads": "qkv", "n_kv_heads": "qkv", "weight": "h", "cos": "sin", "sin": "cos",
-    "logits": "targets", "x": "", "q": "", "k": "", "query": "", "key": "", "value": "",
-    "targets": "", "gate": "up",
+    "n_heads": "qkv", "n_kv_heads": "qkv", "gate": "up", "cos": "sin",
+    "key": "query, key or value", "value": "query, key or value",
 }  # fmt: skip
 
 
