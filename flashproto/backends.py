@@ -22,6 +22,8 @@ from typing import TypeVar
 
 import torch
 
+from .checks import described
+
 BACKENDS = ("hopper", "triton", "torch", "reference")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -61,7 +63,7 @@ def get_default() -> str | None:
 def _check_name(impl: str | None, source: str = "impl") -> None:
     if impl is not None and impl not in BACKENDS:
         raise ValueError(
-            f"{source} is {impl!r}; it takes one of "
+            f"{source} is {described(impl)}; it takes one of "
             f"{', '.join(map(repr, BACKENDS))} or None. Pass impl=None to let flashproto choose."
         )
 

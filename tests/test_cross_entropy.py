@@ -168,6 +168,56 @@ def test_many_dimensions_and_int32_targets(device) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_classes_in_another_dimension(device, name, impl) -> None:
+    """class_dim=1 is torch's layout; the gradient has the shape of the logits."""
+    options = dict(OPTIONS[name])
+    if "weight" in options:
+        options["weight"] = torch.rand(20, device=device)
+    t = torch.randint(20, (4, 3, 7), device=device)
+    for dim in (0, 1, 2, -2, -1, 3):
+        base = torch.randn(4, 3, 7, 20, device=device)
+        x = base.movedim(-1, dim).contiguous()
+        for reduction in REDUCTIONS:
+            got = outcomes(x, t, impl, reduction=reduction, class_dim=dim, return_lse=True, **options)
+            wanted = outcomes(base, t, impl, reduction=reduction, return_lse=True, **options)
+            assert got[1].shape == x.shape
+            for a, b in zip([*got[0], got[1].movedim(dim, -1)], [*wanted[0], wanted[1]], strict=True):
+                torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
+@pytest.mark.parametrize("shape", [(5, 20), (5, 20, 3), (5, 20, 3, 7), (20,)])
+def test_layouts_of_torch(device, shape, impl) -> None:
+    """Values and gradients of torch.nn.CrossEntropyLoss by its positional arguments, compiled too."""
+    torch.compiler.reset()
+    x = torch.randn(shape, device=device, requires_grad=True)
+    dim = min(1, len(shape) - 1)
+    t = torch.randint(20, shape[:dim] + shape[dim + 1 :], device=device)
+    weight = torch.rand(20, device=device)
+    arguments = (weight, None, 3, None, "sum", 0.1)
+    wanted = torch.nn.CrossEntropyLoss(*arguments)(x, t)
+    (wanted_dx,) = torch.autograd.grad(wanted, x)
+    module = nn.CrossEntropyLoss(*arguments, class_dim=dim, impl=impl)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for f in (module, compiled, module, module):
+        y = f(x, t)
+        torch.testing.assert_close(y, wanted)
+        (dx,) = torch.autograd.grad(y, x)
+        assert dx.shape == x.shape
+        torch.testing.assert_close(dx, wanted_dx)
+
+
+def test_targets_that_fit_torchs_layout_alone_are_told_of_class_dim(device) -> None:
+    x = torch.randn(4, 20, 3, 7, device=device)
+    t = torch.zeros(4, 3, 7, dtype=torch.long, device=device)
+    with pytest.raises(ValueError, match=r"targets is of shape \[4, 3, 7\].*class_dim=1"):
+        flashproto.cross_entropy(x, t)
+    with pytest.raises(ValueError, match=r"targets is of shape \[4, 3\].*class_dim\."):
+        flashproto.cross_entropy(x, t[..., 0])
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 def test_upstream_gradient_and_repeated_backward(device, factor) -> None:
     """The gradient that the forward pass wrote serves once, for an upstream of 1; whatever else is
@@ -324,6 +374,22 @@ def test_large_logits(device) -> None:
         for shifted in (x + 1e4, x - 1e4, 1e4 * x):
             check(device, shifted, t)
             check(device, shifted, t, return_lse=True)
+
+
+def test_logits_whose_square_is_no_number_of_float32(device) -> None:
+    """Without z_loss nothing is 0 times infinity."""
+    x = torch.tensor([[1e30, -1e30, 2.0], [-1e30, -2e30, -3e30], [3e38, 1.0, 0.0]], device=device)
+    t = torch.tensor([0, 0, 0], device=device)
+    for reduction in REDUCTIONS:
+        for impl in ("triton", "torch", "reference"):
+            options = {"reduction": reduction, "return_lse": True, "return_z_loss": True}
+            (loss, lse, z), dx = outcomes(x, t, impl, torch.ones((), device=device), **options)
+            assert not loss.any()
+            assert not z.any()
+            assert torch.equal(lse, x[:, 0])
+            assert torch.equal(dx[:, 1:], torch.zeros_like(dx[:, 1:]))
+            assert dx.isfinite().all()
+    assert all(y.isfinite().all() for y in reference.cross_entropy(x[:2], t[:2], label_smoothing=0.1))
 
 
 def test_tanh(device) -> None:

@@ -360,6 +360,47 @@ def test_sdpa_gqa_masks_and_dropout(device: str) -> None:
     assert flashproto.scaled_dot_product_attention(q, q, q, dropout_p=0.5).shape == q.shape
 
 
+SCALES = (0.0, -0.0, -0.2, 0.3, 1e-46, -1e-46, 1e-40)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+@pytest.mark.parametrize("call", ["causal", "full", "is_causal", "attn_mask"])
+def test_scales_that_are_not_positive(call: str, dtype: torch.dtype, device: str) -> None:
+    """On every backend, values and gradients: torch's own causal attention on a CPU takes none."""
+    q, k, v = (torch.randn(1, 2, 24, 16, device=device).to(dtype) for _ in range(3))
+    mask = torch.ones(24, 24, dtype=torch.bool, device=device).tril()
+    sdpa = flashproto.scaled_dot_product_attention
+    names = {"causal": True, "full": False}
+    for scale in SCALES:
+        exact = [x.double().requires_grad_() for x in (q, k, v)]
+        s = exact[0] @ exact[1].mT * scale
+        s = s if call == "full" else s.masked_fill(~mask, -math.inf)
+        wanted = torch.softmax(s, -1) @ exact[2]
+        dy = torch.randn_like(wanted)
+        wanted_gradients = torch.autograd.grad(wanted, exact, dy)
+        for impl in IMPLS if call in names else (None,):
+            if (impl == "triton" and dtype == torch.float64) or (
+                impl is None and dtype != torch.float32
+            ):
+                continue
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            if impl is not None:
+                y = flashproto.attention(*leaves, causal=names[call], scale=scale, impl=impl)
+            elif call == "is_causal":
+                y = sdpa(*leaves, is_causal=True, scale=scale)
+            else:
+                y = sdpa(*leaves, mask, scale=scale)
+            tolerance = (
+                {"rtol": 2e-2, "atol": 2e-2} if dtype.itemsize == 2 else {"rtol": 1e-4, "atol": 1e-5}
+            )
+            torch.testing.assert_close(y.double(), wanted, **tolerance)
+            gradients = torch.autograd.grad(y, leaves, dy.to(dtype))
+            for got, gradient in zip(gradients, wanted_gradients, strict=True):
+                torch.testing.assert_close(got.double(), gradient, **tolerance)
+
+
 def test_reference_states_agree_with_torch() -> None:
     x = torch.randn(5, 40, dtype=torch.float64)
     m, l = reference.online_softmax_start((5,), x)

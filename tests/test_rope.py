@@ -102,11 +102,12 @@ def test_positions_and_offsets(device) -> None:
 def test_rows_that_the_tables_lack_give_nan(device) -> None:
     q, (cos, sin) = torch.randn(2, 1, 3, 8, device=device), tables(5, 2, device)
     positions = torch.tensor([[0, 5, 4], [-1, 1, 2**40]], device=device)
-    y = flashproto.rope(q, None, cos, sin, positions=positions, impl="triton")[:, 0]
     bad = (positions < 0) | (positions >= 5)
-    assert torch.equal(y[..., :4].isnan().all(-1), bad)
-    assert not y[~bad].isnan().any()
-    assert torch.equal(y[..., 4:], q[:, 0, :, 4:])
+    for impl in ("triton", "reference"):
+        y = flashproto.rope(q, None, cos, sin, positions=positions, impl=impl)[:, 0]
+        assert torch.equal(y[..., :4].isnan().all(-1), bad)
+        assert not y[~bad].isnan().any()
+        assert torch.equal(y[..., 4:], q[:, 0, :, 4:])
 
 
 def test_interleaved_is_multiplication_by_complex_numbers(device) -> None:
@@ -217,7 +218,15 @@ REFUSED = {
     "k": (lambda: flashproto.rope(Q, Q[:, :, 1:], COS, COS), "k is of shape"),
     "wide": (lambda: flashproto.rope(Q[..., :8], None, COS, COS), "cos is of shape"),
     "unlike": (lambda: flashproto.rope(Q, None, COS, COS[1:]), "sin is of shape"),
-    "short": (lambda: flashproto.rope(Q, None, COS[:2], COS[:2]), "offset is 0"),
+    "short": (lambda: flashproto.rope(Q, None, COS[:2], COS[:2]), "cos is of 2 rows"),
+    "short for the offsets": (
+        lambda: flashproto.rope(Q, None, COS[:2], COS[:2], offset=torch.zeros(2).long()),
+        "cos is of 2 rows; it takes a row for each of 3 tokens",
+    ),
+    "no rows": (
+        lambda: flashproto.rope(Q, None, COS[:0], COS[:0], positions=torch.zeros(3).long()),
+        "cos is of 0 rows",
+    ),
     "offset": (lambda: flashproto.rope(Q, None, COS, COS, offset=6), "offset is 6"),
     "before": (lambda: flashproto.rope(Q, None, COS, COS, offset=-1), "offset is -1"),
     "positions": (

@@ -5,6 +5,7 @@ under torch.compile(fullgraph=True), follows torch.autocast as PyTorch's functio
 and raises TypeError or ValueError naming the argument when an input does not fit.
 """
 
+from .. import backends
 from .attention import (
     attention,
     attention_qkv,
@@ -44,6 +45,9 @@ from .softmax import (
     softmax,
     softmax_topk,
 )
+
+if backends.HAS_TRITON:
+    from ..ops import flops as _  # noqa: F401, for torch.utils.flop_counter
 
 __all__ = [
     "add_layer_norm",

@@ -1,0 +1,77 @@
+"""Floating-point operations of the operators with matrix products, for torch.utils.flop_counter.
+
+As torch counts those of its own attention: two for a multiplication and an addition, products alone,
+and all scores, causal or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from . import attention, attention_qkv, linear_cross_entropy  # noqa: F401, they define the ops
+
+Shape = Sequence[int]
+ops = torch.ops.flashproto
+
+
+@register_flop_formula(ops.attention_forward)
+def attention_forward_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
+    """q k^T and p v."""
+    return _scores(q, k) * (q[3] + v[3])
+
+
+@register_flop_formula(ops.attention_backward)
+def attention_backward_flops(
+    q: Shape, k: Shape, v: Shape, out: Shape, lse: Shape, dout: Shape, dlse: Shape | None,
+    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
+    **_: Any,
+) -> int:  # fmt: skip
+    """q k^T again and dout v^T; then ds k for dq, and p^T dout and ds^T q for dv and dk."""
+    D, Dv = q[3], v[3]
+    return _scores(q, k) * (D + Dv + need_dq * D + need_dkv * (D + Dv))
+
+
+@register_flop_formula(ops.attention_qkv_forward)
+def attention_qkv_forward_flops(qkv: Shape, q_heads: int, k_heads: int, *_: Any, **__: Any) -> int:
+    return attention_forward_flops(*_heads(qkv, q_heads, k_heads))
+
+
+@register_flop_formula(ops.attention_qkv_backward)
+def attention_qkv_backward_flops(
+    qkv: Shape, out: Shape, lse: Shape, dout: Shape, dlse: Shape | None, q_heads: int, k_heads: int,
+    causal: bool, scale: float, backend: str, **_: Any,
+) -> int:  # fmt: skip
+    heads = _heads(qkv, q_heads, k_heads)
+    return attention_backward_flops(*heads, out, lse, dout, dlse, causal, 0, scale, backend, True, True)
+
+
+@register_flop_formula(ops.linear_cross_entropy)
+def linear_cross_entropy_flops(h: Shape, weight: Shape, *rest: Any, **_: Any) -> int:
+    """The logits; the gradients of h and weight where they are made with the loss."""
+    need_dh, need_dweight, _ = rest[-3:]
+    return 2 * h[0] * h[1] * weight[0] * (1 + need_dh + need_dweight)
+
+
+@register_flop_formula(ops.linear_cross_entropy_backward)
+def linear_cross_entropy_backward_flops(
+    dloss: Shape | None, dlse: Shape | None, h: Shape, weight: Shape, *rest: Any, **_: Any
+) -> int:
+    """The logits again, and the gradients of h and weight."""
+    return linear_cross_entropy_flops(h, weight, *rest)
+
+
+def _scores(q: Shape, k: Shape) -> int:
+    """Operations of a product over all scores for each dimension of a head."""
+    return 2 * q[0] * q[1] * q[2] * k[2]
+
+
+def _heads(qkv: Shape, q_heads: int, k_heads: int) -> tuple[Shape, Shape, Shape]:
+    """The shapes of q, k and v."""
+    B, S, width = qkv
+    D = width // (q_heads + 2 * k_heads)
+    k = (B, k_heads, S, D)
+    return (B, q_heads, S, D), k, k
