@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from numbers import Integral, Real
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _len_torch_dispatch_stack as dispatch_modes
+from torch.compiler import is_compiling
+from torch.nn import Parameter
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -22,6 +28,56 @@ def refuse(
 ) -> NoReturn:
     """Raise `kind` with the one form that every message of the library has."""
     raise kind(f"{operator}: {argument} is {got}; it takes {takes}. {do}")
+
+
+# --- options --------------------------------------------------------------------------------------
+
+LARGEST, SMALLEST = sys.float_info.max, math.ulp(0.0)  # of finite and of positive numbers
+
+
+def is_integer(x: object) -> bool:
+    """An integer of Python, numpy or torch.compile; True and False are none."""
+    return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
+
+
+def is_number(x: object) -> bool:
+    """A real number of Python, numpy or torch.compile; True and False are none."""
+    return isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool) or is_integer(x)
+
+
+def check_number(
+    operator: str, argument: str, x: Any, low: float, high: float, takes: str, do: str
+) -> None:
+    """A number from `low` to `high`."""
+    if not is_number(x):
+        refuse(operator, argument, x, takes, do, TypeError)
+    if not low <= x <= high:
+        refuse(operator, argument, x, takes, do)
+
+
+def check_integer(
+    operator: str, argument: str, x: Any, low: int, high: int, takes: str, do: str
+) -> None:
+    """An integer from `low` to `high`."""
+    if not is_integer(x):
+        refuse(operator, argument, x, takes, do, TypeError)
+    if not low <= x <= high:
+        refuse(operator, argument, x, takes, do)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def is_readable(x: Tensor) -> bool:
+    """Whether the values of x can be looked at for nothing: of a plain tensor on the CPU, where neither
+    torch.compile, torch.func nor a dispatch mode sees it."""
+    return not (
+        is_compiling()
+        or not x.is_cpu
+        or (type(x) is not Tensor and type(x) is not Parameter)
+        or transforms_active()
+        or dispatch_modes()
+    )
 
 
 def check_tensor(operator: str, name: str, x: object) -> None:
