@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..checks import refuse
+from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
 Rope = tuple[Tensor, Tensor]
@@ -105,17 +106,19 @@ class Attention(nn.Module):
         self.impl = impl
         width = (n_heads + 2 * n_kv_heads) * self.head_dim
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.qkv = nn.Linear(d_model, width, **place)
-        self.out = nn.Linear(n_heads * self.head_dim, d_model, **place)
+        self.qkv = Linear(d_model, width, **place)
+        self.out = Linear(n_heads * self.head_dim, d_model, **place)
         self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, eps, device=device, dtype=dtype) if qk_norm else None
+            RMSNorm(self.head_dim, eps, device=device, dtype=dtype, impl=beside_attention(impl))
+            if qk_norm
+            else None
             for _ in range(2)
         )
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         qkv = self.qkv(x)
         options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
-        if rope is None and self.q_norm is None:
+        if rope is None and self.q_norm is None and self.k_norm is None:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
         else:
             y = F.attention(*self._heads(qkv, rope), **options)  # type: ignore[assignment]
@@ -124,20 +127,43 @@ class Attention(nn.Module):
     def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, S, D], k and v [B, Hkv, S, D] of qkv, q and k normalized and rotated."""
         heads = (self.n_heads, self.n_kv_heads)
-        impl = beside_attention(self.impl)
-        if self.q_norm is not None and self.k_norm is not None:
+        options: dict[str, Any] = {
+            "interleaved": self.interleaved,
+            "impl": beside_attention(self.impl),
+        }
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None and k_norm is None:
+            assert rope is not None
+            return F.rope_qkv(qkv, *heads, *rope, **options)
+        if q_norm is not None and k_norm is not None and _one_pass(q_norm, k_norm):
             return F.qk_norm_qkv(
-                qkv, *heads, self.q_norm.weight, self.k_norm.weight, *(rope or (None, None)),
-                interleaved=self.interleaved, eps=self.q_norm.eps, impl=impl,
+                qkv, *heads, q_norm.weight, k_norm.weight, *(rope or (None, None)),
+                eps=q_norm.eps, casting=q_norm.casting, **options,
             )  # fmt: skip
-        assert rope is not None
-        return F.rope_qkv(qkv, *heads, *rope, interleaved=self.interleaved, impl=impl)
+        q, k, v = (
+            rearrange(part, "b s (h d) -> b h s d", d=self.head_dim)
+            for part in qkv.split([n * self.head_dim for n in (heads[0], heads[1], heads[1])], dim=-1)
+        )
+        q = q if q_norm is None else q_norm(q)
+        k = k if k_norm is None else k_norm(k)
+        if rope is not None:
+            q, k = F.rope(q, k, *rope, **options)
+        return q, k, v
 
     def extra_repr(self) -> str:
         return (
             f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, interleaved={self.interleaved}, impl={self.impl!r}"
         )
+
+
+def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
+    """Whether qk_norm_qkv may stand in for the calls of both."""
+    return (
+        is_as_made(q_norm, RMSNorm) and is_as_made(k_norm, RMSNorm)
+        and q_norm.bias is None and k_norm.bias is None
+        and (q_norm.eps, q_norm.casting) == (k_norm.eps, k_norm.casting)
+    )  # fmt: skip
 
 
 def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:

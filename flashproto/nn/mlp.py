@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from ..checks import refuse
+from .layers import Linear
 
 KINDS = ("gelu", "swiglu", "geglu")
 
@@ -53,8 +54,8 @@ class MLP(nn.Module):
         self.kind = kind
         self.impl = impl
         inner = d_ff if kind == "gelu" else 2 * d_ff
-        self.up = nn.Linear(d_model, inner, bias=bias, device=device, dtype=dtype)
-        self.down = nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
+        self.up = Linear(d_model, inner, bias=bias, device=device, dtype=dtype)
+        self.down = Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         impl = None if self.impl == "hopper" else self.impl
