@@ -11,6 +11,7 @@ from .. import functional as F
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss with classes in the last dimension: logits [..., V], targets [...].
 
+    Its arguments are torch's in torch's order, the deprecated size_average and reduce included.
     Args beyond torch's: z_loss, softcap, inplace_backward and impl, the backend by name; see
     flashproto.cross_entropy, also for what differs from torch.  Raises what that raises.
     """
@@ -18,7 +19,9 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     def __init__(
         self,
         weight: Tensor | None = None,
+        size_average: bool | None = None,
         ignore_index: int = -100,
+        reduce: bool | None = None,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         *,
@@ -27,9 +30,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         inplace_backward: bool = False,
         impl: str | None = None,
     ) -> None:
-        super().__init__(
-            weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
-        )
+        super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap, self.inplace_backward = z_loss, softcap, inplace_backward
         self.impl = impl
 
