@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashproto import BackendError, backends, nn
 from flashproto.nn import PRESETS, GPTConfig
@@ -398,6 +402,71 @@ def test_gpt_refuses_tokens_that_do_not_fit():
         model(torch.zeros(1, 25, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS], ids=["gpt", "llama"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("wrong", "said"), [(61, "from 0 to 61"), (-1, "from -1 to 0")])
+def test_gpt_refuses_ids_out_of_range_on_a_cpu(parts, dtype, wrong, said):
+    model = nn.GPT(dataclasses.replace(TINY, **parts), impl="torch")
+    tokens = torch.zeros(3, 24, dtype=dtype)
+    tokens[1, 5] = wrong
+    with pytest.raises(ValueError, match=rf"^GPT: tokens is {said}; it takes ids from 0 to 60") as e:
+        model(tokens)
+    assert len(str(e.value)) < 300
+    tokens[1, 5] = 60
+    assert model(tokens)[0].shape == (3, 24, 61)
+    model = nn.GPT(dataclasses.replace(TINY, **parts))
+    assert model(tokens[:0])[0].shape == (0, 24, 61)
+
+
+def test_ids_of_a_larger_embedding_are_taken():
+    model = nn.GPT(TINY, impl="torch")
+    model.embedding = torch.nn.Embedding(70, 32)
+    assert model(torch.full((1, 3), 69))[0].shape == (1, 3, 70)
+    assert model.generate(torch.full((1, 3), 69), 2, top_k=65).shape == (1, 5)
+    with pytest.raises(ValueError, match="tokens is from 70 to 70; it takes ids from 0 to 69"):
+        model(torch.full((1, 3), 70))
+
+
+def test_ids_are_looked_at_only_where_that_is_free():
+    """Not while a call is traced, transformed or watched, nor of tensors without memory."""
+    model = nn.GPT(TINY, impl="torch")
+    tokens = torch.randint(61, (2, 3, 5))
+    want = torch.stack([model(row)[0] for row in tokens])
+    close(torch.func.vmap(lambda row: model(row)[0])(tokens), want)
+    traced = make_fx(lambda row: model(row)[0], tracing_mode="real")(tokens[0])
+    close(traced(tokens[1]), want[1])
+    torch._dynamo.reset()
+    close(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens[0])[0], want[0])
+
+    class Watch(TorchDispatchMode):
+        seen: ClassVar[set[str]] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        model(tokens[0])
+    assert "aten.embedding.default" in Watch.seen
+    assert not {"aten.aminmax.default", "aten._local_scalar_dense.default"} & Watch.seen
+    with FakeTensorMode():
+        fake = nn.GPT(TINY, impl="torch")
+        assert fake(torch.zeros(2, 5, dtype=torch.int64))[0].shape == (2, 5, 61)
+        assert fake.generate(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS], ids=["gpt", "llama"])
+def test_gpt_runs_on_the_meta_device(parts, dtype):
+    with torch.device("meta"):
+        model = nn.GPT(dataclasses.replace(TINY, **parts), dtype=dtype)
+        tokens = torch.zeros(2, 24, dtype=torch.int64)
+        logits, loss = model(tokens, tokens)
+        loss.backward()
+    assert (logits.shape, logits.dtype, logits.device.type) == ((2, 24, 61), dtype, "meta")
+    assert all(p.grad.shape == p.shape and p.grad.is_meta for p in model.parameters())
+
+
 def test_autocast_gives_a_float32_loss_close_to_the_exact_one():
     model = nn.GPT(dataclasses.replace(TINY, **LLAMA_PARTS), impl="torch").to(DEVICE)
     tokens = torch.randint(61, (2, 24), device=DEVICE)
@@ -545,6 +614,73 @@ def test_generate_samples_from_the_models_distribution(model):
     assert (share - p).abs().amax() < 0.04  # five standard deviations
 
 
+def test_what_generate_returns_can_be_trained_on(model):
+    tokens = model.generate(torch.randint(61, (2, 4), device=DEVICE), 6)
+    assert not tokens.is_inference()
+    assert not tokens.requires_grad
+    for return_logits in (True, False):
+        loss = model(tokens, tokens, return_logits=return_logits)[1]
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(g.isfinite().all() for g in found)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_leaves_the_model_as_it_was(model, training):
+    model.train(training)
+    model.generate(torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), 2)
+    assert all(module.training == training for module in model.modules())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("top_k", [None, 7, 61, 1000])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-46, 1e-310, 5e-324])
+def test_generate_at_a_tiny_temperature_takes_the_likeliest(model, temperature, top_k):
+    prompt = torch.randint(61, (3, 6), device=DEVICE)
+    want = model.generate(prompt, 20, temperature=0.0)
+    got = model.generate(prompt, 20, temperature=temperature, top_k=top_k, generator=seeded(0))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e39, 1.7e308])
+def test_generate_at_a_huge_temperature_takes_the_top_k_alike(model, temperature):
+    prompt = torch.randint(61, (1, 4), device=DEVICE)
+    top = model(prompt)[0][0, -1].topk(5).indices
+    new = model.generate(
+        prompt.expand(4000, -1), 1, temperature=temperature, top_k=5, generator=seeded(0)
+    )[:, -1]
+    count = torch.bincount(new, minlength=61)[top]
+    assert count.sum() == 4000
+    assert (count - 800).abs().amax() < 130  # five standard deviations
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_probabilities_are_the_softmax_of_the_quotient(temperature):
+    logits = 20 * torch.randn(4, 50, dtype=torch.float32)
+    want = torch.softmax(logits.double() / temperature, -1)
+    got = nn.gpt._probabilities(logits, temperature, None)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-30)
+    assert torch.equal(got, nn.gpt._probabilities(logits, temperature, 50))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": torch.ones(3)}, "temperature"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": "5"}, "top_k"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"max_new_tokens": None}, "max_new_tokens"),
+    ],
+)
+def test_generate_refuses_what_is_no_number(model, changes, named):
+    arguments = {"tokens": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 1} | changes
+    with pytest.raises(TypeError, match=rf"GPT.generate: {named} is .*; it takes"):
+        model.generate(**arguments)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -554,7 +690,10 @@ def test_generate_samples_from_the_models_distribution(model):
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": -1e-40}, "temperature is -1e-40"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": -3}, "top_k is -3"),
     ],
 )
 def test_generate_refuses_what_is_out_of_range(model, changes, named):
