@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -26,8 +26,29 @@ def refuse(
     do: str,
     kind: type[Exception] = ValueError,
 ) -> NoReturn:
-    """Raise `kind` with the one form that every message of the library has."""
-    raise kind(f"{operator}: {argument} is {got}; it takes {takes}. {do}")
+    """Raise `kind` with the one form that every message of the library has.
+
+    got: words, or a value, which is described.
+    """
+    words = shortened(got) if isinstance(got, str) else described(got)
+    raise kind(f"{operator}: {argument} is {words}; it takes {takes}. {do}")
+
+
+def described(x: object) -> str:
+    """A value in a message: numbers, strings and the like as they are written; of what may be long, or
+    on another device, the type alone."""
+    if isinstance(x, Tensor):
+        return f"a tensor of shape {list(x.shape)}"
+    if x is None or isinstance(x, (str, bool, int, float, complex, torch.dtype, torch.device)):
+        return shortened(repr(x))
+    if type(x) in (list, tuple):
+        words = [described(a) for a in x[:8]]  # type: ignore[index]
+        return shortened(f"[{', '.join(words)}]")
+    return f"of type {type(x).__name__}"
+
+
+def shortened(words: str, length: int = 100) -> str:
+    return words if len(words) <= length else f"{words[: length - 3]}..."
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -42,7 +63,7 @@ def is_integer(x: object) -> bool:
 
 def is_number(x: object) -> bool:
     """A real number of Python, numpy or torch.compile; True and False are none."""
-    return isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool) or is_integer(x)
+    return (isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool)) or is_integer(x)
 
 
 def check_number(
@@ -65,6 +86,55 @@ def check_integer(
         refuse(operator, argument, x, takes, do)
 
 
+def check_flag(operator: str, argument: str, x: object) -> bool:
+    """x as a bool: True or False, numpy's too, or a number that equals one of them."""
+    if isinstance(x, (bool, torch.SymBool)):
+        return x  # type: ignore[return-value]
+    # Not a tensor: to look at its value would wait for the GPU.
+    if isinstance(x, Tensor) or not isinstance(x, Hashable) or x not in (0, 1):
+        refuse(operator, argument, x, "True or False", f"Pass {argument}=True.", TypeError)
+    return bool(x)
+
+
+def check_choice(operator: str, argument: str, x: object, choices: Sequence[str], do: str) -> None:
+    """One of a few names."""
+    if not isinstance(x, str) or x not in choices:
+        takes = f"{', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+        refuse(operator, argument, x, takes, do)
+
+
+def check_dtype(operator: str, dtype: object) -> None:
+    """The floating-point dtype of a result, or None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
+        refuse(
+            operator, "dtype", dtype, "torch.float16, bfloat16, float32, float64 or None",
+            "Pass None for that of x.", TypeError,
+        )  # fmt: skip
+
+
+def check_known(operator: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """No option but those that are known."""
+    for name in options:
+        if name not in known:
+            refuse(
+                operator, repr(name), "no option", ", ".join(known), "Leave it out, or spell it so.",
+                TypeError,
+            )  # fmt: skip
+
+
+def check_scale(operator: str, scale: float | None) -> None:
+    """A finite number, or None."""
+    if scale is not None:
+        do = "Pass None for 1 / sqrt(head_dim)."
+        check_number(operator, "scale", scale, -LARGEST, LARGEST, "a finite number, or None", do)
+
+
+def check_eps(operator: str, eps: float | None) -> None:
+    """A finite number that is not negative, or None."""
+    if eps is not None:
+        check_number(operator, "eps", eps, 0, LARGEST, "a finite number, 0 or more", "Pass 1e-5, say.")
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -80,10 +150,22 @@ def is_readable(x: Tensor) -> bool:
     )
 
 
+def check_values(operator: str, argument: str, x: Tensor, wrong: Tensor, takes: str, do: str) -> None:
+    """No element of x where `wrong` is True; both are readable."""
+    if wrong.any():
+        where = wrong.nonzero()[0].tolist()
+        at = f" at {where}" if where else ""
+        refuse(operator, argument, f"{int(x[tuple(where)])}{at}", takes, do)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
 def check_tensor(operator: str, name: str, x: object) -> None:
     """A strided floating-point tensor."""
     if not isinstance(x, Tensor):
-        refuse(operator, name, type(x).__name__, "a torch.Tensor", "Pass a tensor.", TypeError)
+        got = described(x) if x is None else type(x).__name__
+        refuse(operator, name, got, "a torch.Tensor", "Pass a tensor.", TypeError)
     if x.dtype not in FLOATS:
         refuse(
             operator, name, f"of dtype {x.dtype}", "float16, bfloat16, float32 or float64",
@@ -155,12 +237,6 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )  # fmt: skip
 
 
-def check_scale(operator: str, scale: float | None) -> None:
-    """A finite number, or None."""
-    if scale is not None and not math.isfinite(scale):
-        refuse(operator, "scale", scale, "a finite number", "Pass None for 1 / sqrt(head_dim).")
-
-
 def check_norm(
     operator: str,
     x: Tensor,
@@ -168,11 +244,13 @@ def check_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
+    eps: float | None,
 ) -> None:
     """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape."""
     check_tensor(operator, "x", x)
+    check_eps(operator, eps)
     device, shape = x.device, tuple(normalized_shape)
-    if not shape or x.shape[-len(shape) :] != shape:
+    if not shape or not all(map(is_number, shape)) or x.shape[-len(shape) :] != shape:
         refuse(
             operator, "normalized_shape", list(shape),
             f"trailing dimensions of x, whose shape is {list(x.shape)}",
@@ -195,6 +273,19 @@ def check_norm(
                 operator, name, f"of shape {list(t.shape)}", f"normalized_shape, {list(shape)}",
                 f"Pass {name}=None for none.",
             )  # fmt: skip
+
+
+def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
+    """normalized_shape as an int or a tuple."""
+    if is_integer(normalized_shape):
+        return normalized_shape  # type: ignore[return-value]
+    if isinstance(normalized_shape, (tuple, list)):
+        return tuple(normalized_shape)
+    x = "x, residual" if operator.startswith("add_") else "x"
+    refuse(
+        operator, "normalized_shape", normalized_shape, "an int or a sequence of ints",
+        f"The weight comes behind it: {operator}({x}, x.shape[-1], weight).", TypeError,
+    )  # fmt: skip
 
 
 def check_rows(operator: str, x: Tensor) -> None:
@@ -227,11 +318,8 @@ def check_glu(operator: str, gate: Tensor, up: Tensor | None, *, halves: bool) -
 
 def check_approximate(operator: str, approximate: str) -> None:
     """The name of a form of GELU."""
-    if approximate not in ("none", "tanh"):
-        refuse(
-            operator, "approximate", repr(approximate), "'none' or 'tanh'",
-            "Pass 'none' for the exact function.",
-        )  # fmt: skip
+    do = "Pass 'none' for the exact function."
+    check_choice(operator, "approximate", approximate, ("none", "tanh"), do)
 
 
 def check_heads_of(operator: str, q: Tensor, k: Tensor | None) -> None:
@@ -261,9 +349,7 @@ def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> i
             operator, "qkv", f"of shape {list(qkv.shape)}", "3 dimensions [B, S, heads * D]",
             "Flatten heads and D: qkv.flatten(2).",
         )  # fmt: skip
-    for name, n in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
-        if n < 1:
-            refuse(operator, name, n, "at least 1", "Pass the number of heads.")
+    check_head_counts(operator, n_heads, n_kv_heads)
     heads = n_heads + 2 * n_kv_heads
     if qkv.shape[2] % heads:
         refuse(
@@ -271,6 +357,13 @@ def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> i
             f"a multiple of n_heads + 2 n_kv_heads, {heads}", "Pass the heads that it was made of.",
         )  # fmt: skip
     return qkv.shape[2] // heads
+
+
+def check_head_counts(operator: str, n_heads: int, n_kv_heads: int) -> None:
+    """Integers of at least 1."""
+    for name, n in (("n_heads", n_heads), ("n_kv_heads", n_kv_heads)):
+        do = "Pass the number of heads."
+        check_integer(operator, name, n, 1, sys.maxsize, "an integer of at least 1", do)
 
 
 def check_head_weights(operator: str, D: int, device: torch.device, *weights: Tensor | None) -> None:
@@ -319,7 +412,12 @@ def check_tables(
         )  # fmt: skip
     shapes = {"positions": ((S,), (B, S)), "offset": ((B,),)}
     for name, x in (("positions", positions), ("offset", offset)):
+        if x is None and name == "positions":
+            continue
         if not isinstance(x, Tensor):
+            if not is_integer(x) or name == "positions":
+                takes = "a tensor of integers, or None" if name == "positions" else "an integer"
+                refuse(operator, name, x, takes, "Pass rows of the tables.", TypeError)
             continue
         check_on(operator, name, x, device)
         if x.is_floating_point() or x.dtype == torch.bool or tuple(x.shape) not in shapes[name]:
@@ -328,18 +426,29 @@ def check_tables(
                 operator, name, f"{x.dtype} of shape {list(x.shape)}", f"integers of shape {takes}",
                 "Pass rows of the tables, as torch.arange gives them.",
             )  # fmt: skip
-    if isinstance(offset, Tensor):
-        if positions is not None:
-            refuse(
-                operator, "offset", "a tensor", "a number beside positions",
-                "Add it to positions.",
-            )  # fmt: skip
-    elif positions is None and not 0 <= offset <= cos.shape[0] - S and S:
+    if isinstance(offset, Tensor) and positions is not None:
         refuse(
-            operator, "offset", offset,
-            f"0 to {cos.shape[0] - S}, for {S} tokens and tables of {cos.shape[0]} rows",
-            "Make longer tables.",
+            operator, "offset", "a tensor", "a number beside positions",
+            "Add it to positions.",
         )  # fmt: skip
+    rows, do = cos.shape[0], "Make longer tables: flashproto.nn.rope_tables."
+    if rows < (S if positions is None else min(S, 1)):
+        at = "" if isinstance(offset, Tensor) else f" where offset is {offset}"
+        refuse(operator, "cos", f"of {rows} rows{at}", f"a row for each of {S} tokens", do)
+    if positions is None and not isinstance(offset, Tensor) and S and not 0 <= offset <= rows - S:
+        takes = f"0 to {rows - S}, for {S} tokens and tables of {rows} rows"
+        refuse(operator, "offset", offset, takes, do)
+
+
+def check_table_rows(operator: str, length: int, S: int, positions: Any, offset: Any) -> None:
+    """Where values can be looked at: the tables have a row for every position."""
+    name, x = ("positions", positions) if isinstance(positions, Tensor) else ("offset", offset)
+    if not isinstance(x, Tensor) or not S or not is_readable(x):
+        return
+    first, last = (offset, 0) if name == "positions" else (0, S - 1)
+    low, high = -first, length - 1 - first - last
+    takes = f"rows from {low} to {high}, for tables of {length} rows"
+    check_values(operator, name, x, (x < low) | (x > high), takes, "Make longer tables.")
 
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -357,10 +466,15 @@ def check_cross_entropy(
     z_loss: float,
     softcap: float | None,
     reduction: str,
+    ignore_index: int,
+    logits_shape: Sequence[int] | None = None,
 ) -> None:
-    """targets are integers of `shape`, weight [V], on `device`; the options are in their ranges."""
+    """targets are integers of `shape`, weight [V], on `device`; the options are in their ranges.
+
+    logits_shape: where classes may lie in another dimension than the last.
+    """
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
-        got = f"of dtype {targets.dtype}" if isinstance(targets, Tensor) else type(targets).__name__
+        got = f"of dtype {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
         refuse(
             operator, "targets", got, "an int64 or int32 tensor of class indices",
             "Convert it: targets.long().", TypeError,
@@ -371,9 +485,14 @@ def check_cross_entropy(
             f"Move it: targets.to({str(device)!r}).",
         )  # fmt: skip
     if targets.shape != torch.Size(shape):
+        do = "Pass one for each row."
+        if logits_shape is not None:
+            do = "Classes are the last dimension of logits, or class_dim."
+            if len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
+                do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
         refuse(
             operator, "targets", f"of shape {list(targets.shape)}",
-            f"one class index for each row, {list(shape)}", "Classes are the last dimension of logits.",
+            f"one class index for each row, {list(shape)}", do,
         )  # fmt: skip
     if V == 0:
         refuse(operator, "the number of classes", 0, "at least 1", "Pass logits [..., V].")
@@ -390,23 +509,38 @@ def check_cross_entropy(
                 operator, weight_name, "a tensor that requires grad", "constants",
                 f"Pass {weight_name}.detach().",
             )  # fmt: skip
-    if not 0.0 <= label_smoothing <= 1.0:
-        refuse(operator, "label_smoothing", label_smoothing, "0 to 1", "Pass 0.0 for none.")
-    if not math.isfinite(z_loss):
-        refuse(operator, "z_loss", z_loss, "a finite number", "Pass 0.0 for none.")
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        refuse(operator, "softcap", softcap, "a positive number, or None", "Pass None for none.")
-    if reduction not in REDUCTIONS:
-        refuse(
-            operator, "reduction", repr(reduction), "'mean', 'sum' or 'none'",
-            "Pass one of them.",
-        )  # fmt: skip
+    check_loss_options(operator, ignore_index, label_smoothing, z_loss, softcap, reduction)
+
+
+def check_loss_options(
+    operator: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    reduction: str = "mean",
+) -> None:
+    """The numbers that all losses take, and what becomes of the rows' losses."""
+    do = "Pass -100, say, which is no class."
+    check_integer(operator, "ignore_index", ignore_index, -(2**63), 2**63 - 1, "an int64 integer", do)
+    check_number(operator, "label_smoothing", label_smoothing, 0, 1, "0 to 1", "Pass 0.0 for none.")
+    check_number(operator, "z_loss", z_loss, -LARGEST, LARGEST, "a finite number", "Pass 0.0 for none.")
+    if softcap is not None:
+        takes, do = "a positive number, or None", "Pass None for none."
+        check_number(operator, "softcap", softcap, SMALLEST, LARGEST, takes, do)
+    check_choice(operator, "reduction", reduction, REDUCTIONS, "Pass one of them.")
+
+
+def check_classes(operator: str, targets: Tensor, V: int, ignore_index: int) -> None:
+    """Where values can be looked at: every target is a class or ignore_index."""
+    if is_readable(targets):
+        wrong = ((targets < 0) | (targets >= V)) & (targets != ignore_index)
+        takes = f"a class from 0 to {V - 1}, or ignore_index, {ignore_index}"
+        do = "Make the head's width the number of classes, or mark such rows by ignore_index."
+        check_values(operator, "targets", targets, wrong, takes, do)
 
 
 def check_casting(operator: str, casting: str) -> None:
     """How a norm multiplies by its weight."""
-    if casting not in ("torch", "llama", "gemma"):
-        refuse(
-            operator, "casting", repr(casting), "'torch', 'llama' or 'gemma'",
-            "Pass 'torch' for what torch's norms do.",
-        )  # fmt: skip
+    do = "Pass 'torch' for what torch's norms do."
+    check_choice(operator, "casting", casting, ("torch", "llama", "gemma"), do)

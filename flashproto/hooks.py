@@ -29,16 +29,17 @@ given for all or for each row, and clamp to what float8_e4m3fn or float8_e5m2 ho
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_same, refuse
+from .checks import FLOATS, check_number, check_same, is_number, refuse
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -109,7 +110,7 @@ def call(name: str, *arguments: Tensor | float) -> Call:
     """
     hook = get(name)
     operands = tuple(a for a in arguments[: hook.operands] if isinstance(a, Tensor))
-    scalars = tuple(a for a in arguments[hook.operands :] if not isinstance(a, Tensor))
+    scalars = tuple(a for a in arguments[hook.operands :] if isinstance(a, bool) or is_number(a))
     if (len(operands), len(scalars)) != (hook.operands, hook.scalars) or len(arguments) != len(
         operands
     ) + len(scalars):
@@ -148,7 +149,7 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
 
 def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
     """The dtype of a hooked operator's result: a float; one of 8 bits where no gradient is wanted."""
-    if dtype not in FLOATS and dtype not in FLOAT8:
+    if not isinstance(dtype, torch.dtype) or (dtype not in FLOATS and dtype not in FLOAT8):
         refuse(
             operator, "dtype", dtype, "a floating-point dtype, or float8_e4m3fn, or float8_e5m2",
             "Pass None for that of x.", TypeError,
@@ -208,8 +209,8 @@ def _dropout(x: Tensor, index: Tensor, seed: Tensor, p: float) -> Tensor:
 def dropout(p: float, seed: Tensor | None = None, device: torch.device | str | None = None) -> Call:
     """Dropout with a seed on the device, so that a CUDA graph can change it; drawn from torch's
     generator if None.  The mask depends on the seed and on each element's position alone."""
-    if not 0 <= p < 1:
-        refuse("hooks.dropout", "p", p, "at least 0 and less than 1", "Pass the share to drop.")
+    takes, do = "at least 0 and less than 1", "Pass the share to drop."
+    check_number("hooks.dropout", "p", p, 0, math.nextafter(1, 0), takes, do)
     if seed is None:
         seed = torch.randint(2**63 - 1, (), device=device)
     return call("dropout", seed, p)
@@ -230,7 +231,7 @@ register(
     "silu_gate",
     forward=_device("silu_gate"),
     backward=_device("silu_gate_backward"),
-    reference=lambda x, index, z: x * F.silu(z),
+    reference=lambda x, index, z: x * silu(z),
     operands=1,
 )
 register(

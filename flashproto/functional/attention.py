@@ -6,17 +6,31 @@ import functools
 from collections.abc import Hashable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+# As it is before anybody puts flashproto's in its place.
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
 from .. import backends, plans, reference
-from ..checks import check_attention, check_packed, check_scale, refuse
+from ..checks import (
+    check_attention,
+    check_flag,
+    check_head_counts,
+    check_number,
+    check_on,
+    check_packed,
+    check_scale,
+    check_tensor,
+    refuse,
+)
 from .autocast import autocast_low_precision
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
     from ..ops import attention_qkv as attention_qkv_op
     from ..ops.launch import allows_tf32
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def attention(
@@ -53,14 +67,18 @@ def attention(
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
     """
+    if scale is not None and type(scale) is not float:  # True == 1.0, whose plan it would find
+        check_scale("attention", scale)
     key = None
     if plans.followed() and (starts := _starts(q, k, v)) is not None:
-        kind = "attention", bool(causal), scale, bool(return_lse), impl, starts
+        kind = "attention", causal, scale, return_lse, impl, starts
         if (plan := plans.find(kind, (q, k, v))) is not None:
             return plan(q, k, v)
         key = plans.key(kind, (q, k, v))
     given, (q, k, v) = (q, k, v), autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
+    causal = check_flag("attention", "causal", causal)
+    return_lse = check_flag("attention", "return_lse", return_lse)
     offset = k.shape[2] - q.shape[2]
     out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key, given)
     return (out, lse) if return_lse else out
@@ -91,13 +109,18 @@ def attention_qkv(
     Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
     """
-    name, causal = "attention_qkv", bool(causal)
+    name = "attention_qkv"
+    if scale is not None and type(scale) is not float:
+        check_scale(name, scale)
+    if type(n_heads) is not int or type(n_kv_heads) is not int:
+        check_head_counts(name, n_heads, n_kv_heads)
     kind = name, n_heads, n_kv_heads, causal, scale, impl
     if (plan := plans.find(kind, (qkv,))) is not None:
         return plan(qkv)
     key = plans.key(kind, (qkv,))
     given, (qkv,) = qkv, autocast_low_precision(qkv)
     check_packed(name, qkv, n_heads, n_kv_heads)
+    causal = check_flag(name, "causal", causal)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
     check_scale(name, scale)
@@ -198,7 +221,16 @@ def _hopper_memory_reasons(dtype, q_shape, k_shape, v_shape, *strides) -> list[s
 
 def _torch_attention(q, k, v, causal, scale):
     gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+    q, scale = _with_positive_scale(q, scale)
+    return torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+
+def _with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """(q, scale) with the same scores: on a CPU torch multiplies the -inf of its causal mask by scale,
+    in float32."""
+    if scale is None or scale >= SMALLEST_SCALE:
+        return q, scale
+    return (-q, -scale) if scale <= -SMALLEST_SCALE else (q * scale, 1.0)
 
 
 def scaled_dot_product_attention(
@@ -221,27 +253,61 @@ def scaled_dot_product_attention(
     Raises: TypeError, ValueError: an argument does not fit.
     """
     name = "scaled_dot_product_attention"
-    if attn_mask is not None or dropout_p > 0.0:
-        backends.choose(name, None, query.device, _mask_reasons)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    q, k, v = autocast_low_precision(query, key, value)
-    if min(q.ndim, k.ndim, v.ndim) < 2:
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, argument, x)
+    if min(query.ndim, key.ndim, value.ndim) < 2:
         refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
-    if not enable_gqa and q.ndim >= 3 and q.shape[-3] != k.shape[-3] and k.shape[-3] != 1:
+    check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", "Pass 0.0 for none.")
+    is_causal = check_flag(name, "is_causal", is_causal)
+    enable_gqa = check_flag(name, "enable_gqa", enable_gqa)
+    check_scale(name, scale)
+    q, k, v = autocast_low_precision(query, key, value)
+    q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
+    if not enable_gqa and q.ndim > 2 and k_heads not in (1, q_heads):
         refuse(
-            name, "key", f"of {k.shape[-3]} heads", f"query's {q.shape[-3]} heads",
+            name, "key", f"of {k_heads} heads", f"query's {q_heads} heads",
             "Pass enable_gqa=True when groups of query heads share a key head.",
         )  # fmt: skip
-    lead = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
-    q, k, v = (
-        _as_4d(t, lead, 1 if enable_gqa else q.shape[-3] if q.ndim > 2 else 1) for t in (q, k, v)
-    )
+    lead = q.shape[:-3]
+    for argument, x in (("key", k), ("value", v)):
+        sizes = zip(lead[::-1], x.shape[:-3][::-1], strict=False)
+        if any(a != b and a != 1 and b != 1 for a, b in sizes):
+            refuse(
+                name, argument, f"of shape {list(x.shape)}",
+                f"leading dimensions that broadcast to {list(lead)}", "Expand it.",
+            )  # fmt: skip
+        lead = torch.broadcast_shapes(lead, x.shape[:-3])
+    q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v)
+    if attn_mask is not None:
+        _check_mask(name, attn_mask, is_causal, q, k)
+    if attn_mask is not None or dropout_p > 0.0:
+        backends.choose(name, None, query.device, _mask_reasons)
+        query, scale = _with_positive_scale(query, scale)
+        return torch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
     out, _ = _attention(name, q, k, v, is_causal, 0, scale, False, None)
     shape = (*lead, *query.shape[-3:-1], out.shape[-1])
     return out.reshape(shape)
+
+
+def _check_mask(operator: str, mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> None:
+    """A boolean or floating-point tensor for scores [..., Sq, Sk], not beside is_causal."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        check_tensor(operator, "attn_mask", mask)
+    check_on(operator, "attn_mask", mask, q.device)
+    L, S = q.shape[2], k.shape[2]
+    if any(n not in (1, size) for n, size in zip(mask.shape[-2:][::-1], (S, L), strict=False)):
+        refuse(
+            operator, "attn_mask", f"of shape {list(mask.shape)}",
+            f"a shape that broadcasts to [..., {L}, {S}]", "Pass a mask [L, S] of queries and keys.",
+        )  # fmt: skip
+    if is_causal:
+        refuse(
+            operator, "attn_mask", "given beside is_causal=True", "the place of is_causal",
+            "Write the causal mask into attn_mask.",
+        )  # fmt: skip
 
 
 def _mask_reasons(backend: str) -> list[str]:

@@ -14,7 +14,7 @@ def autocast_float32(aten_name: str, *tensors: Tensor | None) -> tuple[Tensor | 
     first = next(t for t in tensors if t is not None)
     if autocast_dtype(first) is None or not _autocasts(aten_name, first.device.type):
         return tensors
-    return tuple(t.float() if t is not None and t.dtype != torch.float64 else t for t in tensors)
+    return tuple(t.float() if t is not None and _is_cast(t) else t for t in tensors)
 
 
 @backends.constant_under_compile
@@ -25,7 +25,12 @@ def _autocasts(aten_name: str, device: str) -> bool:
 
 def autocast_low_precision(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast to the autocast dtype, as torch does for scaled_dot_product_attention."""
-    dtype = autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0]) if isinstance(tensors[0], Tensor) else None
     if dtype is None:
         return tensors
-    return tuple(t.to(dtype) if t.dtype != torch.float64 else t for t in tensors)
+    return tuple(t.to(dtype) if _is_cast(t) else t for t in tensors)
+
+
+def _is_cast(x: object) -> bool:
+    """Autocast leaves float64 alone, and what no operator takes to the operator's checks."""
+    return isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64

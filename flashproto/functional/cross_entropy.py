@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, logsumexp
+
+# As it is before anybody puts flashproto's in its place.
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+from torch.nn.functional import linear
 
 from .. import backends, configs, plans, reference
-from ..checks import check_cross_entropy, check_on, check_rows, check_tensor, refuse
-from .reasons import float64_reasons
+from ..checks import (
+    check_classes,
+    check_cross_entropy,
+    check_flag,
+    check_integer,
+    check_loss_options,
+    check_on,
+    check_tensor,
+    refuse,
+)
+from .reasons import float64_reasons, refuses_values
 
 if backends.HAS_TRITON:
     from ..ops import cross_entropy as op
@@ -31,6 +45,7 @@ def cross_entropy(
     return_lse: bool = False,
     return_z_loss: bool = False,
     inplace_backward: bool = False,
+    class_dim: int = -1,
     impl: str | None = None,
 ) -> Losses:
     """torch.nn.functional.cross_entropy over the last dimension, with the options of language models.
@@ -42,7 +57,7 @@ def cross_entropy(
 
     Args:
         logits: [..., V], any floating dtype and strides, any number of classes V.
-        targets: [...] int64 or int32, the class of each row.
+        targets: [...] int64 or int32, the class of each row: the shape of logits without class_dim.
         weight: [V], a factor of each class's loss, or None.
         ignore_index: rows of this target have loss 0 and no gradient.
         label_smoothing: share of the target that is spread over all classes.
@@ -54,17 +69,26 @@ def cross_entropy(
         inplace_backward: let the backward pass write the gradient over the logits; nothing else may
             need them then.  Where their memory is not one matrix of rows, where the backend is not
             "triton", and under torch.compile the gradient takes memory of its own.
+        class_dim: the dimension of logits that holds the classes; 1 for torch's [N, V, d1, ...].
         impl: the backend by name; None chooses.
 
     Returns: the loss in float32 (float64 for float64 logits), where torch rounds it to the dtype of
         the logits: one number, or [...] with reduction="none"; then lse and z_loss, if asked for.
         The mean over no rows is NaN, as in torch.  A target that is neither a class nor ignore_index
-        makes the loss NaN, and the gradient of its row (torch stops the process's use of the GPU);
-        on backend "torch" it raises.
+        makes the loss NaN, and the gradient of its row (torch stops the process's use of the GPU).  On
+        a CPU it raises ValueError, but on backends "triton" and "reference" asked for by name, under
+        torch.compile, torch.func and dispatch modes.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+
+    Example: cross_entropy(logits, tokens), or cross_entropy(pixels, labels, class_dim=1).
     """
     name = "cross_entropy"
+    if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
+        # False == 0.0, whose plan it would find.
+        check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)
+    if class_dim != -1:
+        logits = _classes_last(name, logits, class_dim)
     kind = (
         name, ignore_index, label_smoothing, z_loss, softcap, reduction, return_lse, return_z_loss,
         inplace_backward, impl,
@@ -72,14 +96,24 @@ def cross_entropy(
     tensors = (logits, targets) if weight is None else (logits, targets, weight)
     plan = plans.find(kind, tensors)
     if plan is not None and (weight is None or not weight.requires_grad):
+        if logits.is_cpu and refuses_values(impl, "triton"):
+            check_classes(name, targets, logits.shape[-1], ignore_index)
         return _wanted(plan(logits, targets, weight), return_lse, return_z_loss)
     key = plans.key(kind, tensors)
-    check_rows(name, logits)
+    check_tensor(name, "logits", logits)
+    if logits.ndim == 0:
+        refuse(name, "logits", "a scalar", "at least one dimension", "Pass logits [..., V].")
+    shape, V = logits.shape[:-1], logits.shape[-1]
     check_cross_entropy(
-        name, targets, logits.shape[:-1], logits.shape[-1], logits.device,
-        weight, "weight", label_smoothing, z_loss, softcap, reduction,
+        name, targets, shape, V, logits.device, weight, "weight", label_smoothing, z_loss, softcap,
+        reduction, ignore_index, logits.shape if class_dim == -1 else None,
     )  # fmt: skip
+    return_lse = check_flag(name, "return_lse", return_lse)
+    return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
+    inplace_backward = check_flag(name, "inplace_backward", inplace_backward)
     backend = backends.choose(name, impl, logits.device, lambda b: float64_reasons(b, [logits]))
+    if refuses_values(impl, backend):
+        check_classes(name, targets, V, ignore_index)
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
         arguments = (weight, options, reduction, return_lse, inplace_backward)
@@ -141,10 +175,15 @@ def linear_cross_entropy(
     h = _check_linear(name, h, weight, bias, chunk_size)
     V, D = weight.shape
     check_cross_entropy(
-        name, targets, h.shape[:-1], V, h.device,
-        class_weight, "class_weight", label_smoothing, z_loss, softcap, reduction,
+        name, targets, h.shape[:-1], V, h.device, class_weight, "class_weight", label_smoothing, z_loss,
+        softcap, reduction, ignore_index,
     )  # fmt: skip
+    return_lse = check_flag(name, "return_lse", return_lse)
+    return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
+    low_memory = check_flag(name, "low_memory", low_memory)
     backend = backends.choose(name, impl, h.device, lambda b: float64_reasons(b, [h, weight]))
+    if refuses_values(impl, backend):
+        check_classes(name, targets, V, ignore_index)
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
@@ -157,7 +196,7 @@ def linear_cross_entropy(
         results = loss, z, lse.view(shape)
     else:
         results = _in_torch(
-            backend, F.linear(h, weight, bias), targets, class_weight, return_lse,
+            backend, linear(h, weight, bias), targets, class_weight, return_lse,
             ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
             reduction=reduction,
         )  # fmt: skip
@@ -169,6 +208,15 @@ def _wanted(results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_z_l
     if return_z_loss:
         return (loss, lse, z.detach()) if return_lse else (loss, z.detach())
     return (loss, lse) if return_lse else loss
+
+
+def _classes_last(name: str, logits: Tensor, class_dim: int) -> Tensor:
+    """logits [..., V] of such whose classes are dimension class_dim: a view."""
+    check_tensor(name, "logits", logits)
+    n = logits.ndim
+    takes = f"a dimension of logits, {-n} to {n - 1}"
+    check_integer(name, "class_dim", class_dim, -n, n - 1, takes, "Pass -1 for the last one.")
+    return logits.movedim(class_dim, -1)
 
 
 def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:
@@ -190,8 +238,9 @@ def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:
                 "Pass bias=None for none.",
             )  # fmt: skip
         tensors["bias"] = bias
-    if chunk_size is not None and chunk_size < 1:
-        refuse(name, "chunk_size", chunk_size, "at least 1, or None", "Pass None for the default.")
+    if chunk_size is not None:
+        takes, do = "an integer of at least 1, or None", "Pass None for the default."
+        check_integer(name, "chunk_size", chunk_size, 1, sys.maxsize, takes, do)
     autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
     if autocast:
         h = h.to(torch.get_autocast_dtype(h.device.type))
@@ -222,16 +271,17 @@ def _torch_cross_entropy(
         x = softcap * torch.tanh(x / softcap)
     rows, t = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     w = None if weight is None else weight.to(x.dtype)
-    loss = F.cross_entropy(
+    loss = torch_cross_entropy(
         rows, t, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
     )
     if not z_loss and not need_lse:
         zeros = torch.zeros_like(t, dtype=x.dtype).view(targets.shape)
         loss = loss.view(targets.shape) if reduction == "none" else loss
         return loss, zeros if reduction == "none" else torch.zeros_like(loss), zeros
-    lse = torch.logsumexp(rows, -1)
+    lse = logsumexp(rows, -1)
     kept = t != ignore_index
-    z = torch.where(kept, z_loss * lse.square(), 0.0)
+    # Not 0 times the square of a large lse, which is inf.
+    z = torch.where(kept, z_loss * lse.square(), 0.0) if z_loss else torch.zeros_like(lse)
     if reduction != "none":
         z = z.sum()
         if reduction == "mean":

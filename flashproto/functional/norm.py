@@ -7,11 +7,22 @@ from functools import partial
 from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+# As they are before anybody puts flashproto's in their place.
+from torch.nn.functional import layer_norm as torch_layer_norm
+from torch.nn.functional import rms_norm as torch_rms_norm
+
 from .. import backends, hooks, plans, reference
-from ..checks import check_casting, check_norm, refuse
+from ..checks import (
+    as_shape,
+    check_casting,
+    check_eps,
+    check_flag,
+    check_known,
+    check_norm,
+    refuse,
+)
 from .autocast import autocast_float32
 from .reasons import float64_reasons
 
@@ -48,6 +59,9 @@ class NormOptions(TypedDict, total=False):
     dtype: torch.dtype | None
     memory_efficient: bool
     split_rows: bool
+
+
+OPTIONS = tuple(NormOptions.__annotations__)
 
 
 def layer_norm(
@@ -141,12 +155,17 @@ def _norm(
         tensors = (x, weight) if bias is None else (x, weight, bias)
     else:
         tensors = tuple(t for t in (x, residual, weight, bias) if t is not None)
-    trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    trailing = normalized_shape
+    if type(trailing) is not int and type(trailing) is not tuple:
+        trailing = as_shape(operator, trailing)
+    if eps is not None and type(eps) is not float:  # True == 1.0, whose plan it would find
+        check_eps(operator, eps)
     kind = operator, trailing, eps, weight is None, impl
     if options:
         kind += tuple(options.items())
     if (plan := plans.find(kind, tensors)) is not None:
         return plan(*tensors)
+    check_known(operator, options, OPTIONS)
     return _norm_anew(
         operator, x, residual, trailing, weight, bias, eps, centered, impl, kind, tensors, **options
     )
@@ -156,11 +175,16 @@ def _norm_anew(
     operator, x, residual, trailing, weight, bias, eps, centered, impl, kind, tensors, *,
     casting="torch", prologue=None, epilogue=None, dtype=None, memory_efficient=False, split_rows=False,
 ):  # fmt: skip
+    memory_efficient = check_flag(operator, "memory_efficient", memory_efficient)
+    split_rows = check_flag(operator, "split_rows", split_rows)
     hooked = prologue is not None or epilogue is not None or split_rows
     plain = not hooked and dtype is None and not memory_efficient
     key = plans.key(kind, tensors) if plain else None
-    shape = [trailing] if isinstance(trailing, int) else list(trailing)
-    check_norm(operator, x, shape, weight, bias, residual)
+    shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
+    check_norm(operator, x, shape, weight, bias, residual, eps)
+    shape = list(x.shape[x.ndim - len(shape) :])  # of ints, where 64.0 was given
+    if dtype is not None:
+        hooks.check_dtype(operator, dtype, ())
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
@@ -267,6 +291,6 @@ def _torch_norm(x, shape, weight, bias, eps, centered):
         dtype = reference.compute_dtype(x.dtype)
         x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
     if centered:
-        return F.layer_norm(x, shape, weight, bias, eps)
-    y = F.rms_norm(x, shape, weight, eps)
+        return torch_layer_norm(x, shape, weight, bias, eps)
+    y = torch_rms_norm(x, shape, weight, eps)
     return y if bias is None else y + bias

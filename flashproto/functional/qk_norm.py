@@ -8,12 +8,16 @@ from torch import Tensor
 from .. import backends, reference
 from ..checks import (
     check_casting,
+    check_eps,
+    check_flag,
     check_head_weights,
     check_heads_of,
     check_packed,
+    check_table_rows,
     check_tables,
     refuse,
 )
+from .reasons import refuses_values
 from .rope import choose_with_tables, table_rows
 
 if backends.HAS_TRITON:
@@ -54,10 +58,13 @@ def qk_norm(
     name = "qk_norm"
     check_heads_of(name, q, k)
     check_head_weights(name, q.shape[3], q.device, q_weight, k_weight)
-    _check(name, q.shape[0], q.shape[2], q.shape[3], q, cos, sin, positions, offset, casting)
+    _check(name, q.shape[0], q.shape[2], q.shape[3], q, cos, sin, positions, offset, casting, eps)
+    interleaved = check_flag(name, "interleaved", interleaved)
     eps = torch.finfo(q.dtype).eps if eps is None else float(eps)
     tensors = [t for t in (q, k, q_weight, k_weight) if t is not None]
     backend = choose_with_tables(name, impl, tensors, cos, sin)
+    if cos is not None and refuses_values(impl, backend):
+        check_table_rows(name, cos.shape[0], q.shape[2], positions, offset)
     if backend == "triton":
         rows = table_rows(positions, offset)
         q, k = qk_norm_op.qk_norm(q, k, q_weight, k_weight, cos, sin, rows, interleaved, eps, casting)
@@ -94,10 +101,13 @@ def qk_norm_qkv(
     name = "qk_norm_qkv"
     D = check_packed(name, qkv, n_heads, n_kv_heads)
     check_head_weights(name, D, qkv.device, q_weight, k_weight)
-    _check(name, qkv.shape[0], qkv.shape[1], D, qkv, cos, sin, positions, offset, casting)
+    _check(name, qkv.shape[0], qkv.shape[1], D, qkv, cos, sin, positions, offset, casting, eps)
+    interleaved = check_flag(name, "interleaved", interleaved)
     eps = torch.finfo(qkv.dtype).eps if eps is None else float(eps)
     tensors = [t for t in (qkv, q_weight, k_weight) if t is not None]
     backend = choose_with_tables(name, impl, tensors, cos, sin)
+    if cos is not None and refuses_values(impl, backend):
+        check_table_rows(name, cos.shape[0], qkv.shape[1], positions, offset)
     if backend == "triton":
         return qk_norm_op.qk_norm_packed(
             qkv, n_heads, n_kv_heads, q_weight, k_weight, cos, sin, table_rows(positions, offset),
@@ -112,9 +122,10 @@ def qk_norm_qkv(
 
 def _check(
     name: str, B: int, S: int, D: int, x: Tensor, cos: Tensor | None, sin: Tensor | None,
-    positions: Tensor | None, offset: int | Tensor, casting: str,
+    positions: Tensor | None, offset: int | Tensor, casting: str, eps: float | None,
 ) -> None:  # fmt: skip
     check_casting(name, casting)
+    check_eps(name, eps)
     if cos is not None and sin is not None:
         check_tables(name, B, S, D, x.device, cos, sin, positions, offset)
     elif cos is not None or sin is not None:

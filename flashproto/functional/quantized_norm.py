@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends, hooks, reference
-from ..checks import check_casting, check_norm, refuse
+from ..checks import as_shape, check_casting, check_known, check_norm, refuse
 from .norm import hook_reasons
 
 if backends.HAS_TRITON:
@@ -33,6 +33,9 @@ class QuantizedNormOptions(TypedDict, total=False):
     prologue: hooks.Call | None
     epilogue: hooks.Call | None
     impl: str | None
+
+
+OPTIONS = tuple(QuantizedNormOptions.__annotations__)
 
 
 def layer_norm_fp8(
@@ -58,6 +61,7 @@ def layer_norm_fp8(
     BackendError: `impl` cannot run; the kernels need compute capability 8.9.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
     """
+    check_known("layer_norm_fp8", options, OPTIONS)
     given = x, weight, bias
     return _quantized_norm("layer_norm_fp8", given, normalized_shape, eps, True, **options)
 
@@ -72,6 +76,7 @@ def rms_norm_fp8(
     **options: Unpack[QuantizedNormOptions],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """rms_norm(x), quantized with a scale for each row; otherwise as layer_norm_fp8."""
+    check_known("rms_norm_fp8", options, OPTIONS)
     given = x, weight, bias
     return _quantized_norm("rms_norm_fp8", given, normalized_shape, eps, False, **options)
 
@@ -81,8 +86,10 @@ def _quantized_norm(
     casting="torch", prologue=None, epilogue=None, impl=None,
 ):  # fmt: skip
     x, weight, bias = given
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
-    check_norm(operator, x, shape, weight, bias, residual)
+    trailing = as_shape(operator, normalized_shape)
+    shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
+    check_norm(operator, x, shape, weight, bias, residual, eps)
+    shape = list(x.shape[x.ndim - len(shape) :])
     check_casting(operator, casting)
     tensors = [t for t in (*given, residual) if t is not None]
     for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
@@ -108,7 +115,7 @@ def _quantized_norm(
 
 def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
     """A dtype of 8 bits, and no tensor that is differentiated."""
-    if dtype not in hooks.FLOAT8:
+    if not isinstance(dtype, torch.dtype) or dtype not in hooks.FLOAT8:
         refuse(
             operator, "dtype", dtype, "torch.float8_e4m3fn or torch.float8_e5m2",
             "For wider ones call the norm without _fp8.", TypeError,

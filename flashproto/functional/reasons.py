@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import backends
+
 
 def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Sequence[str]:
     if backend == "hopper":
@@ -16,3 +18,11 @@ def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Sequence[str]:
             if t.dtype is torch.float64:
                 return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
     return ()
+
+
+def refuses_values(impl: str | None, backend: str) -> bool:
+    """Whether a call on the CPU refuses indices that are out of range.
+
+    A backend that makes NaN of them does so on a CPU too, where it was asked for by name.
+    """
+    return backend == "torch" or (impl is None and backends.get_default() is None)

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..checks import check_heads_of, check_packed, check_tables, refuse
-from .reasons import float64_reasons
+from ..checks import (
+    check_flag,
+    check_heads_of,
+    check_packed,
+    check_table_rows,
+    check_tables,
+    refuse,
+)
+from .reasons import float64_reasons, refuses_values
 
 if backends.HAS_TRITON:
     from ..ops import rope as rope_op
@@ -56,7 +63,8 @@ def rope(
             dimensions from 2 R on are left as they are.
         positions: integers [S] or [B, S], each token's row of the tables; None is 0 to S - 1.
         offset: added to it: a number, or integers [B], one a sequence (tokens that a cache holds).  A
-            row that the tables do not have is refused where numbers say so, else gives NaN.
+            row that the tables do not have is refused where numbers say so.  Where tensors say so it
+            gives NaN; on a CPU it raises, with the exceptions that cross_entropy makes for targets.
         interleaved: pair i is dimensions (2i, 2i + 1), as in GPT-J; otherwise (i, i + R), as in Llama.
         inplace: write into q and k, which must not need a gradient, and return them.
         impl: the backend by name; None chooses.
@@ -70,10 +78,14 @@ def rope(
     name = "rope"
     check_heads_of(name, q, k)
     check_tables(name, q.shape[0], q.shape[2], q.shape[3], q.device, cos, sin, positions, offset)
+    interleaved = check_flag(name, "interleaved", interleaved)
+    inplace = check_flag(name, "inplace", inplace)
     given = [q] if k is None else [q, k]
     if inplace and torch.is_grad_enabled() and any(t.requires_grad for t in given):
         refuse(name, "inplace", True, "False where q or k needs a gradient", "Pass inplace=False.")
     backend = choose_with_tables(name, impl, given, cos, sin)
+    if refuses_values(impl, backend):
+        check_table_rows(name, cos.shape[0], q.shape[2], positions, offset)
     if backend != "triton":
         out = [reference.rope(t, cos, sin, positions, offset, interleaved=interleaved) for t in given]
         if inplace:
@@ -111,7 +123,10 @@ def rope_qkv(
     name = "rope_qkv"
     D = check_packed(name, qkv, n_heads, n_kv_heads)
     check_tables(name, qkv.shape[0], qkv.shape[1], D, qkv.device, cos, sin, positions, offset)
+    interleaved = check_flag(name, "interleaved", interleaved)
     backend = choose_with_tables(name, impl, [qkv], cos, sin)
+    if refuses_values(impl, backend):
+        check_table_rows(name, cos.shape[0], qkv.shape[1], positions, offset)
     if backend == "triton":
         rows = table_rows(positions, offset)
         return rope_op.rope_packed(qkv, n_heads, n_kv_heads, cos, sin, rows, interleaved)

@@ -5,8 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# As they are before anybody puts flashproto's in their place.
+from torch import log_softmax as torch_log_softmax
+from torch import logsumexp as torch_logsumexp
+from torch import softmax as torch_softmax
+
 from .. import backends, hooks, plans, reference
-from ..checks import check_rows, refuse
+from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
 from . import masks
 from .autocast import autocast_float32
 from .reasons import float64_reasons
@@ -52,6 +57,9 @@ def softmax(
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
+    if causal is not False or split_rows is not False:
+        causal = check_flag("softmax", "causal", causal)
+        split_rows = check_flag("softmax", "split_rows", split_rows)
     hooked = scale is not None or mask is not None or causal or prologue is not None
     if not (hooked or epilogue is not None or split_rows):
         return _softmax("softmax", x, dtype, impl)
@@ -71,6 +79,9 @@ def log_softmax(
     impl: str | None = None,
 ) -> Tensor:
     """s - logsumexp(s) over the last dimension; arguments, result and errors as softmax."""
+    if causal is not False or split_rows is not False:
+        causal = check_flag("log_softmax", "causal", causal)
+        split_rows = check_flag("log_softmax", "split_rows", split_rows)
     hooked = scale is not None or mask is not None or causal or prologue is not None
     if not (hooked or epilogue is not None or split_rows):
         return _softmax("log_softmax", x, dtype, impl)
@@ -112,8 +123,10 @@ def softmax_topk(
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 4.
     """
     check_rows("softmax_topk", x)
-    if not 1 <= k <= x.shape[-1]:
-        refuse("softmax_topk", "k", k, f"1 to the width of x, {x.shape[-1]}", "Pass a smaller k.")
+    N = x.shape[-1]
+    check_integer("softmax_topk", "k", k, 1, N, f"1 to the width of x, {N}", "Pass a smaller k.")
+    renormalize = check_flag("softmax_topk", "renormalize", renormalize)
+    check_dtype("softmax_topk", dtype)
     if dtype is None:
         dtype = _autocast_dtype("softmax", x)
     backend = backends.choose("softmax_topk", impl, x.device, lambda b: _topk_reasons(b, x, k, dtype))
@@ -121,7 +134,7 @@ def softmax_topk(
         return softmax_topk_op.softmax_topk(x, k, renormalize, dtype)
     if backend == "reference":
         return reference.softmax_topk(x, k, renormalize, dtype)
-    values, indices = torch.softmax(x, -1, dtype=reference.compute_dtype(x.dtype)).topk(k)
+    values, indices = torch_softmax(x, -1, dtype=reference.compute_dtype(x.dtype)).topk(k)
     return (values / values.sum(-1, keepdim=True) if renormalize else values).to(dtype), indices
 
 
@@ -142,6 +155,7 @@ def _softmax(operator, x, dtype, impl):
             return plan(x)
         key = plans.key(kind, (x,))
     check_rows(operator, x)
+    check_dtype(operator, dtype)
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     elif dtype != x.dtype and (dtype != torch.float32 or x.dtype == torch.float64):
@@ -153,8 +167,8 @@ def _softmax(operator, x, dtype, impl):
     if backend == "reference":
         return getattr(reference, operator)(x.to(dtype))
     if operator == "logsumexp":
-        return torch.logsumexp(x.to(dtype), -1)
-    return getattr(torch, operator)(x, -1, dtype=dtype)
+        return torch_logsumexp(x.to(dtype), -1)
+    return (torch_softmax if operator == "softmax" else torch_log_softmax)(x, -1, dtype=dtype)
 
 
 def _autocast_dtype(operator: str, x: Tensor) -> torch.dtype:

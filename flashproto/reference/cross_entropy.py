@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import linear
 
 from .softmax import logsumexp
 from .states import compute_dtype
@@ -38,10 +38,10 @@ def cross_entropy(
     kept = targets != ignore_index
     valid = kept & (targets >= 0) & (targets < V)
     t = torch.where(valid, targets, 0).long()
-    c = torch.where(valid, w[t], torch.where(kept, math.nan, 0.0))
+    c = torch.where(valid, w[t], 0.0).masked_fill(kept & ~valid, math.nan)
     lse = logsumexp(x)
     logp = x - lse[..., None]
-    z = z_loss * lse.square()
+    z = z_loss * lse.square() if z_loss else torch.zeros_like(lse)  # not 0 * inf where lse is large
     loss = (1.0 - label_smoothing) * c * -logp.gather(-1, t[..., None])[..., 0] + z
     if label_smoothing:
         loss = loss - label_smoothing / V * (w * logp).sum(-1)
@@ -61,4 +61,4 @@ def linear_cross_entropy(
     **options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """cross_entropy of the logits h weight^T + bias; h [..., D], weight [V, D], bias [V]."""
-    return cross_entropy(F.linear(h, weight, bias), targets, class_weight, **options)
+    return cross_entropy(linear(h, weight, bias), targets, class_weight, **options)

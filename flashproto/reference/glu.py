@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
 
 from .states import compute_dtype
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": lambda x: gelu(x, approximate="tanh"),
+    "relu": relu,
     "sigmoid": torch.sigmoid,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -26,12 +28,14 @@ def rope(
     """Turn the pairs of the first 2 R dimensions of x by the angles of cos, sin [length, R].
 
     Pair i is (i, i + R), or (2i, 2i + 1) if interleaved; positions [S] or [B, S], offset a number or
-    [B].  Computed in at least float32; returned in x's dtype.
+    [B].  Computed in at least float32; returned in x's dtype.  NaN for rows that the tables have not.
     """
     dtype = compute_dtype(x.dtype)
     half = cos.shape[-1]
     rows = table_rows(x.shape[2], positions, offset, x.device)
-    c, s = (t.to(dtype)[rows] for t in (cos, sin))  # [S, R] or [B, S, R]
+    known = (rows >= 0) & (rows < cos.shape[0])
+    rows, unknown = torch.where(known, rows, 0), ~known[..., None]
+    c, s = (t.to(dtype)[rows].masked_fill(unknown, math.nan) for t in (cos, sin))  # [S, R] or [B, S, R]
     if c.ndim == 3:
         c, s = c[:, None], s[:, None]
     turned, rest = x.to(dtype).split([2 * half, x.shape[-1] - 2 * half], -1)
