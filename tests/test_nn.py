@@ -387,6 +387,55 @@ def test_config_refuses_what_does_not_fit(changes, named):
         dataclasses.replace(TINY, **changes)
 
 
+LONG = torch.randn(1000)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GPTConfig(LONG, 16, 1, 2, 16), "GPTConfig: vocab_size is a tensor of shape"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm=LONG), "GPTConfig: norm is a tensor of shape"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, mlp=["gelu"]), r"GPTConfig: mlp is \['gelu'\]"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm_eps=-1.0), "GPTConfig: norm_eps is -1.0"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm_eps="1e-5"), "GPTConfig: norm_eps is "),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=0.0), "GPTConfig: rope_theta is 0.0"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=math.nan), "GPTConfig: rope_theta is nan"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, bias="no"), "GPTConfig: bias is "),
+        (lambda: GPTConfig.preset(["toy"]), r"GPTConfig.preset: name is \['toy'\]"),
+        (lambda: nn.Attention(16, "2"), "Attention: n_heads is "),
+        (lambda: nn.Attention(16.0, 2), "Attention: d_model is 16.0"),
+        (lambda: nn.Attention(16, 2, LONG), "Attention: n_kv_heads is a tensor of shape"),
+        (lambda: nn.Attention(16, 2, causal="no"), "Attention: causal is "),
+        (lambda: nn.Attention(16, 2, qk_norm=LONG), "Attention: qk_norm is a tensor of shape"),
+        (lambda: nn.TransformerBlock("16", 2), "TransformerBlock: d_model is "),
+        (lambda: nn.TransformerBlock(16, 2, norm=LONG), "make_norm: kind is a tensor of shape"),
+        (lambda: nn.MLP(16, -4), "MLP: d_ff is -4"),
+        (lambda: nn.MLP("16"), "MLP: d_model is "),
+        (lambda: nn.MLP(16, kind=LONG), "MLP: kind is a tensor of shape"),
+        (lambda: nn.rope_tables("4", 8), "rope_tables: length is "),
+        (lambda: nn.rope_tables(-1, 8), "rope_tables: length is -1"),
+        (lambda: nn.rope_tables(4, 2.0), "rope_tables: head_dim is 2.0"),
+        (lambda: nn.rope_tables(4, 8, theta=-1.0), "rope_tables: theta is -1.0"),
+        (lambda: nn.GPT(TINY)([[1, 2]]), r"GPT: tokens is \["),
+        (lambda: nn.GPT(TINY).generate([[1, 2]], 1), r"GPT.generate: tokens is \["),
+    ],
+)
+def test_wrong_arguments_are_named(make, said):
+    with pytest.raises((ValueError, TypeError), match=rf"^{said}.*; it takes ") as e:
+        make()
+    assert len(str(e.value)) < 300
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_targets_out_of_range_are_named_on_a_cpu(return_logits):
+    model, tokens = nn.GPT(TINY), torch.zeros(2, 5, dtype=torch.int64)
+    for wrong in (61, -1):
+        targets = tokens.clone()
+        targets[1, 3] = wrong
+        with pytest.raises(ValueError, match=rf"cross_entropy: targets is {wrong} at .*; it takes "):
+            model(tokens, targets, return_logits=return_logits)
+
+
 def test_unknown_preset_is_refused():
     with pytest.raises(ValueError, match="'gpt5'; it takes one of 'toy'"):
         GPTConfig.preset("gpt5")

@@ -5,6 +5,7 @@ Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D h
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..checks import refuse
+from ..checks import LARGEST, SMALLEST, check_flag, check_integer, check_number, refuse
 from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
@@ -30,10 +31,15 @@ def rope_tables(
     Always float32: rounded to bfloat16, neighbouring positions past 256 would be the same.
     Source: Su et al., "RoFormer" (2021), equation 34; dimension i is paired with i + D/2
     as in Llama.
-    Raises ValueError for an odd head_dim.
+    Raises ValueError for an odd head_dim or a number out of range, TypeError for what is no number.
     """
+    check_integer("rope_tables", "length", length, 0, sys.maxsize, "a number of tokens", "Pass it.")
+    do = "Leave it out for what is usual."
+    check_number("rope_tables", "theta", theta, SMALLEST, LARGEST, "a positive number", do)
+    do = "Rotate pairs of dimensions."
+    check_integer("rope_tables", "head_dim", head_dim, 0, sys.maxsize, "an even number", do)
     if head_dim % 2:
-        refuse("rope_tables", "head_dim", head_dim, "an even number", "Rotate pairs of dimensions.")
+        refuse("rope_tables", "head_dim", head_dim, "an even number", do)
     dims = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = positions[:, None] * theta ** (-dims / head_dim)
@@ -76,7 +82,7 @@ class Attention(nn.Module):
 
     forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
     any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
-    Raises ValueError where heads and widths do not fit.
+    Raises ValueError where heads and widths do not fit, TypeError for an argument of another type.
     """
 
     def __init__(
@@ -98,6 +104,9 @@ class Attention(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_heads("Attention", d_model, n_heads, n_kv_heads, head_dim)
+        flags = {"bias": bias, "causal": causal, "qk_norm": qk_norm, "interleaved": interleaved}
+        for name, flag in flags.items():
+            check_flag("Attention", name, flag)
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
@@ -167,10 +176,13 @@ def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
 
 
 def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError where Hq does not divide d_model (and sets D) or Hkv does not divide Hq."""
-    if n_heads < 1:
-        refuse(name, "n_heads", n_heads, "at least 1", "Pass the number of query heads.")
-    if n_kv_heads < 1 or n_heads % n_kv_heads:
+    """Raise ValueError where Hq does not divide d_model (and sets D) or Hkv does not divide Hq, and
+    TypeError where one of them is no integer."""
+    sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+    for argument, size in sizes.items():
+        if argument != "head_dim" or size is not None:
+            check_integer(name, argument, size, 1, sys.maxsize, "an integer of at least 1", "Pass one.")
+    if n_heads % n_kv_heads:
         refuse(
             name, "n_kv_heads", n_kv_heads, f"a divisor of n_heads, {n_heads}",
             "Pass None for as many key heads as query heads.",
@@ -180,5 +192,3 @@ def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim
             name, "d_model", d_model, f"a multiple of n_heads, {n_heads}",
             "Pass head_dim to set the width of a head apart from d_model.",
         )  # fmt: skip
-    if head_dim is not None and head_dim < 1:
-        refuse(name, "head_dim", head_dim, "at least 1", "Pass None for d_model / n_heads.")

@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import LARGEST, check_integer, check_number, is_readable, refuse
+from ..checks import (
+    LARGEST,
+    SMALLEST,
+    check_flag,
+    check_integer,
+    check_number,
+    described,
+    is_integer,
+    is_readable,
+    refuse,
+)
 from ..functional import cross_entropy, linear_cross_entropy
 from .attention import beside_attention, check_heads, rope_tables
 from .block import TransformerBlock
@@ -25,7 +35,8 @@ from .norm import make_norm, norm_before_linear
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; raises ValueError when its parts do not fit together.
+    """The shape of a GPT; raises ValueError when its parts do not fit together, and TypeError for
+    a number or a flag that is something else.
 
     n_kv_heads=None is n_heads; d_ff=None is default_d_ff(d_model, mlp).  context is the longest
     input; with positions="learned" it is also the length of the position table.
@@ -47,27 +58,31 @@ class GPTConfig:
     tie_weights: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "n_layers", "n_heads", "d_model"):
-            self._check_positive(name)
-        for name in ("n_kv_heads", "d_ff"):
-            if getattr(self, name) is not None:
-                self._check_positive(name)
+        for name in ("vocab_size", "context", "n_layers", "n_heads", "d_model", "n_kv_heads", "d_ff"):
+            value = getattr(self, name)
+            if value is None and name in ("n_kv_heads", "d_ff"):
+                continue
+            if not is_integer(value) or value < 1:
+                refuse("GPTConfig", name, described(value), "an integer of at least 1", "Pass one.")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
                 takes = " or ".join(map(repr, choices))
-                do = f"Pass {name}={choices[0]!r}."
-                refuse("GPTConfig", name, repr(getattr(self, name)), takes, do)
+                refuse("GPTConfig", name, described(value), takes, f"Pass {name}={choices[0]!r}.")
+        do = "Pass 10000.0 for what is usual."
+        check_number(
+            "GPTConfig", "rope_theta", self.rope_theta, SMALLEST, LARGEST, "a positive number", do
+        )
+        do = "Pass 1e-5 for what is usual."
+        check_number("GPTConfig", "norm_eps", self.norm_eps, 0.0, LARGEST, "a number, 0 or more", do)
+        for name in ("bias", "tie_weights"):
+            check_flag("GPTConfig", name, getattr(self, name))
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
                 "GPTConfig", "head_dim", f"{self.head_dim} (d_model / n_heads)",
                 "an even number with positions='rope'", "Change n_heads, or use learned positions.",
             )  # fmt: skip
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse("GPTConfig", name, repr(value), "an integer of at least 1", "Pass one.")
 
     @property
     def kv_heads(self) -> int:
@@ -85,9 +100,9 @@ class GPTConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
         """The preset called `name`, with some fields changed."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             names = ", ".join(map(repr, PRESETS))
-            refuse("GPTConfig.preset", "name", repr(name), f"one of {names}", "Pass one of them.")
+            refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
         return dataclasses.replace(PRESETS[name], **changes)
 
 
@@ -174,7 +189,8 @@ class GPT(nn.Module):
         -100; None without targets.  return_logits=False with targets gives (None, loss), and on a GPU
         the logits are never in memory together (see flashproto.linear_cross_entropy).  Raises
         ValueError for tokens that are not [B, S] integers or longer than the context, and on a CPU
-        for ids out of range; to look at them on a GPU would mean to wait for it.
+        for ids out of range; to look at them on a GPU would mean to wait for it.  Targets are checked
+        as by flashproto.cross_entropy.
         """
         self._check_tokens("GPT", tokens)
         S, device = tokens.shape[1], tokens.device
@@ -214,6 +230,9 @@ class GPT(nn.Module):
         return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            do = "Pass torch.tensor(ids)[None]."
+            refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
         if tokens.ndim != 2:
             refuse(
                 name, "tokens", f"of shape {list(tokens.shape)}", "[B, S]",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import functional as F
 from .. import hooks
-from ..checks import refuse
+from ..checks import described, refuse
 from ..plans import autocast_dtype
 from .layers import is_as_made
 
@@ -213,4 +213,4 @@ def make_norm(
         return LayerNorm(width, eps, bias=bias, device=device, dtype=dtype, impl=impl)
     if kind == "rms":
         return RMSNorm(width, eps, device=device, dtype=dtype, impl=impl)
-    refuse("make_norm", "kind", repr(kind), "'layer' or 'rms'", "Pass 'layer' for LayerNorm.")
+    refuse("make_norm", "kind", described(kind), "'layer' or 'rms'", "Pass 'layer' for LayerNorm.")
