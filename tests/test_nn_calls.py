@@ -497,3 +497,26 @@ def test_fully_shard_of_single_modules(parts, names, batch, mesh):
         for name, p in model.named_parameters():
             close(p.grad.full_tensor(), wanted[name].grad)
     close(model(batch[0])[0], plain(batch[0])[0])
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")
+@pytest.mark.parametrize("parts", [{}, UNTIED], ids=["tied", "untied"])
+def test_tensor_parallel_tables_and_head(parts, batch, mesh):
+    """Their classes stay; their weights are DTensors, and hooks convert inputs and outputs."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    plain, model = gpt(**parts), gpt(**parts)
+    plan = {"embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())}
+    if model.head is not None:
+        plan["head"] = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(model, mesh, plan)
+    for return_logits in (True, False):
+        want, got = (m(*batch, return_logits=return_logits)[1] for m in (plain, model))
+        close(got, want)
+        for a, b in zip(gradients(got, model), gradients(want, plain), strict=True):
+            close(a.full_tensor() if hasattr(a, "full_tensor") else a, b)

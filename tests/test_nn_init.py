@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import io
 import math
 
 import pytest
@@ -161,3 +163,12 @@ def test_a_sharded_model_of_the_meta_device(initialise):
         assert all(g.isfinite().all() for g in gradients)
     finally:
         dist.destroy_process_group()
+
+
+def test_copies_and_pickles_know_how_they_are_initialised():
+    model, file = nn.GPT(SMALL), io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        each(emptied(other))
+        check_gpt2s(other)
