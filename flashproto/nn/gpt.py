@@ -69,12 +69,9 @@ class GPTConfig:
             if not isinstance(value, str) or value not in choices:
                 takes = " or ".join(map(repr, choices))
                 refuse("GPTConfig", name, described(value), takes, f"Pass {name}={choices[0]!r}.")
-        do = "Pass 10000.0 for what is usual."
-        check_number(
-            "GPTConfig", "rope_theta", self.rope_theta, SMALLEST, LARGEST, "a positive number", do
-        )
-        do = "Pass 1e-5 for what is usual."
-        check_number("GPTConfig", "norm_eps", self.norm_eps, 0.0, LARGEST, "a number, 0 or more", do)
+        theta, eps, do = self.rope_theta, self.norm_eps, "Leave it out for what is usual."
+        check_number("GPTConfig", "rope_theta", theta, SMALLEST, LARGEST, "a positive number", do)
+        check_number("GPTConfig", "norm_eps", eps, 0.0, LARGEST, "a finite number, 0 or more", do)
         for name in ("bias", "tie_weights"):
             check_flag("GPTConfig", name, getattr(self, name))
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
@@ -246,7 +243,8 @@ class GPT(nn.Module):
                 f"at most context, {self.config.context}", "Crop them: tokens[:, -context:].",
             )  # fmt: skip
         # On a GPU in generate alone, once: to look at ids there is to wait for it.
-        if tokens.numel() and (is_readable(tokens) or (name != "GPT" and tokens.is_cuda)):
+        waits = name != "GPT" and tokens.is_cuda and type(tokens) is Tensor
+        if tokens.numel() and (waits or is_readable(tokens)):
             low, high = map(int, tokens.aminmax())
             if low < 0 or high >= self._vocabulary:
                 refuse(
