@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashproto import BackendError, backends, nn
 from flashproto.nn import PRESETS, GPTConfig
@@ -383,6 +387,55 @@ def test_config_refuses_what_does_not_fit(changes, named):
         dataclasses.replace(TINY, **changes)
 
 
+LONG = torch.randn(1000)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: GPTConfig(LONG, 16, 1, 2, 16), "GPTConfig: vocab_size is a tensor of shape"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm=LONG), "GPTConfig: norm is a tensor of shape"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, mlp=["gelu"]), r"GPTConfig: mlp is \['gelu'\]"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm_eps=-1.0), "GPTConfig: norm_eps is -1.0"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, norm_eps="1e-5"), "GPTConfig: norm_eps is "),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=0.0), "GPTConfig: rope_theta is 0.0"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=math.nan), "GPTConfig: rope_theta is nan"),
+        (lambda: GPTConfig(50, 16, 1, 2, 16, bias="no"), "GPTConfig: bias is "),
+        (lambda: GPTConfig.preset(["toy"]), r"GPTConfig.preset: name is \['toy'\]"),
+        (lambda: nn.Attention(16, "2"), "Attention: n_heads is "),
+        (lambda: nn.Attention(16.0, 2), "Attention: d_model is 16.0"),
+        (lambda: nn.Attention(16, 2, LONG), "Attention: n_kv_heads is a tensor of shape"),
+        (lambda: nn.Attention(16, 2, causal="no"), "Attention: causal is "),
+        (lambda: nn.Attention(16, 2, qk_norm=LONG), "Attention: qk_norm is a tensor of shape"),
+        (lambda: nn.TransformerBlock("16", 2), "TransformerBlock: d_model is "),
+        (lambda: nn.TransformerBlock(16, 2, norm=LONG), "make_norm: kind is a tensor of shape"),
+        (lambda: nn.MLP(16, -4), "MLP: d_ff is -4"),
+        (lambda: nn.MLP("16"), "MLP: d_model is "),
+        (lambda: nn.MLP(16, kind=LONG), "MLP: kind is a tensor of shape"),
+        (lambda: nn.rope_tables("4", 8), "rope_tables: length is "),
+        (lambda: nn.rope_tables(-1, 8), "rope_tables: length is -1"),
+        (lambda: nn.rope_tables(4, 2.0), "rope_tables: head_dim is 2.0"),
+        (lambda: nn.rope_tables(4, 8, theta=-1.0), "rope_tables: theta is -1.0"),
+        (lambda: nn.GPT(TINY)([[1, 2]]), r"GPT: tokens is \["),
+        (lambda: nn.GPT(TINY).generate([[1, 2]], 1), r"GPT.generate: tokens is \["),
+    ],
+)
+def test_wrong_arguments_are_named(make, said):
+    with pytest.raises((ValueError, TypeError), match=rf"^{said}.*; it takes ") as e:
+        make()
+    assert len(str(e.value)) < 300
+
+
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_targets_out_of_range_are_named_on_a_cpu(return_logits):
+    model, tokens = nn.GPT(TINY), torch.zeros(2, 5, dtype=torch.int64)
+    for wrong in (61, -1):
+        targets = tokens.clone()
+        targets[1, 3] = wrong
+        with pytest.raises(ValueError, match=rf"cross_entropy: targets is {wrong} at .*; it takes "):
+            model(tokens, targets, return_logits=return_logits)
+
+
 def test_unknown_preset_is_refused():
     with pytest.raises(ValueError, match="'gpt5'; it takes one of 'toy'"):
         GPTConfig.preset("gpt5")
@@ -396,6 +449,71 @@ def test_gpt_refuses_tokens_that_do_not_fit():
         model(torch.zeros(1, 3))
     with pytest.raises(ValueError, match="tokens is 25 long; it takes at most context, 24"):
         model(torch.zeros(1, 25, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS], ids=["gpt", "llama"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize(("wrong", "said"), [(61, "from 0 to 61"), (-1, "from -1 to 0")])
+def test_gpt_refuses_ids_out_of_range_on_a_cpu(parts, dtype, wrong, said):
+    model = nn.GPT(dataclasses.replace(TINY, **parts), impl="torch")
+    tokens = torch.zeros(3, 24, dtype=dtype)
+    tokens[1, 5] = wrong
+    with pytest.raises(ValueError, match=rf"^GPT: tokens is {said}; it takes ids from 0 to 60") as e:
+        model(tokens)
+    assert len(str(e.value)) < 300
+    tokens[1, 5] = 60
+    assert model(tokens)[0].shape == (3, 24, 61)
+    model = nn.GPT(dataclasses.replace(TINY, **parts))
+    assert model(tokens[:0])[0].shape == (0, 24, 61)
+
+
+def test_ids_of_a_larger_embedding_are_taken():
+    model = nn.GPT(TINY, impl="torch")
+    model.embedding = torch.nn.Embedding(70, 32)
+    assert model(torch.full((1, 3), 69))[0].shape == (1, 3, 70)
+    assert model.generate(torch.full((1, 3), 69), 2, top_k=65).shape == (1, 5)
+    with pytest.raises(ValueError, match="tokens is from 70 to 70; it takes ids from 0 to 69"):
+        model(torch.full((1, 3), 70))
+
+
+def test_ids_are_looked_at_only_where_that_is_free():
+    """Not while a call is traced, transformed or watched, nor of tensors without memory."""
+    model = nn.GPT(TINY, impl="torch")
+    tokens = torch.randint(61, (2, 3, 5))
+    want = torch.stack([model(row)[0] for row in tokens])
+    close(torch.func.vmap(lambda row: model(row)[0])(tokens), want)
+    traced = make_fx(lambda row: model(row)[0], tracing_mode="real")(tokens[0])
+    close(traced(tokens[1]), want[1])
+    torch._dynamo.reset()
+    close(torch.compile(model, fullgraph=True, backend="aot_eager")(tokens[0])[0], want[0])
+
+    class Watch(TorchDispatchMode):
+        seen: ClassVar[set[str]] = set()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen.add(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        model(tokens[0])
+    assert "aten.embedding.default" in Watch.seen
+    assert not {"aten.aminmax.default", "aten._local_scalar_dense.default"} & Watch.seen
+    with FakeTensorMode():
+        fake = nn.GPT(TINY, impl="torch")
+        assert fake(torch.zeros(2, 5, dtype=torch.int64))[0].shape == (2, 5, 61)
+        assert fake.generate(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [{}, LLAMA_PARTS], ids=["gpt", "llama"])
+def test_gpt_runs_on_the_meta_device(parts, dtype):
+    with torch.device("meta"):
+        model = nn.GPT(dataclasses.replace(TINY, **parts), dtype=dtype)
+        tokens = torch.zeros(2, 24, dtype=torch.int64)
+        logits, loss = model(tokens, tokens)
+        loss.backward()
+    assert (logits.shape, logits.dtype, logits.device.type) == ((2, 24, 61), dtype, "meta")
+    assert all(p.grad.shape == p.shape and p.grad.is_meta for p in model.parameters())
 
 
 def test_autocast_gives_a_float32_loss_close_to_the_exact_one():
@@ -423,8 +541,19 @@ def test_norms_under_autocast_save_casts_alone(monkeypatch, autocasts_norms, imp
     tokens = torch.randint(61, (2, 24), device=DEVICE)
     found = []
 
-    def look(norm, inputs, results):
-        found.append((inputs[0].dtype, results[0].dtype, results[1].dtype))
+    def watch(kind):
+        forward = kind.forward
+
+        def seen(norm, *inputs):
+            results = forward(norm, *inputs)
+            if len(inputs) == 2:
+                found.append((inputs[0].dtype, results[0].dtype, results[1].dtype))
+            return results
+
+        monkeypatch.setattr(kind, "forward", seen)
+
+    watch(nn.LayerNorm)
+    watch(nn.RMSNorm)
 
     def outcome():
         found.clear()
@@ -432,14 +561,12 @@ def test_norms_under_autocast_save_casts_alone(monkeypatch, autocasts_norms, imp
             logits, loss = model(tokens, tokens)
         return logits.detach(), loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))
 
-    for norm in (model.blocks[0].norm2, model.blocks[1].norm1, model.norm):
-        norm.register_forward_hook(look)
     got = outcome()
-    assert found == [(dtype, dtype, torch.float32)] * 3
+    assert found == [(dtype, dtype, torch.float32)] * 4  # all norms but the first, without a residual
     for module in (nn.block, nn.gpt):
         monkeypatch.setattr(module, "norm_before_linear", lambda norm, *inputs: norm(*inputs))
     wanted = outcome()
-    assert found == [(dtype, torch.float32, torch.float32)] * 3
+    assert found == [(dtype, torch.float32, torch.float32)] * 4
     if impl == "triton" and DEVICE.type == "cuda":  # may add in another order
         exact = model(tokens, tokens)
         exact = [*exact, *torch.autograd.grad(exact[1], list(model.parameters()))]
@@ -536,6 +663,73 @@ def test_generate_samples_from_the_models_distribution(model):
     assert (share - p).abs().amax() < 0.04  # five standard deviations
 
 
+def test_what_generate_returns_can_be_trained_on(model):
+    tokens = model.generate(torch.randint(61, (2, 4), device=DEVICE), 6)
+    assert not tokens.is_inference()
+    assert not tokens.requires_grad
+    for return_logits in (True, False):
+        loss = model(tokens, tokens, return_logits=return_logits)[1]
+        found = torch.autograd.grad(loss, list(model.parameters()))
+        assert all(g.isfinite().all() for g in found)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_generate_leaves_the_model_as_it_was(model, training):
+    model.train(training)
+    model.generate(torch.zeros(1, 3, dtype=torch.int64, device=DEVICE), 2)
+    assert all(module.training == training for module in model.modules())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("top_k", [None, 7, 61, 1000])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-40, 1e-46, 1e-310, 5e-324])
+def test_generate_at_a_tiny_temperature_takes_the_likeliest(model, temperature, top_k):
+    prompt = torch.randint(61, (3, 6), device=DEVICE)
+    want = model.generate(prompt, 20, temperature=0.0)
+    got = model.generate(prompt, 20, temperature=temperature, top_k=top_k, generator=seeded(0))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("temperature", [1e20, 1e39, 1.7e308])
+def test_generate_at_a_huge_temperature_takes_the_top_k_alike(model, temperature):
+    prompt = torch.randint(61, (1, 4), device=DEVICE)
+    top = model(prompt)[0][0, -1].topk(5).indices
+    new = model.generate(
+        prompt.expand(4000, -1), 1, temperature=temperature, top_k=5, generator=seeded(0)
+    )[:, -1]
+    count = torch.bincount(new, minlength=61)[top]
+    assert count.sum() == 4000
+    assert (count - 800).abs().amax() < 130  # five standard deviations
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_probabilities_are_the_softmax_of_the_quotient(temperature):
+    logits = 20 * torch.randn(4, 50, dtype=torch.float32)
+    want = torch.softmax(logits.double() / temperature, -1)
+    got = nn.gpt._probabilities(logits, temperature, None)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-30)
+    assert torch.equal(got, nn.gpt._probabilities(logits, temperature, 50))
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"temperature": "1"}, "temperature"),
+        ({"temperature": None}, "temperature"),
+        ({"temperature": torch.ones(3)}, "temperature"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"top_k": "5"}, "top_k"),
+        ({"max_new_tokens": 1.5}, "max_new_tokens"),
+        ({"max_new_tokens": None}, "max_new_tokens"),
+    ],
+)
+def test_generate_refuses_what_is_no_number(model, changes, named):
+    arguments = {"tokens": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 1} | changes
+    with pytest.raises(TypeError, match=rf"GPT.generate: {named} is .*; it takes"):
+        model.generate(**arguments)
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -545,7 +739,10 @@ def test_generate_samples_from_the_models_distribution(model):
         ({"max_new_tokens": -1}, "max_new_tokens is -1"),
         ({"temperature": -0.5}, "temperature is -0.5"),
         ({"temperature": math.nan}, "temperature is nan"),
+        ({"temperature": math.inf}, "temperature is inf"),
+        ({"temperature": -1e-40}, "temperature is -1e-40"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"top_k": -3}, "top_k is -3"),
     ],
 )
 def test_generate_refuses_what_is_out_of_range(model, changes, named):

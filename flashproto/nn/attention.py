@@ -5,6 +5,7 @@ Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D h
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..checks import refuse
+from ..checks import LARGEST, SMALLEST, check_flag, check_integer, check_number, refuse
+from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
 Rope = tuple[Tensor, Tensor]
@@ -29,10 +31,15 @@ def rope_tables(
     Always float32: rounded to bfloat16, neighbouring positions past 256 would be the same.
     Source: Su et al., "RoFormer" (2021), equation 34; dimension i is paired with i + D/2
     as in Llama.
-    Raises ValueError for an odd head_dim.
+    Raises ValueError for an odd head_dim or a number out of range, TypeError for what is no number.
     """
+    check_integer("rope_tables", "length", length, 0, sys.maxsize, "a number of tokens", "Pass it.")
+    do = "Leave it out for what is usual."
+    check_number("rope_tables", "theta", theta, SMALLEST, LARGEST, "a positive number", do)
+    do = "Rotate pairs of dimensions."
+    check_integer("rope_tables", "head_dim", head_dim, 0, sys.maxsize, "an even number", do)
     if head_dim % 2:
-        refuse("rope_tables", "head_dim", head_dim, "an even number", "Rotate pairs of dimensions.")
+        refuse("rope_tables", "head_dim", head_dim, "an even number", do)
     dims = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
     positions = torch.arange(length, device=device, dtype=torch.float32)
     angles = positions[:, None] * theta ** (-dims / head_dim)
@@ -75,7 +82,7 @@ class Attention(nn.Module):
 
     forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
     any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
-    Raises ValueError where heads and widths do not fit.
+    Raises ValueError where heads and widths do not fit, TypeError for an argument of another type.
     """
 
     def __init__(
@@ -97,6 +104,9 @@ class Attention(nn.Module):
         super().__init__()
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_heads("Attention", d_model, n_heads, n_kv_heads, head_dim)
+        flags = {"bias": bias, "causal": causal, "qk_norm": qk_norm, "interleaved": interleaved}
+        for name, flag in flags.items():
+            check_flag("Attention", name, flag)
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
@@ -105,17 +115,19 @@ class Attention(nn.Module):
         self.impl = impl
         width = (n_heads + 2 * n_kv_heads) * self.head_dim
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
-        self.qkv = nn.Linear(d_model, width, **place)
-        self.out = nn.Linear(n_heads * self.head_dim, d_model, **place)
+        self.qkv = Linear(d_model, width, **place)
+        self.out = Linear(n_heads * self.head_dim, d_model, **place)
         self.q_norm, self.k_norm = (
-            RMSNorm(self.head_dim, eps, device=device, dtype=dtype) if qk_norm else None
+            RMSNorm(self.head_dim, eps, device=device, dtype=dtype, impl=beside_attention(impl))
+            if qk_norm
+            else None
             for _ in range(2)
         )
 
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         qkv = self.qkv(x)
         options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
-        if rope is None and self.q_norm is None:
+        if rope is None and self.q_norm is None and self.k_norm is None:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
         else:
             y = F.attention(*self._heads(qkv, rope), **options)  # type: ignore[assignment]
@@ -124,14 +136,28 @@ class Attention(nn.Module):
     def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, S, D], k and v [B, Hkv, S, D] of qkv, q and k normalized and rotated."""
         heads = (self.n_heads, self.n_kv_heads)
-        impl = beside_attention(self.impl)
-        if self.q_norm is not None and self.k_norm is not None:
+        options: dict[str, Any] = {
+            "interleaved": self.interleaved,
+            "impl": beside_attention(self.impl),
+        }
+        q_norm, k_norm = self.q_norm, self.k_norm
+        if q_norm is None and k_norm is None:
+            assert rope is not None
+            return F.rope_qkv(qkv, *heads, *rope, **options)
+        if q_norm is not None and k_norm is not None and _one_pass(q_norm, k_norm):
             return F.qk_norm_qkv(
-                qkv, *heads, self.q_norm.weight, self.k_norm.weight, *(rope or (None, None)),
-                interleaved=self.interleaved, eps=self.q_norm.eps, impl=impl,
+                qkv, *heads, q_norm.weight, k_norm.weight, *(rope or (None, None)),
+                eps=q_norm.eps, casting=q_norm.casting, **options,
             )  # fmt: skip
-        assert rope is not None
-        return F.rope_qkv(qkv, *heads, *rope, interleaved=self.interleaved, impl=impl)
+        q, k, v = (
+            rearrange(part, "b s (h d) -> b h s d", d=self.head_dim)
+            for part in qkv.split([n * self.head_dim for n in (heads[0], heads[1], heads[1])], dim=-1)
+        )
+        q = q if q_norm is None else q_norm(q)
+        k = k if k_norm is None else k_norm(k)
+        if rope is not None:
+            q, k = F.rope(q, k, *rope, **options)
+        return q, k, v
 
     def extra_repr(self) -> str:
         return (
@@ -140,11 +166,23 @@ class Attention(nn.Module):
         )
 
 
+def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
+    """Whether qk_norm_qkv may stand in for the calls of both."""
+    return (
+        is_as_made(q_norm, RMSNorm) and is_as_made(k_norm, RMSNorm)
+        and q_norm.bias is None and k_norm.bias is None
+        and (q_norm.eps, q_norm.casting) == (k_norm.eps, k_norm.casting)
+    )  # fmt: skip
+
+
 def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError where Hq does not divide d_model (and sets D) or Hkv does not divide Hq."""
-    if n_heads < 1:
-        refuse(name, "n_heads", n_heads, "at least 1", "Pass the number of query heads.")
-    if n_kv_heads < 1 or n_heads % n_kv_heads:
+    """Raise ValueError where Hq does not divide d_model (and sets D) or Hkv does not divide Hq, and
+    TypeError where one of them is no integer."""
+    sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
+    for argument, size in sizes.items():
+        if argument != "head_dim" or size is not None:
+            check_integer(name, argument, size, 1, sys.maxsize, "an integer of at least 1", "Pass one.")
+    if n_heads % n_kv_heads:
         refuse(
             name, "n_kv_heads", n_kv_heads, f"a divisor of n_heads, {n_heads}",
             "Pass None for as many key heads as query heads.",
@@ -154,5 +192,3 @@ def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim
             name, "d_model", d_model, f"a multiple of n_heads, {n_heads}",
             "Pass head_dim to set the width of a head apart from d_model.",
         )  # fmt: skip
-    if head_dim is not None and head_dim < 1:
-        refuse(name, "head_dim", head_dim, "at least 1", "Pass None for d_model / n_heads.")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import Attention, Rope, beside_attention
+from .attention import Attention, Rope, beside_attention, check_heads
 from .mlp import MLP
 from .norm import make_norm, norm_before_linear
 
@@ -34,7 +34,8 @@ class TransformerBlock(nn.Module):
         impl: the backend of attention, norms and MLP by name; None chooses.  With "hopper", which has
             attention alone, norms and MLP choose, and that is "triton" on such a GPU.
 
-    Raises ValueError where widths and heads do not fit or a name is unknown.
+    Raises ValueError where widths and heads do not fit or a name is unknown, TypeError for an argument
+    of another type.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class TransformerBlock(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        kv_heads = n_heads if n_kv_heads is None else n_kv_heads
+        check_heads("TransformerBlock", d_model, n_heads, kv_heads, head_dim)
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         others = beside_attention(impl)
         self.norm1 = make_norm(norm, d_model, eps=eps, impl=others, **place)

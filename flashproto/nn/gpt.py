@@ -6,6 +6,7 @@ Legend: B batch, S tokens, C = d_model, V vocabulary; tokens [B, S] int64, logit
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,17 +14,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checks import refuse
+from ..checks import (
+    LARGEST,
+    SMALLEST,
+    check_flag,
+    check_integer,
+    check_number,
+    described,
+    is_integer,
+    is_readable,
+    refuse,
+)
 from ..functional import cross_entropy, linear_cross_entropy
 from .attention import beside_attention, check_heads, rope_tables
 from .block import TransformerBlock
+from .layers import Embedding, Linear, is_as_made, is_plain
 from .mlp import default_d_ff
 from .norm import make_norm, norm_before_linear
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; raises ValueError when its parts do not fit together.
+    """The shape of a GPT; raises ValueError when its parts do not fit together, and TypeError for
+    a number or a flag that is something else.
 
     n_kv_heads=None is n_heads; d_ff=None is default_d_ff(d_model, mlp).  context is the longest
     input; with positions="learned" it is also the length of the position table.
@@ -45,27 +58,28 @@ class GPTConfig:
     tie_weights: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "n_layers", "n_heads", "d_model"):
-            self._check_positive(name)
-        for name in ("n_kv_heads", "d_ff"):
-            if getattr(self, name) is not None:
-                self._check_positive(name)
+        for name in ("vocab_size", "context", "n_layers", "n_heads", "d_model", "n_kv_heads", "d_ff"):
+            value = getattr(self, name)
+            if value is None and name in ("n_kv_heads", "d_ff"):
+                continue
+            if not is_integer(value) or value < 1:
+                refuse("GPTConfig", name, described(value), "an integer of at least 1", "Pass one.")
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
+            value = getattr(self, name)
+            if not isinstance(value, str) or value not in choices:
                 takes = " or ".join(map(repr, choices))
-                do = f"Pass {name}={choices[0]!r}."
-                refuse("GPTConfig", name, repr(getattr(self, name)), takes, do)
+                refuse("GPTConfig", name, described(value), takes, f"Pass {name}={choices[0]!r}.")
+        theta, eps, do = self.rope_theta, self.norm_eps, "Leave it out for what is usual."
+        check_number("GPTConfig", "rope_theta", theta, SMALLEST, LARGEST, "a positive number", do)
+        check_number("GPTConfig", "norm_eps", eps, 0.0, LARGEST, "a finite number, 0 or more", do)
+        for name in ("bias", "tie_weights"):
+            check_flag("GPTConfig", name, getattr(self, name))
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
                 "GPTConfig", "head_dim", f"{self.head_dim} (d_model / n_heads)",
                 "an even number with positions='rope'", "Change n_heads, or use learned positions.",
             )  # fmt: skip
-
-    def _check_positive(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            refuse("GPTConfig", name, repr(value), "an integer of at least 1", "Pass one.")
 
     @property
     def kv_heads(self) -> int:
@@ -83,9 +97,9 @@ class GPTConfig:
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
         """The preset called `name`, with some fields changed."""
-        if name not in PRESETS:
+        if not isinstance(name, str) or name not in PRESETS:
             names = ", ".join(map(repr, PRESETS))
-            refuse("GPTConfig.preset", "name", repr(name), f"one of {names}", "Pass one of them.")
+            refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
         return dataclasses.replace(PRESETS[name], **changes)
 
 
@@ -110,6 +124,13 @@ class GPT(nn.Module):
     The residual stream passes between blocks as a pair whose sum the next norm takes (see
     TransformerBlock).  With tie_weights the embedding is also the output matrix, and state_dict
     holds it once.  impl is the backend by name, see TransformerBlock; None chooses.
+
+    Adapters, hooks, parametrizations and sharding of single modules work as in any torch model.  A
+    module that they change is called and takes no part in a fusion.  For a norm that costs a pass over
+    memory for the residual add.  For the head it costs the memory of the logits [B, S, V], which
+    return_logits=False avoids otherwise.  With tie_weights the output matrix is what the embedding
+    gives for all V ids: its weight, or, where an adapter, a parametrization or sharding changes that,
+    the result of a second call.  Hooks of the embedding alone cause no second call.
     """
 
     def __init__(
@@ -123,9 +144,9 @@ class GPT(nn.Module):
         super().__init__()
         self.config = c = config
         place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding = nn.Embedding(c.vocab_size, c.d_model, **place)
+        self.embedding = Embedding(c.vocab_size, c.d_model, **place)
         learned = c.positions == "learned"
-        self.positions = nn.Embedding(c.context, c.d_model, **place) if learned else None
+        self.positions = Embedding(c.context, c.d_model, **place) if learned else None
         self.blocks = nn.ModuleList(
             TransformerBlock(
                 c.d_model, c.n_heads, c.kv_heads, c.hidden,
@@ -135,20 +156,26 @@ class GPT(nn.Module):
         )  # fmt: skip
         self.impl = beside_attention(impl)
         self.norm = make_norm(c.norm, c.d_model, bias=c.bias, eps=c.norm_eps, impl=self.impl, **place)
-        self.head = None if c.tie_weights else nn.Linear(c.d_model, c.vocab_size, bias=False, **place)
+        self.head = None if c.tie_weights else Linear(c.d_model, c.vocab_size, bias=False, **place)
+        for name, module in self.named_modules():
+            if isinstance(module, (Linear, Embedding)):
+                into_stream = name.endswith(("attention.out", "mlp.down"))
+                module.std = 0.02 * ((2 * c.n_layers) ** -0.5 if into_stream else 1.0)
         self.reset_parameters()
 
-    @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """GPT-2's initialisation: normal(0, 0.02); projections into the residual stream divided by
-        sqrt(2 n_layers), so that its variance does not grow with depth; biases 0."""
-        for name, module in self.named_modules():
-            if isinstance(module, (nn.Linear, nn.Embedding)):
-                into_stream = name.endswith(("attention.out", "mlp.down"))
-                std = 0.02 * ((2 * self.config.n_layers) ** -0.5 if into_stream else 1.0)
-                module.weight.normal_(0.0, std, generator=generator)
-                if isinstance(module, nn.Linear) and module.bias is not None:
-                    module.bias.zero_()
+        """Initialise every module; that of a module alone is its own reset_parameters.
+
+        As GPT-2: weights of Linear and Embedding from normal(0, 0.02), those of projections into the
+        residual stream divided by sqrt(2 n_layers), so that its variance does not grow with depth;
+        biases 0; norms 1.  Modules that were put in later initialise themselves.
+        """
+        for module in self.modules():
+            reset = getattr(module, "reset_parameters", None)
+            if isinstance(module, (Linear, Embedding)):
+                module.reset_parameters(generator)
+            elif reset is not None and module is not self:
+                reset()
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
@@ -158,27 +185,51 @@ class GPT(nn.Module):
         loss is the mean cross entropy of targets [B, S] in nats (float32), over those that are not
         -100; None without targets.  return_logits=False with targets gives (None, loss), and on a GPU
         the logits are never in memory together (see flashproto.linear_cross_entropy).  Raises
-        ValueError for tokens that are not [B, S] integers or longer than the context.
+        ValueError for tokens that are not [B, S] integers or longer than the context, and on a CPU
+        for ids out of range; to look at them on a GPU would mean to wait for it.  Targets are checked
+        as by flashproto.cross_entropy.
         """
         self._check_tokens("GPT", tokens)
-        S = tokens.shape[1]
+        S, device = tokens.shape[1], tokens.device
         x, residual, rope = self.embedding(tokens), None, None
         if self.positions is not None:
-            x = x + self.positions.weight[:S]
+            x = x + self.positions(torch.arange(S, device=device))
         else:
-            rope = rope_tables(S, self.config.head_dim, self.config.rope_theta, tokens.device)
+            rope = rope_tables(S, self.config.head_dim, self.config.rope_theta, device)
         for block in self.blocks:
             x, residual = block(x, residual, rope)
         x, _ = norm_before_linear(self.norm, x, cast(Tensor, residual))
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        if targets is not None and not return_logits:
-            return None, cast(Tensor, linear_cross_entropy(x, weight, targets, impl=self.impl))
-        logits = F.linear(x, weight)
+        head, fused = self.head, targets is not None and not return_logits
+        bias = None
+        if head is None:
+            weight = self._tied_matrix(device)
+        elif fused and is_as_made(head, Linear, nn.Linear):
+            weight, bias = head.weight, head.bias
+        else:
+            fused = False
+        if targets is not None and fused:
+            return None, cast(Tensor, linear_cross_entropy(x, weight, targets, bias, impl=self.impl))
+        logits = F.linear(x, weight) if head is None else head(x)
         if targets is None:
             return logits, None
-        return logits, cast(Tensor, cross_entropy(logits, targets, impl=self.impl))
+        loss = cast(Tensor, cross_entropy(logits, targets, impl=self.impl))
+        return logits if return_logits else None, loss
+
+    def _tied_matrix(self, device: torch.device) -> Tensor:
+        """The embedding as the output matrix [V, C]."""
+        if is_plain(self.embedding, Embedding, nn.Embedding):
+            return self.embedding.weight
+        return self.embedding(torch.arange(self._vocabulary, device=device))
+
+    @property
+    def _vocabulary(self) -> int:
+        """V, also of an embedding of another size in the place of the model's own."""
+        return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
 
     def _check_tokens(self, name: str, tokens: Tensor) -> None:
+        if not isinstance(tokens, Tensor):
+            do = "Pass torch.tensor(ids)[None]."
+            refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
         if tokens.ndim != 2:
             refuse(
                 name, "tokens", f"of shape {list(tokens.shape)}", "[B, S]",
@@ -191,8 +242,17 @@ class GPT(nn.Module):
                 name, "tokens", f"{tokens.shape[1]} long",
                 f"at most context, {self.config.context}", "Crop them: tokens[:, -context:].",
             )  # fmt: skip
+        # On a GPU in generate alone, once: to look at ids there is to wait for it.
+        waits = name != "GPT" and tokens.is_cuda and type(tokens) is Tensor
+        if tokens.numel() and (waits or is_readable(tokens)):
+            low, high = map(int, tokens.aminmax())
+            if low < 0 or high >= self._vocabulary:
+                refuse(
+                    name, "tokens", f"from {low} to {high}", f"ids from 0 to {self._vocabulary - 1}",
+                    "Encode the text with this model's vocabulary.",
+                )  # fmt: skip
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def generate(
         self,
         tokens: Tensor,
@@ -204,34 +264,29 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Continue tokens [B, S] by max_new_tokens samples: [B, S + max_new_tokens].
 
-        temperature divides the logits (0 takes the most likely token); top_k keeps that many of
-        them.  Each step sees the last `context` tokens.  generator is of the model's device.
-        Raises ValueError for an argument out of range.
+        temperature divides the logits; 0, and one so small that it comes to the same, takes the most
+        likely token.  top_k keeps that many of the tokens; None, or more than there are, keeps all.
+        Each step sees the last `context` tokens.  generator is of the model's device.  The result can
+        be trained on.  Raises ValueError for an argument out of range and TypeError for one of
+        another type.
         """
-        name, V = "GPT.generate", self.config.vocab_size
+        name = "GPT.generate"
         self._check_tokens(name, tokens)
         if tokens.shape[1] == 0:
             refuse(name, "tokens", "of length 0", "at least one token", "Begin with a separator.")
-        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < V:
-            refuse(
-                name, "tokens", f"from {int(tokens.min())} to {int(tokens.max())}",
-                f"ids from 0 to {V - 1}", "Encode the text with this model's vocabulary.",
-            )  # fmt: skip
-        if max_new_tokens < 0:
-            refuse(name, "max_new_tokens", max_new_tokens, "0 or more", "Pass how many to add.")
-        if not 0.0 <= temperature < float("inf"):
-            refuse(name, "temperature", temperature, "a finite number, 0 or more", "Try 0.8.")
-        if top_k is not None and top_k < 1:
-            refuse(name, "top_k", top_k, "at least 1, or None", "Pass None to keep every token.")
+        do = "Pass how many to add."
+        check_integer(name, "max_new_tokens", max_new_tokens, 0, sys.maxsize, "0 or more", do)
+        takes = "a finite number, 0 or more"
+        check_number(name, "temperature", temperature, 0.0, LARGEST, takes, "Try 0.8.")
+        if top_k is not None:
+            takes, do = "an integer of at least 1, or None", "Pass None to keep every token."
+            check_integer(name, "top_k", top_k, 1, sys.maxsize, takes, do)
         for _ in range(max_new_tokens):
-            logits = self(tokens[:, -self.config.context :])[0][:, -1].float()
-            if top_k is not None and top_k < V:
-                kept = logits.topk(top_k).values[:, -1:]
-                logits = logits.masked_fill(logits < kept, -torch.inf)
+            logits = cast(Tensor, self(tokens[:, -self.config.context :])[0])[:, -1].float()
             if temperature == 0.0:
                 new = logits.argmax(-1, keepdim=True)
             else:
-                p = torch.softmax(logits / temperature, -1)
+                p = _probabilities(logits, temperature, top_k)
                 new = torch.multinomial(p, 1, generator=generator)
             tokens = torch.cat((tokens, new.to(tokens.dtype)), dim=1)
         return tokens
@@ -248,8 +303,23 @@ class GPT(nn.Module):
         al., "PaLM" (2022), appendix B.
         """
         c = self.config
-        tables = 0 if self.positions is None else self.positions.weight.numel()
-        if self.head is not None:
-            tables += self.embedding.weight.numel()
+        looked_up = [self.positions, None if self.head is None else self.embedding]
+        tables = sum(p.numel() for table in looked_up if table is not None for p in table.parameters())
         S = c.context if length is None else length
         return 6 * (self.parameter_count() - tables) + 12 * c.n_layers * c.d_model * S
+
+
+def _probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    """softmax(logits / temperature) [B, V] over the top_k largest of float32 logits [B, V].
+
+    The largest logit becomes 0 before the division and stays 0 after it, however small the temperature
+    is: the limits at 0 and infinity are those of the formula.  Within the bounds a temperature is a
+    float32 number, and so is its reciprocal, by which a GPU multiplies.
+    """
+    bounds = torch.finfo(torch.float32)
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = scaled / min(max(temperature, bounds.tiny), bounds.max)
+    if top_k is not None and top_k < logits.shape[-1]:
+        kept = logits.topk(top_k).values[:, -1:]
+        scaled = scaled.masked_fill(logits < kept, -torch.inf)
+    return torch.softmax(scaled, -1)

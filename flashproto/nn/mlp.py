@@ -5,11 +5,14 @@ Legend: x [..., C], C = d_model; d_ff the inner width.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..checks import refuse
+from ..checks import check_flag, check_integer, described, refuse
+from .layers import Linear
 
 KINDS = ("gelu", "swiglu", "geglu")
 
@@ -31,7 +34,8 @@ class MLP(nn.Module):
         bias: whether the projections have one.
         impl: the backend of the activation by name; None chooses, and so does "hopper", which has none.
 
-    forward(x [..., C]) returns [..., C].  Raises ValueError for an unknown kind.
+    forward(x [..., C]) returns [..., C].  Raises ValueError for an unknown kind or a width below 1,
+    TypeError for an argument of another type.
     """
 
     def __init__(
@@ -46,15 +50,19 @@ class MLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             takes = ", ".join(map(repr, KINDS[:-1])) + f" or {KINDS[-1]!r}"
-            refuse("MLP", "kind", repr(kind), takes, "Pass kind='gelu'.")
+            refuse("MLP", "kind", described(kind), takes, "Pass kind='gelu'.")
+        takes, do = "an integer of at least 1", "Pass the width."
+        check_integer("MLP", "d_model", d_model, 1, sys.maxsize, takes, do)
         d_ff = default_d_ff(d_model, kind) if d_ff is None else d_ff
+        check_integer("MLP", "d_ff", d_ff, 1, sys.maxsize, takes, do)
+        check_flag("MLP", "bias", bias)
         self.kind = kind
         self.impl = impl
         inner = d_ff if kind == "gelu" else 2 * d_ff
-        self.up = nn.Linear(d_model, inner, bias=bias, device=device, dtype=dtype)
-        self.down = nn.Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
+        self.up = Linear(d_model, inner, bias=bias, device=device, dtype=dtype)
+        self.down = Linear(d_ff, d_model, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         impl = None if self.impl == "hopper" else self.impl

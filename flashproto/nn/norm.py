@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .. import functional as F
 from .. import hooks
-from ..checks import refuse
+from ..checks import described, refuse
 from ..plans import autocast_dtype
+from .layers import is_as_made
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -179,17 +180,18 @@ class GatedRMSNorm(RMSNorm):
 
 
 def norm_before_linear(norm: LayerNorm | RMSNorm, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """norm(x, residual), of whose results linear layers take the first.
+    """(norm(x + residual), x + residual), of which linear layers take the first; in one pass where the
+    norm is as it was made, else by calling the norm as any module of torch, with one tensor.
 
     Under torch.autocast a norm takes and gives float32, though x comes from a linear layer in
     autocast's dtype and the next one takes that dtype.  Here x stays as it is, and the norm is rounded
     to its dtype at once: the same results (up to the order in which a kernel adds, which may follow the
     dtypes), residual and arithmetic in float32, without casts of whole activations.
     """
-    same_rounding = (
-        isinstance(norm, (LayerNorm, RMSNorm)) and norm.casting == "torch"
-        and norm.eps is not None and not norm.memory_efficient
-    )  # fmt: skip
+    if not is_as_made(norm, LayerNorm, RMSNorm):
+        total = x + residual
+        return norm(total), total
+    same_rounding = norm.casting == "torch" and norm.eps is not None and not norm.memory_efficient
     if same_rounding and residual.dtype == torch.float32 != x.dtype == autocast_dtype(x):
         with torch.autocast(x.device.type, enabled=False):
             return norm(x, residual)
@@ -211,4 +213,4 @@ def make_norm(
         return LayerNorm(width, eps, bias=bias, device=device, dtype=dtype, impl=impl)
     if kind == "rms":
         return RMSNorm(width, eps, device=device, dtype=dtype, impl=impl)
-    refuse("make_norm", "kind", repr(kind), "'layer' or 'rms'", "Pass 'layer' for LayerNorm.")
+    refuse("make_norm", "kind", described(kind), "'layer' or 'rms'", "Pass 'layer' for LayerNorm.")
