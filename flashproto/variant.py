@@ -29,10 +29,15 @@ class Kind:
 
     CAUSAL: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def name(self) -> str:
         """Its fields that are set, "causal+window=2"; "full" if none is."""
-        given = ((name.lower(), value) for name, value in vars(self).items() if value)
-        return "+".join(name if value is True else f"{name}={value}" for name, value in given) or "full"
+        given = [(field.lower(), getattr(self, field)) for field in self.__dataclass_fields__]
+        words = [word if value is True else f"{word}={value}" for word, value in given if value]
+        return "+".join(words) or "full"
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def TUNED(self) -> bool:
@@ -73,7 +78,7 @@ def pack(variant: Variant) -> Packed:
     ints = [x for x in numbers if x is not None and not isinstance(x, float)]
     kinds = "".join("-" if x is None else "f" if isinstance(x, float) else "i" for x in numbers)
     which = "".join("-" if x is None else "t" for x in tensors)
-    return present, [offset, *ints], floats, f"{kind}/{kinds}/{which}"
+    return present, [offset, *ints], floats, f"{kind.name}/{kinds}/{which}"
 
 
 def unpack(

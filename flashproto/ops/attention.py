@@ -7,7 +7,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -277,6 +277,17 @@ def forward_of_packed(q, k, v, tensors, ints, floats, variant, scale, backend):
     return attention_forward(q, k, v, unpack(tensors, ints, floats, variant), scale, backend)
 
 
+def no_gradients(settings: Sequence[object]) -> list[list[None] | None]:
+    """Of an op's settings, as torch.library wants them: a list for one of tensors or of nothing."""
+
+    def of(x: object) -> list[None] | None:
+        if not isinstance(x, list) or any(not isinstance(y, Tensor) for y in x):
+            return None
+        return [None] * len(x)
+
+    return [of(x) for x in settings]
+
+
 def backward_of_packed(
     q, k, v, out, lse, dout, dlse, tensors, ints, floats, variant, scale, backend, need_dq, need_dkv
 ):
@@ -312,7 +323,7 @@ def _(q, k, v, out, lse, dout, dlse, *settings):
 
 def _backward(ctx, dout, dlse):
     dq, dk, dv, *_ = backward(ctx, torch.ops.flashproto.attention_backward, ctx.settings, dout, dlse)
-    return dq, dk, dv, *(None,) * len(ctx.settings)
+    return dq, dk, dv, *no_gradients(ctx.settings)
 
 
 attention_forward_op.register_autograd(_backward, setup_context=setup_context)

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from .. import plans
 from ..variant import SCHEMA, Variant, pack, unpack
-from .attention import attention_forward, fill_gradients, hopper, hopper_settings, plan_forward
+from .attention import (
+    attention_forward,
+    fill_gradients,
+    hopper,
+    hopper_settings,
+    no_gradients,
+    plan_forward,
+)
 from .autograd import (
     FirstDerivative,
     KernelFunction,
@@ -225,7 +232,7 @@ def _(qkv, *others):
 
 def _backward(ctx, dout, dlse):
     gradient, *_ = backward(ctx, torch.ops.flashproto.attention_qkv_backward, ctx.settings, dout, dlse)
-    return gradient, *(None,) * len(ctx.settings)
+    return gradient, *no_gradients(ctx.settings)
 
 
 attention_qkv_forward_op.register_autograd(_backward, setup_context=setup_context)
