@@ -1,20 +1,24 @@
-"""Compares the instructions of the attention kernels of two trees of this project, without a GPU.
+"""Compares the attention kernels of this tree with those of another one, without a GPU.
 
-    python tests/kernel_instructions.py . ../other            compiles both
-    python tests/kernel_instructions.py --write other.tsv ../other
-    python tests/kernel_instructions.py . other.tsv           compiles one; the other was written
+    git worktree add --detach ../other COMMIT
+    python tests/kernel_instructions.py ../other              every kernel
+    python tests/kernel_instructions.py ../other --only 'backward-128.*' --code
 
-For a change that must cost nothing: names, arguments that nobody uses, code behind a constant.  Every
-case of compile_cases_attention.py (sm_80 and sm_90) and of compile_cases_hopper.py (sm_90) is compiled
-as its own tree does it, all kernels forward and backward, and disassembled.  A kernel is
+For a change that must cost nothing: names, arguments that nobody uses, code behind a constant.  The
+kernels are every case of compile_cases_attention.py (sm_80, sm_90, sm_100) and of
+compile_cases_hopper.py (sm_90), forward and backward, each as its own tree lists it.
 
-    equal        if its machine code is, bit for bit, with the hints for the scheduler;
+First each is compiled up to Triton's own representation with all calls inlined and all constants
+folded, from which the rest follows: where it and the options are the same in both trees, character by
+character, so are the instructions.  The others, and with --code all, are compiled to the end and
+disassembled.  These are
+
+    equal        if the machine code is, bit for bit, with the hints for the scheduler;
     renumbered   if the instructions are equal once the places of arguments in the constant bank are
                  numbered in the order in which the code reads them: arguments have moved;
     different    otherwise, and then the script ends with 1; so too where a case has no partner.
 
---only takes the cases that a regular expression finds.  A file is of one build of Triton, which its
-first line names; with another it is refused.
+--only takes the cases that a regular expression finds, "hopper 90 forward-64-causal-...".
 """
 
 from __future__ import annotations
@@ -29,11 +33,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
-JOBS = (("attention", 80), ("attention", 90), ("hopper", 90))
+HERE = Path(__file__).resolve().parent.parent
+JOBS = (("attention", 80), ("attention", 90), ("attention", 100), ("hopper", 90))
 # An instruction's line: where it is, its text, and the first half of its code.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16}) \*/")
 REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
@@ -49,8 +55,8 @@ class Code(NamedTuple):
     text: str
 
 
-def digest(lines: list[str]) -> str:
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def code_of(sass: str) -> Code:
@@ -69,106 +75,119 @@ def code_of(sass: str) -> Code:
             codes.append(found[1])
     if not texts or len(codes) != 2 * len(texts):
         raise RuntimeError(f"{len(texts)} instructions and {len(codes)} words of code: unknown listing")
-    return Code(len(texts), digest(codes), digest(texts))
+    return Code(len(texts), digest(*codes), digest(*texts))
 
 
-def disassembled(cubin: bytes) -> str:
+# --- in a process that imports one tree -----------------------------------------------------------
+
+
+def compiled_code(case: Any, arch: int) -> Code:
+    import compile_worker
     from triton import knobs
 
+    with contextlib.redirect_stdout(io.StringIO()):
+        kernel = compile_worker.compile_case(case, arch)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(kernel.asm["cubin"])
         file.flush()
-        return subprocess.check_output([knobs.nvidia.cuobjdump.path, "-sass", file.name], text=True)
+        listing = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return code_of(subprocess.check_output(listing, text=True, stderr=subprocess.DEVNULL))
 
 
-def compiled(tree: Path, only: str) -> Iterator[tuple[str, Code]]:
-    """(family, architecture and name; code) of every case of the tree that is imported."""
+class Reached(Exception):
+    """Compiling has come so far; with what it has."""
+
+
+def representation(case: Any, arch: int) -> str:
+    """A digest of the kernel as Triton has it before it makes layouts or, of Gluon, LLVM's code, and of
+    the options."""
     import compile_worker
+    from triton.backends.nvidia.compiler import CUDABackend
 
-    if Path(compile_worker.__file__).resolve().parent != tree / "tests":
-        raise RuntimeError(f"{compile_worker.__file__} is imported, not that of {tree}")
-    for family, arch in JOBS:
-        for case in compile_worker.cases_of(family, arch):
-            name = f"{family} {arch} {case.name}"
-            if "control: " in name or not re.search(only, name):
-                continue
-            with contextlib.redirect_stdout(io.StringIO()):
-                kernel = compile_worker.compile_case(case, arch)
-            yield name, code_of(disassembled(kernel.asm["cubin"]))
+    def reach(module: Any, metadata: Any, options: Any, *others: Any) -> NoReturn:
+        raise Reached(digest(module.str_nodebug(), repr(options)))
 
+    def reach_with_self(self: Any, *arguments: Any) -> NoReturn:
+        reach(*arguments)
 
-def build() -> str:
-    """The version of Triton, and of its build."""
-    import triton
-    from triton._C import libtriton
-
-    return f"{triton.__version__} {Path(libtriton.__file__).stat().st_size}"
+    stage = "make_llir" if case.kernel.is_gluon() else "make_ttgir"
+    is_static = isinstance(vars(CUDABackend)[stage], staticmethod)
+    patched = staticmethod(reach) if is_static else reach_with_self
+    with mock.patch.object(CUDABackend, stage, patched):
+        try:
+            compile_worker.compile_case(case, arch)
+        except Reached as reached:
+            return str(reached)
+    raise RuntimeError(f"{case.name} was compiled without {stage}")
 
 
-def show(tree: str, only: str) -> None:
-    """Print a line of JSON for each kernel of a tree, in a process that imports nothing else."""
+def show(tree: str, only: str, code: bool) -> None:
+    """Print a line of JSON for each kernel of a tree: name, and representation or code."""
     path = Path(tree).resolve()
     sys.path[:0] = [str(path), str(path / "tests")]
     with tempfile.TemporaryDirectory() as cache:
         os.environ |= {"TRITON_CACHE_DIR": cache, "MLIR_DISABLE_MULTITHREADING": "1"}
-        for name, code in compiled(path, only):
-            print(json.dumps((name, *code)), flush=True)
+        import compile_worker
+
+        assert Path(compile_worker.__file__).resolve().parent == path / "tests"
+        for family, arch in JOBS:
+            for case in compile_worker.cases_of(family, arch):
+                name = f"{family} {arch} {case.name}"
+                if "control: " not in name and re.search(only, name):
+                    found = compiled_code(case, arch) if code else representation(case, arch)
+                    print(json.dumps((name, found)), flush=True)
 
 
-def instructions(source: str, only: str) -> dict[str, Code]:
-    """Of a tree, or of a file that --write has written."""
-    if Path(source).is_file():
-        first, *lines = Path(source).read_text().splitlines()
-        if first != f"build\t{build()}":
-            sys.exit(f"{source} is of Triton {first[6:]}, this is {build()}. Write it again.")
-    else:
-        environment = {
-            k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "PYTHONPATH")
-        }
-        worker = [sys.executable, __file__, "--show", source, "--only", only]
-        printed = subprocess.run(worker, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-        lines = printed.stdout.splitlines()
-    found = {name: Code(*code) for name, *code in map(json.loads, lines)}
-    return {name: code for name, code in found.items() if re.search(only, name)}
+# --- the two trees --------------------------------------------------------------------------------
 
 
-def compare(ours: dict[str, Code], others: dict[str, Code]) -> list[str]:
-    """Print what is how often equal; returns what is not, a line each."""
-    wrong = [f"{name}: in one tree only" for name in sorted(ours.keys() ^ others.keys())]
-    both = sorted(ours.keys() & others.keys())
-    equal = [name for name in both if ours[name] == others[name]]
-    renumbered = [n for n in both if n not in equal and ours[n].text == others[n].text]
-    wrong += [
-        f"{name}: different, {ours[name].count} and {others[name].count} instructions"
-        for name in both
-        if ours[name].text != others[name].text
-    ]
-    print(
-        f"Triton {build()}: {len(both)} kernels compared, {len(equal)} equal bit for bit, "
-        f"{len(renumbered)} equal with arguments renumbered, {len(wrong)} not"
-    )
+def shown(tree: str, only: str, code: bool) -> Iterator[tuple[str, Any]]:
+    without = ("TRITON_INTERPRET", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    worker = [sys.executable, __file__, tree, "--only", only, "--show", *(["--code"] if code else [])]
+    printed = subprocess.run(worker, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    yield from map(json.loads, printed.stdout.splitlines())
+
+
+def exactly(names: Iterable[str]) -> str:
+    """The regular expression of these."""
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def compare(other: str, only: str, code: bool) -> list[str]:
+    """Print how many kernels are equal, and how; returns what is wrong, a line each."""
+    trees = str(HERE), other
+    ours, theirs = (dict(shown(tree, only, False)) for tree in trees)
+    wrong = [f"{name}: in one tree only" for name in sorted(ours.keys() ^ theirs.keys())]
+    both = sorted(ours.keys() & theirs.keys())
+    same = [name for name in both if ours[name] == theirs[name]]
+    rest = both if code else [name for name in both if ours[name] != theirs[name]]
+    print(f"{len(both)} kernels, {len(same)} of them with the same representation", flush=True)
+    counts = {"equal": 0, "renumbered": 0, "different": 0}
+    if rest:
+        codes = [
+            {name: Code(*found) for name, found in shown(tree, exactly(rest), True)} for tree in trees
+        ]
+        for name in rest:
+            a, b = (found[name] for found in codes)
+            how = "equal" if a == b else "renumbered" if a.text == b.text else "different"
+            counts[how] += 1
+            if how == "different":
+                wrong.append(f"{name}: different, {a.count} and {b.count} instructions")
+    print(f"{len(rest)} disassembled: {', '.join(f'{n} {how}' for how, n in counts.items())}")
     return wrong
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sources", nargs="*", help="trees of the project, or files that were written")
+    parser.add_argument("tree", help="the other tree")
     parser.add_argument("--only", default="", help="a regular expression of cases")
-    parser.add_argument("--write", help="write what is found of one tree to this file")
-    parser.add_argument("--show", help=argparse.SUPPRESS)
+    parser.add_argument("--code", action="store_true", help="disassemble all of them")
+    parser.add_argument("--show", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.show:
-        show(arguments.show, arguments.only)
-        return
-    if len(arguments.sources) != (1 if arguments.write else 2):
-        parser.error("it takes two trees or files, or --write and one tree")
-    found = [instructions(source, arguments.only) for source in arguments.sources]
-    if arguments.write:
-        lines = [json.dumps((name, *code)) for name, code in found[0].items()]
-        Path(arguments.write).write_text("\n".join([f"build\t{build()}", *lines, ""]))
-        return
-    wrong = compare(*found)
-    if wrong:
+        show(arguments.tree, arguments.only, arguments.code)
+    elif wrong := compare(arguments.tree, arguments.only, arguments.code):
         sys.exit("\n".join(wrong))
 
 
