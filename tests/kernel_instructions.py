@@ -33,7 +33,8 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -141,12 +142,13 @@ def show(tree: str, only: str, code: bool) -> None:
 # --- the two trees --------------------------------------------------------------------------------
 
 
-def shown(tree: str, only: str, code: bool) -> Iterator[tuple[str, Any]]:
+def shown(tree: str, only: str, code: bool) -> dict[str, Any]:
+    """What `show` prints of a tree."""
     without = ("TRITON_INTERPRET", "PYTHONPATH")
     environment = {name: value for name, value in os.environ.items() if name not in without}
     worker = [sys.executable, __file__, tree, "--only", only, "--show", *(["--code"] if code else [])]
     printed = subprocess.run(worker, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    yield from map(json.loads, printed.stdout.splitlines())
+    return dict(map(json.loads, printed.stdout.splitlines()))
 
 
 def exactly(names: Iterable[str]) -> str:
@@ -157,7 +159,8 @@ def exactly(names: Iterable[str]) -> str:
 def compare(other: str, only: str, code: bool) -> list[str]:
     """Print how many kernels are equal, and how; returns what is wrong, a line each."""
     trees = str(HERE), other
-    ours, theirs = (dict(shown(tree, only, False)) for tree in trees)
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(lambda tree: shown(tree, only, False), trees)
     wrong = [f"{name}: in one tree only" for name in sorted(ours.keys() ^ theirs.keys())]
     both = sorted(ours.keys() & theirs.keys())
     same = [name for name in both if ours[name] == theirs[name]]
@@ -165,11 +168,10 @@ def compare(other: str, only: str, code: bool) -> list[str]:
     print(f"{len(both)} kernels, {len(same)} of them with the same representation", flush=True)
     counts = {"equal": 0, "renumbered": 0, "different": 0}
     if rest:
-        codes = [
-            {name: Code(*found) for name, found in shown(tree, exactly(rest), True)} for tree in trees
-        ]
+        with ThreadPoolExecutor(2) as pool:
+            codes = list(pool.map(lambda tree: shown(tree, exactly(rest), True), trees))
         for name in rest:
-            a, b = (found[name] for found in codes)
+            a, b = (Code(*found[name]) for found in codes)
             how = "equal" if a == b else "renumbered" if a.text == b.text else "different"
             counts[how] += 1
             if how == "different":
