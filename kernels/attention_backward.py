@@ -22,8 +22,8 @@ import triton.language as tl
 
 from .interpreter import rounded
 from .online_softmax import LOG2E
-from .schedule import key_tiles, query_tile_order, query_tiles
-from .scores import probabilities, score_gradient, visible
+from .schedule import key_ranges, query_range, query_tile_order
+from .scores import modified, modified_gradient, probabilities, score_gradient, visible
 from .tiles import add_product, dot, load_tile, load_tile_clamped, store_tile
 
 
@@ -87,8 +87,9 @@ def attention_backward_keys_kernel(
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
+    variables,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program: dK and dV of one tile of BLOCK_N keys of one key head.
@@ -115,7 +116,7 @@ def attention_backward_keys_kernel(
     dk_low = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dv_low = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    begin, end = query_tiles(j0, Sq, offset, BLOCK_M, CAUSAL)
+    begin, end = query_range(j0, Sq, offset, variables, BLOCK_M, KIND)
     visits = end - begin
 
     for visit in range(GROUP * visits):
@@ -133,12 +134,12 @@ def attention_backward_keys_kernel(
         )  # fmt: skip
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
-        p = probabilities(s, lse2[None, :], scale)
-        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, CAUSAL), p, 0.0)
+        p = probabilities(modified(s, scale, variables, KIND), lse2[None, :], scale)
+        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, variables, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         dv, dv_low = add_product(dv, dv_low, rounded(p, dout.dtype), dout, TF32)
         delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
-        ds = score_gradient(p, dp, delta[None, :])
+        ds = modified_gradient(score_gradient(p, dp, delta[None, :]), s, scale, variables, KIND)
         dk, dk_low = add_product(dk, dk_low, rounded(ds, q.dtype), q, TF32)
 
     dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
@@ -152,9 +153,9 @@ def attention_backward_keys_kernel(
 def query_gradients_from_tiles(
     dq, q, dout, lse2, delta, k_base, v_base,
     stride_ks, stride_kd, stride_vs, stride_vd,
-    i0, first, last, Sk, offset, scale,
+    i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into dq [BM, D]."""
@@ -162,14 +163,14 @@ def query_gradients_from_tiles(
         j0 = tile * BLOCK_N
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
-        p = probabilities(s, lse2[:, None], scale)
+        p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], scale)
         if MASKED:
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            p = tl.where(visible(i, j, Sk, offset, CAUSAL), p, 0.0)
+            p = tl.where(visible(i, j, Sk, offset, variables, KIND), p, 0.0)
         v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
-        ds = score_gradient(p, dp, delta[:, None])
+        ds = modified_gradient(score_gradient(p, dp, delta[:, None]), s, scale, variables, KIND)
         dq = dot(rounded(ds, k.dtype), k, dq, TF32)
     return dq
 
@@ -183,14 +184,15 @@ def attention_backward_queries_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
+    variables,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head."""
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
-    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, CAUSAL) * BLOCK_M
+    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -206,16 +208,21 @@ def attention_backward_queries_kernel(
     lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    whole, end = key_tiles(i0, Sk, offset, BLOCK_M, BLOCK_N, CAUSAL)
+    begin, clear_begin, clear_end, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
     dq = query_gradients_from_tiles(
         dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, 0, whole, Sk, offset, scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, False, TF32, WIDE,
+        i0, begin, clear_begin, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, TF32, WIDE,
     )  # fmt: skip
     dq = query_gradients_from_tiles(
         dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, whole, end, Sk, offset, scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, True, TF32, WIDE,
+        i0, clear_begin, clear_end, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, TF32, WIDE,
+    )  # fmt: skip
+    dq = query_gradients_from_tiles(
+        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, clear_end, end, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, TF32, WIDE,
     )  # fmt: skip
     dq *= scale_natural
     store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)

@@ -21,17 +21,17 @@ import triton.language as tl
 
 from .interpreter import rounded
 from .online_softmax import online_softmax_finish, online_softmax_start, online_softmax_update
-from .schedule import key_tiles, query_tile_order
-from .scores import visible
+from .schedule import key_ranges, query_tile_order
+from .scores import modified, visible
 from .tiles import dot, load_tile, store_tile
 
 
 @triton.jit
 def attend_to_tiles(
     m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-    i0, first, last, Sk, offset, scale,
+    i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into the state (m [BM], l [BM], acc [BM, DV])."""
@@ -47,10 +47,11 @@ def attend_to_tiles(
                 v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
             )  # [BN, DV]
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
+        s = modified(s, scale, variables, KIND)
         if MASKED:
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            s = tl.where(visible(i, j, Sk, offset, CAUSAL), s, -float("inf"))
+            s = tl.where(visible(i, j, Sk, offset, variables, KIND), s, -float("inf"))
         m, l, p, alpha = online_softmax_update(m, l, s, scale, EXACT)
         if BLOCK_D == BLOCK_DV:
             v = load_tile(
@@ -68,15 +69,16 @@ def attention_forward_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_os, stride_od,
     Hq, GROUP, Sq, Sk, offset, scale,
+    variables,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
-    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, CAUSAL) * BLOCK_M
+    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -87,16 +89,21 @@ def attention_forward_kernel(
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     m, l = online_softmax_start(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    whole, end = key_tiles(i0, Sk, offset, BLOCK_M, BLOCK_N, CAUSAL)
+    begin, clear_begin, clear_end, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
     m, l, acc = attend_to_tiles(
         m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, 0, whole, Sk, offset, scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, False, EXACT, TF32, WIDE,
+        i0, begin, clear_begin, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
     )  # fmt: skip
     m, l, acc = attend_to_tiles(
         m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, whole, end, Sk, offset, scale,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, CAUSAL, True, EXACT, TF32, WIDE,
+        i0, clear_begin, clear_end, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
+    )  # fmt: skip
+    m, l, acc = attend_to_tiles(
+        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+        i0, clear_end, end, Sk, offset, scale, variables,
+        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
     )  # fmt: skip
 
     lse, normaliser = online_softmax_finish(m, l, scale)

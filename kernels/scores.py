@@ -2,7 +2,10 @@
 
 Between S = Q K^T and P V a variant of attention may mask scores or change them.  Both happen here and
 nowhere else: a mask is a condition in `visible` (and, to skip work, a range in schedule.py); a change
-of score is a function of the raw score with its derivative beside it.
+of score is a line in `modified`, with its derivative in `modified_gradient`.
+
+KIND, of flashproto/variant.py, says at compile time what the variant has; `variables` are its numbers
+and pointers, None where it has none.
 
 Everything is given with broadcast indices, so that the same code serves a tile [BM, BN] and the
 transposed tile [BN, BM] of the backward pass: i is [BM, 1] or [1, BM], j is [1, BN] or [BN, 1].
@@ -13,17 +16,29 @@ import triton.language as tl
 
 
 @triton.jit
-def visible(i, j, Sk, offset, CAUSAL: tl.constexpr):
+def visible(i, j, Sk, offset, variables, KIND: tl.constexpr):
     """True where query i may attend to key j: the key exists and, if CAUSAL, j <= i + offset."""
-    if CAUSAL:
+    if KIND.CAUSAL:
         return (j < Sk) & (j <= i + offset)
     else:
         return (j < Sk) & (i >= 0)
 
 
 @triton.jit
+def modified(s, scale, variables, KIND: tl.constexpr):
+    """Raw scores as the variant changes them, before the mask; scale multiplies them afterwards."""
+    return s
+
+
+@triton.jit
+def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
+    """Gradient of the raw scores s from ds, that of modified(s)."""
+    return ds
+
+
+@triton.jit
 def probabilities(s, lse2, scale):
-    """The softmax of raw scores s from their saved logsumexp: 2^(scale * s - lse2).
+    """The softmax of modified scores s from their saved logsumexp: 2^(scale * s - lse2).
 
     scale and lse2 are in base-2 units; lse2 = +inf marks a row to be ignored and gives 0.
     """

@@ -13,6 +13,7 @@ from flashproto.kernels.attention_backward import (
     attention_backward_rows_kernel,
 )
 from flashproto.kernels.attention_forward import attention_forward_kernel
+from flashproto.variant import Kind
 
 FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr"}
 # (D, Dv): powers of two take no column mask, the others do; 256 may spill.
@@ -23,7 +24,9 @@ ELEMENTS = {"bf16": 2, "fp16": 2, "fp32": 4}
 def case(kernel, name: str, element: str, config, constexprs: dict, max_stack: int) -> Case:
     signature, aligned, values = {}, [], dict(constexprs)
     for argument in kernel.arg_names:
-        if argument.endswith("_ptr"):
+        if argument == "variables":
+            signature[argument] = ()
+        elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
         elif argument.startswith("stride_") and argument.endswith("d"):
@@ -46,16 +49,16 @@ def attention_cases(arch: int) -> Iterator[Case]:
         for element, itemsize in ELEMENTS.items():
             if element == "fp16" and D != 128:
                 continue  # the same tiles and registers as bf16
-            for causal in (False, True):
-                name = f"{D}x{Dv}-{'causal' if causal else 'full'}"
+            for kind in (Kind(), Kind(CAUSAL=True)):
+                name = f"{D}x{Dv}-{kind}"
                 shared = {
                     "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
-                    "BLOCK_DV": configs.padded_head_dim(Dv), "CAUSAL": causal, "TF32": False,
+                    "BLOCK_DV": configs.padded_head_dim(Dv), "KIND": kind, "TF32": False,
                     "WIDE": False,
                 }  # fmt: skip
                 max_stack = 0 if max(D, Dv) <= 128 else 65536
                 forward = configs.attention_forward(capability, itemsize, D, Dv)
-                keys, queries = configs.attention_backward(capability, itemsize, D, Dv, causal)
+                keys, queries = configs.attention_backward(capability, itemsize, D, Dv, kind)
                 for kernel, stem, config, extra in (
                     (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
                     (attention_backward_keys_kernel, "keys", keys, {}),

@@ -18,6 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
+from flashproto.variant import Kind
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -68,13 +69,15 @@ def case(
 ) -> Case:  # fmt: skip
     signature = dict(descriptors or {})
     for argument in kernel.arg_names:
-        if argument in INT32:
+        if argument == "variables":
+            signature[argument] = ()
+        elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
         elif argument not in signature and argument not in constexprs:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
-    aligned = tuple(n for n, kind in signature.items() if kind.startswith("*"))
+    aligned = tuple(n for n, kind in signature.items() if kind and kind.startswith("*"))
     return Case(
         name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=constexprs,
         divisible_by_16=aligned, max_stack=max_stack, hgmma=hgmma, max_registers=max_registers,
@@ -84,11 +87,11 @@ def case(
 def forward_configs() -> list[configs.HopperForward]:
     """Each once, over the head dims, lengths, masks and groups that tell them apart."""
     chosen = (
-        configs.attention_forward_hopper(D, Sk, causal, *queries)
+        configs.attention_forward_hopper(D, Sk, kind, *queries)
         for queries in QUERIES + MORE_HEADS
         for D in (HEAD_DIMS if queries in QUERIES else (256,))
         for Sk in LENGTHS
-        for causal in (False, True)
+        for kind in (Kind(), Kind(CAUSAL=True))
     )
     return list(dict.fromkeys(chosen))
 
@@ -98,7 +101,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         return
     for element in ("bf16", "fp16"):
         for config in forward_configs():
-            if element == "fp16" and (config.D != 128 or not config.CAUSAL or config.PACK > 1):
+            if element == "fp16" and (config.D != 128 or not config.KIND.CAUSAL or config.PACK > 1):
                 continue  # the same registers as bf16
             queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
             if config.PACK > 1:
@@ -109,7 +112,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 FORWARD_STACK, max_registers=config.max_registers,
             )  # fmt: skip
         for config in backward_configurations():
-            D, causal = config.D, config.CAUSAL
+            D, causal = config.D, config.KIND.CAUSAL
             if element == "fp16" and not (D == 128 and causal):
                 continue
             queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
@@ -124,7 +127,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
     for D in HEAD_DIMS:
-        config = configs.attention_backward_hopper(D, 4096, causal=False)
+        config = configs.attention_backward_hopper(D, 4096, Kind())
         rows = {
             "HAS_DLSE": True, "FIRST": config.FIRST, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM,
             "PDL": True,

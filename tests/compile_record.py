@@ -21,6 +21,7 @@ process are compiled, and what is recorded of them is not asked for.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import datetime
 import functools
 import hashlib
@@ -105,9 +106,19 @@ def sources(path: Path) -> frozenset[Path]:
 
 
 def source_of(value: Any) -> Path | None:
-    """The file of a kernel's function, or of a dataclass's class; None for a plain value."""
-    of = getattr(value, "fn", None) or (type(value) if hasattr(value, "__dataclass_fields__") else None)
+    """The file of a kernel's function; None for another value."""
+    of = getattr(value, "fn", None)
     return None if of is None else Path(inspect.getfile(of)).resolve()
+
+
+source_of_class = functools.cache(inspect.getsource)
+
+
+def classes_of(value: Any) -> str:
+    """The source of a dataclass's class, and of those of its fields; "" for a plain value."""
+    if not dataclasses.is_dataclass(value):
+        return ""
+    return source_of_class(type(value)) + "".join(map(classes_of, vars(value).values()))
 
 
 @functools.cache
@@ -132,10 +143,11 @@ def digest(case: Case, arch: int) -> str:
         path = source_of(value)
         if path is not None:
             files |= sources(path)
+    classes = "".join(map(classes_of, case.constexprs.values()))
     parts = (
-        digest_of_files(files), digest_of_harness(), arch, case.kernel.fn.__name__, case.signature,
-        case.constexprs, case.divisible_by_16, case.num_warps, case.num_stages, case.num_ctas,
-        case.max_registers,
+        digest_of_files(files) + classes, digest_of_harness(), arch, case.kernel.fn.__name__,
+        case.signature, case.constexprs, case.divisible_by_16, case.num_warps, case.num_stages,
+        case.num_ctas, case.max_registers,
     )  # fmt: skip
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 

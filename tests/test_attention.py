@@ -25,6 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashproto
 from flashproto import backends, configs
+from flashproto.variant import Kind
 
 ON_GPU = torch.cuda.is_available()
 CASES, LONGEST, MOST_HEADS = (300, 4096, 8) if ON_GPU else (48, 96, 3)
@@ -328,7 +329,7 @@ def test_two_thousand_launches_of_mixed_shapes(impl: str, seed: int) -> None:
 def test_configurations_fit(capability, itemsize: int, D: int, Dv: int) -> None:
     budget = configs.shared_bytes(capability)
     forward = configs.attention_forward(capability, itemsize, D, Dv)
-    keys, queries = configs.attention_backward(capability, itemsize, D, Dv, causal=True)
+    keys, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(CAUSAL=True))
     for config in (forward, keys, queries):
         assert min(config.block_m, config.block_n) >= 16
         assert config.num_stages >= 1 and config.num_warps in (4, 8)

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_problem import Problem, assert_within_bound, exact_and_eager, lay_out, make, results
+from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
 
 import flashproto
@@ -22,12 +23,15 @@ from flashproto import backends, configs, plans
 from flashproto.bench.search import forget_plans
 from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
-from flashproto.functional.attention import hopper_attention_reasons
+from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import preprocess_kernel
 from flashproto.ops import attention_hopper
+from flashproto.ops.attention_hopper_reasons import hopper_attention_reasons
+from flashproto.variant import Kind, Variant, pack
 
+FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 SHARED_LIMIT = 227 * 1024
 
 
@@ -127,7 +131,7 @@ def test_needs_a_device_of_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("Sk", [1, 640, 1024, 4096, 16384])
 @pytest.mark.parametrize("causal", [False, True])
 def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
-    config = configs.attention_forward_hopper(D, Sk, causal)
+    config = configs.attention_forward_hopper(D, Sk, Kind(causal))
     tiles = config.BM + (config.KS + config.VS) * config.BN
     shuffled = 64 * config.D * 2  # one consumer's output on its way to wide stores
     assert (tiles * config.D * 2 + shuffled) * config.PROGRAMS <= SHARED_LIMIT
@@ -161,7 +165,7 @@ def test_forward_configurations_fit(D: int, Sk: int, causal: bool) -> None:
     ],
 )
 def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, options) -> None:
-    config = configs.attention_forward_hopper(D, Sk, causal)
+    config = configs.attention_forward_hopper(D, Sk, Kind(causal))
     assert (config.W, config.KS, config.VS) == (W, KS, VS)
     assert ("overlap" in options) == config.OVERLAP
     assert ({64: 64, 128: 96}[D] if "kept" in options else 0) == config.KEPT
@@ -186,12 +190,12 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
 def test_three_consumers_where_they_have_less_to_do(
     Sq: int, heads: int, group: int, three: str, causal: bool
 ) -> None:
-    config = configs.attention_forward_hopper(128, 8192, causal, Sq, heads, group)
+    config = configs.attention_forward_hopper(128, 8192, Kind(causal), Sq, heads, group)
     assert (config.W == 3) == (("causal" if causal else "full") in three)
     assert (config.W == 2) == config.TURNS
     assert (0 if config.W == 3 else 96) == config.KEPT
     for Sk in (1000, 2047 if not causal else 6143):
-        assert configs.attention_forward_hopper(128, Sk, causal, Sq, heads, group).W == 2
+        assert configs.attention_forward_hopper(128, Sk, Kind(causal), Sq, heads, group).W == 2
 
 
 @pytest.mark.parametrize(
@@ -203,14 +207,14 @@ def test_three_consumers_where_they_have_less_to_do(
 def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
     """At head_dim 64, without a mask, in rows that are not long; with few queries there is but one,
     and four where they have no more padding and keys are not many."""
-    config = configs.attention_forward_hopper(64, Sk, False, Sq)
+    config = configs.attention_forward_hopper(64, Sk, FULL, Sq)
     pads_less = -(-Sq // 256) * 256 <= -(-Sq // 192) * 192
     assert (config.W == 4) == (Sk == 1000 and pads_less and Sq > 64)
     if config.W == 4:
         assert not config.IDLE and not config.PLANNED
         return
     assert config.IDLE == (idle > 0) == config.PLANNED
-    assert not (config.IDLE and (config.CAUSAL or config.KEPT or config.W < 3))
+    assert not (config.IDLE and (config.KIND.CAUSAL or config.KEPT or config.W < 3))
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk)
     assert len(costs) == -(-Sq // config.BM)
     if config.W == 3:
@@ -219,7 +223,7 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
         assert costs == sorted(costs, reverse=True)
         assert costs[-1] == (-(-Sk // config.BN) + 1) * {0: 1, 1: 0.84, 2: 0.75}[padding // 64]
     for D, causal, group in ((64, True, 1), (128, False, 1), (256, False, 1)):
-        assert not configs.attention_forward_hopper(D, Sk, causal, Sq, 8, group).IDLE
+        assert not configs.attention_forward_hopper(D, Sk, Kind(causal), Sq, 8, group).IDLE
 
 
 @pytest.mark.parametrize(("D", "DQ"), [(64, 2), (96, 1), (128, 1), (192, 0), (256, 0)])
@@ -231,7 +235,7 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
 def test_backward_configurations(
     D: int, DQ: int, causal: bool, ordered: bool, Sk: int, heads: int, group: int
 ) -> None:
-    config = configs.attention_backward_hopper(D, Sk, causal, ordered, heads, group)
+    config = configs.attention_backward_hopper(D, Sk, Kind(causal), ordered, heads, group)
     assert ordered == config.ORDERED
     assert (config.DOWN and config.FIRST) or not ordered
     assert (1 if config.PAIRS else DQ) == config.DQ
@@ -282,7 +286,7 @@ def test_backward_configurations(
 )  # fmt: skip
 def test_backward_takes_what_was_measured_fastest(D: int, Sk: int, group: int, schedule: str) -> None:
     chosen = [
-        configs.attention_backward_hopper(D, Sk, causal, ordered, 512, group)
+        configs.attention_backward_hopper(D, Sk, Kind(causal), ordered, 512, group)
         for causal, ordered in itertools.product((False, True), (False, True))
     ]
     assert [config.name for config in chosen] == [f"backward-{D}-{s}" for s in schedule.split("; ")]
@@ -299,14 +303,14 @@ def test_backward_of_few_items_begins_with_zeros(
     Sk: int, causal: bool, group: int, few: int, more: int
 ) -> None:
     def chosen(sequences: int, ordered: bool = False) -> configs.HopperBackward:
-        return configs.attention_backward_hopper(128, Sk, causal, ordered, 8 * sequences, group)
+        return configs.attention_backward_hopper(128, Sk, Kind(causal), ordered, 8 * sequences, group)
 
     assert not chosen(few).FIRST
     assert chosen(more).FIRST
     assert chosen(few, ordered=True) == chosen(more, ordered=True)
-    one_tile = configs.attention_backward_hopper(128, 128, causal, False, 1, group)
+    one_tile = configs.attention_backward_hopper(128, 128, Kind(causal), False, 1, group)
     assert one_tile.FIRST, "one key tile stores, and none has to wait"
-    alternate = configs.attention_backward_hopper(128, 1024, True, False, 1)
+    alternate = configs.attention_backward_hopper(128, 1024, CAUSAL, False, 1)
     assert alternate.FIRST and alternate.ALTERNATE
 
 
@@ -315,7 +319,7 @@ def test_backward_of_few_items_begins_with_zeros(
 )
 def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, int]) -> None:
     heads, together, Sq, Sk = shape
-    config = configs.attention_forward_hopper(128, Sk, True)
+    config = configs.attention_forward_hopper(128, Sk, CAUSAL)
     programs = 132
     plan = configs.balanced_plan(config, heads, together, Sq, Sk, Sk - Sq, programs)
     tiles = -(-Sq // config.BM)
@@ -331,7 +335,7 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
 )  # fmt: skip
 def test_programs_of_a_plan_end_together(D: int, S: int, heads: int, most: float) -> None:
     """By what items cost: the last program's end over what each would take of work without gaps."""
-    config = configs.attention_forward_hopper(D, S, True, S, heads)
+    config = configs.attention_forward_hopper(D, S, CAUSAL, S, heads)
     together = configs.heads_together_forward(config, 1, heads, heads, S)
     programs = 132 * config.PROGRAMS
     plan = configs.balanced_plan(config, heads, together, S, S, 0, programs)
@@ -350,7 +354,7 @@ def test_programs_of_a_plan_end_together(D: int, S: int, heads: int, most: float
 def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
     """With 132 programs within half an item of the shortest time there could be, and in less than in
     turns, which take 20 whole items each."""
-    config = configs.attention_forward_hopper(64, S, False, S)
+    config = configs.attention_forward_hopper(64, S, FULL, S)
     together = configs.heads_together_forward(config, 1, heads, heads, S)
     plan = configs.balanced_plan(config, heads, together, S, S, S, 132)
     costs = hopper_configs.item_costs(config, S, S, S)
@@ -371,7 +375,7 @@ def test_table_holds_every_item_once(
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(attention_hopper, "apart", lambda make, device: make())
-    config = configs.attention_forward_hopper(D, 8192, causal)
+    config = configs.attention_forward_hopper(D, 8192, Kind(causal))
     assert config.W == 3
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
     table = order.on_device()
@@ -415,7 +419,7 @@ def test_planned_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> N
         return fill
 
     monkeypatch.setattr(attention_hopper, "plan_backward", plan)
-    settings = attention_hopper.Settings(True, 0, 0.125, 0.125)
+    settings = attention_hopper.Settings(Variant(CAUSAL), 0.125, 0.125)
     gradients = attention_hopper.plan_gradients(settings)
     dout, one = torch.randn_like(q), torch.ones((), dtype=q.dtype)
     for given in (
@@ -436,7 +440,7 @@ def test_planned_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_heads_together_split_evenly() -> None:
-    config = configs.attention_forward_hopper(128, 4096, True)
+    config = configs.attention_forward_hopper(128, 4096, CAUSAL)
     for heads in (1, 7, 16, 48):
         together = configs.heads_together_forward(config, 1, heads, heads, 4096)
         assert 1 <= together <= heads
@@ -445,14 +449,14 @@ def test_heads_together_split_evenly() -> None:
         (64, 256, True, 512),
         (64, 1024, False, 128), (64, 2048, False, 64),
     ):  # fmt: skip
-        config = configs.attention_forward_hopper(D, S, causal, S)
+        config = configs.attention_forward_hopper(D, S, Kind(causal), S)
         assert configs.heads_together_forward(config, 16, 32, 32, S) == mixed
         assert configs.heads_together_forward(config, 16, 128, 32, S) == 4 * mixed
     for ordered in (False, True):
         for causal in (False, True):
-            shared = configs.attention_backward_hopper(128, 4096, causal, ordered, 8, 8)
+            shared = configs.attention_backward_hopper(128, 4096, Kind(causal), ordered, 8, 8)
             assert configs.heads_together_backward(shared, 1, 64, 8, 4096, 4096, 132) <= 8
-            backward = configs.attention_backward_hopper(128, 4096, causal, ordered)
+            backward = configs.attention_backward_hopper(128, 4096, Kind(causal), ordered)
             for heads in (1, 7, 8, 16, 48, 256):
                 for Sk in (100, 1024, 4096, 16384):
                     together = configs.heads_together_backward(backward, 1, heads, heads, Sk, Sk, 132)
@@ -506,9 +510,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     monkeypatch.setattr(masks, "first_clear", masks.first_clear.fn)
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
     monkeypatch.setattr(work, "place", work.place.fn)
-    monkeypatch.setattr(work, "query_tiles", lambda col, Sq, offset, BM, masked: (
-        min(max(col - offset, 0), Sq) // BM if masked else 0, Sq // BM
-    ))  # fmt: skip
+    ranges_on_the_host(monkeypatch)
+    monkeypatch.setattr(work, "query_range", schedule.query_range.fn)
 
 
 @pytest.mark.parametrize("limit", [-5, 0, 62, 63, 500])
@@ -519,7 +522,7 @@ def test_steps_without_a_mask(
 ) -> None:
     """Those whose queries see all 64 keys, if there are so many: in one piece, and no others."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(128, 4096, causal)
+    config = configs.attention_backward_hopper(128, 4096, Kind(causal))
     for low in (-1000, -129, -128, -64, -63, -1, 0, 1, 62, 63, 64, 200):
         high = low + tiles * config.BM
         needs = [limit < 63 or (causal and dist < 63) for dist in range(low, high, config.BM)]
@@ -538,7 +541,7 @@ def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch)
     """Producer and consumers take the same way; downwards, what a key tile visits is the beginning of
     what the one before it visits."""
     on_the_host(monkeypatch)
-    config = dataclasses.replace(configs.attention_backward_hopper(128, 4096, True), DOWN=down)
+    config = dataclasses.replace(configs.attention_backward_hopper(128, 4096, CAUSAL), DOWN=down)
     M = 7
     longer = None
     for n, m0 in enumerate((0, 0, 2, 4, 6)):
@@ -557,7 +560,7 @@ def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch)
 def test_walks_of_paired_blocks(causal: bool, M: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query tile of every head once; under a mask from the diagonal on, as consumers count."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(64, 4096, causal)
+    config = configs.attention_backward_hopper(64, 4096, Kind(causal))
     GROUP, starts = 3, set()
     for n in range(16):
         m0 = min(n, M - 1) if causal else 0
@@ -579,12 +582,12 @@ def test_walks_in_waves(zeros: bool, GROUP: int, offset: int, monkeypatch: pytes
     """Every other round of programs goes up; every query tile of every head once, each key tile's from
     a head of its own on where nobody waits; consumers count along."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(128, 16384 if zeros else 1024, True, group=8)
+    config = configs.attention_backward_hopper(128, 16384 if zeros else 1024, CAUSAL, group=8)
     assert config.WAVES and zeros == config.ROTATE
     heads, NB, M = 5, 6, 12
     for together in (1, 2, 4):
         for t in range(NB * heads):
-            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, config)
+            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, (), config)
             n, h0 = col // config.BN, hk * GROUP
             assert up == t % (together * NB) // 6 % 2
             walk = list(producer_walk(config, hk, m0, M, GROUP, n, up))
@@ -606,7 +609,7 @@ def fetches(config: configs.HopperBackward, NB: int, heads: int, together: int, 
     steps: dict[int, list[tuple[int, int]]] = {}
     free = [0] * MULTIPROCESSORS
     for t in range(NB * heads):
-        _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, 0, config)
+        _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, 0, (), config)
         program = free.index(min(free))
         for at in producer_walk(config, hk, m0, M, 1, col // config.BN, up):
             steps.setdefault(free[program], []).append(at)
@@ -628,7 +631,7 @@ def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) ->
     """8 key heads of 8 query heads: of 64 queries' q, dout and sums of dq, L2 has room for 64 times
     all 8."""
     on_the_host(monkeypatch, MULTIPROCESSORS)
-    waves = configs.attention_backward_hopper(128, S, True, heads=8, group=8)
+    waves = configs.attention_backward_hopper(128, S, CAUSAL, heads=8, group=8)
     together = configs.heads_together_backward(waves, 1, 64, 8, S, S, MULTIPROCESSORS)
     without = dataclasses.replace(waves, WAVES=False)
     NB = S // waves.BN
@@ -641,7 +644,7 @@ def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_walks_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a mask: all down, each key tile from a head of its own on."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(128, 4096, False, group=8)
+    config = configs.attention_backward_hopper(128, 4096, FULL, group=8)
     assert config.ROTATE and not config.ROUND
     GROUP, M = 4, 5
     for n in range(9):
@@ -655,7 +658,7 @@ def test_walks_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_walks_that_begin_apart(M: int, NB: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every query tile of every head once, from the one beside the key tile on; keys may be more."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(128, 16384, False)
+    config = configs.attention_backward_hopper(128, 16384, FULL)
     assert config.ROUND
     GROUP = 3
     for n in range(NB):
@@ -724,12 +727,12 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
     """Each key tile of each head once, none empty; a head's in increasing order, or upwards decreasing,
     which half of a group are."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(128, 4096, causal, ordered)
+    config = configs.attention_backward_hopper(128, 4096, Kind(causal), ordered)
     NB, M, Hk, B = 5, 4, 3, 2
     for together in (1, 2, 4, 6):
         for offset in (0, 384, -100):
             items = [
-                work.key_tile.fn(t, NB, M, Hk, B * Hk, together, offset, config)
+                work.key_tile.fn(t, NB, M, Hk, B * Hk, together, offset, (), config)
                 for t in range(NB * B * Hk)
             ]
             wanted = [(b, h, n * config.BN) for b in range(B) for h in range(Hk) for n in range(NB)]
@@ -763,7 +766,7 @@ def test_places_in_order(
     """In the order of items, key tiles add to each query tile at the places 0, 1, ..., so that none
     waits for an item of a higher number; consumers agree with the producer on where they are."""
     on_the_host(monkeypatch)
-    config = configs.attention_backward_hopper(D, length, True, True, group=GROUP)
+    config = configs.attention_backward_hopper(D, length, CAUSAL, True, group=GROUP)
     assert (GROUP == 1) == config.ALTERNATE
     assert (D == 64 and length == 4096) == config.PAIRS
     assert (GROUP == 3 and D > 64) == config.WAVES
@@ -772,7 +775,7 @@ def test_places_in_order(
     for offset in (Sk - Sq, 0, -200):
         places: dict[tuple[int, int], list[int]] = {}
         for t in range(NB * heads):
-            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, config)
+            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, (), config)
             n = col // config.BN
             walk = []
             for h, m in producer_walk(config, hk, m0, M, GROUP, n, up):
@@ -851,7 +854,7 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
     """By the configuration of such a length: long rows have key tiles of 256 at head_dim 64, and walk
     in waves at others, here of few programs, if heads are grouped."""
     _, Hq, Hkv, _, _ = shape
-    config = configs.attention_backward_hopper(D, length, causal, True, group=Hq // Hkv)
+    config = configs.attention_backward_hopper(D, length, Kind(causal), True, group=Hq // Hkv)
     assert (D == 64 and (length == 16384 or not causal)) == config.PAIRS
     assert (D > 64 and length == 16384 and causal and Hq > Hkv) == config.WAVES
     if config.WAVES:
@@ -894,7 +897,7 @@ def test_backward_by_the_configuration_of_other_rows(
     """What rows of other lengths and groups take, in items of one and of many steps; waves by few
     programs, so that there are rounds of them."""
     D, length, heads, group = how
-    config = configs.attention_backward_hopper(D, length, causal, False, heads, group)
+    config = configs.attention_backward_hopper(D, length, Kind(causal), False, heads, group)
     assert (heads > 1 and D <= 64) == config.PAIRS
     assert (group > 1 and causal) == config.WAVES
     assert (D == 192 or length < 3072 or (D == 64 and causal)) == config.FIRST
@@ -923,7 +926,7 @@ def test_sums_are_complete_before_they_are_converted(
     """Without a mask the postprocess begins while the last items run, which are counted if they have
     LEAST_STEPS; all memory is NaN before."""
     heads = 40
-    config = configs.attention_backward_hopper(D, Sk, False, False, heads, group)
+    config = configs.attention_backward_hopper(D, Sk, FULL, False, heads, group)
     assert config.COUNTED
     Sq = steps * config.BM - 5
     problem = Problem(torch.bfloat16, 1, heads * group, heads, Sq, Sk, D, D, causal=False)
@@ -1023,7 +1026,7 @@ def test_rows_past_the_end_do_not_matter(
     inputs, gradients = make(problem, "cuda")
     found = []
     for idle in (True, True, False):
-        config = configs.attention_forward_hopper(64, 8192, False)
+        config = configs.attention_forward_hopper(64, 8192, FULL)
         assert config.W == 3
         config = dataclasses.replace(config, SKIP=Sk >= 2048, IDLE=idle)
         with monkeypatch.context() as patched:
@@ -1068,7 +1071,7 @@ def test_any_number_of_consumers_and_queries_in_registers(
     programs: int, dtype: torch.dtype, hopper: None,
 ) -> None:  # fmt: skip
     """Where rows or heads are such that these are fastest; the same bits every time."""
-    config = configs.attention_forward_hopper(D, Sk, causal, Sq, B * Hkv, Hq // Hkv)
+    config = configs.attention_forward_hopper(D, Sk, Kind(causal), Sq, B * Hkv, Hq // Hkv)
     assert (W, kept, programs) == (config.W, config.KEPT, config.PROGRAMS)
     problem = Problem(dtype, B, Hq, Hkv, Sq, Sk, D, D, causal=causal)
     inputs, gradients = make(problem, "cuda")
@@ -1087,7 +1090,7 @@ def test_captures_a_shape_that_never_ran(causal: bool, hopper: None) -> None:
     """Whose order of work no table has yet."""
     seen, q = (torch.randn(1, H, S, 64, device="cuda").bfloat16() for H, S in ((2, 1600), (7, 1800)))
     configurations = {
-        configs.attention_forward_hopper(64, x.shape[2], causal, x.shape[2]) for x in (seen, q)
+        configs.attention_forward_hopper(64, x.shape[2], Kind(causal), x.shape[2]) for x in (seen, q)
     }
     assert len(configurations) == 1 and configurations.pop().PLANNED
     flashproto.attention(seen, seen, seen, causal=causal, impl="hopper")  # compiles
@@ -1198,7 +1201,7 @@ def test_compiles_in_one_graph(mode: str, hopper: None) -> None:
 def test_opcheck(causal: bool, hopper: None) -> None:
     problem = Problem(torch.bfloat16, 1, 2, 1, 90, 70, 64, 64, causal)
     inputs, (dout, dlse) = make(problem, "cuda")
-    arguments = (causal, -20, 0.125, "hopper")
+    arguments = (*pack(Variant(Kind(causal), -20)), 0.125, "hopper")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
     out, lse = torch.ops.flashproto.attention_forward(*inputs, *arguments)
     saved = [t.detach() for t in (*inputs, out, lse, dout, dlse)]

@@ -13,14 +13,19 @@ from typing import Any
 import pytest
 import torch
 from attention_problem import Problem, assert_within_bound, eager, make, results
+from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
 
 import flashproto
 from flashproto import backends, configs, reference
 from flashproto.configs import hopper_forward as hopper_configs
+from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
 from flashproto.ops import attention_hopper
+from flashproto.variant import Kind, Variant
+
+FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
 MULTIPROCESSORS = 132
 SHARED_LIMIT = 227 * 1024
@@ -54,7 +59,7 @@ SHARED_LIMIT = 227 * 1024
 def test_packs_where_that_leaves_fewer_work_items(
     Sq: int, heads: int, group: int, PACK: int, W: int
 ) -> None:
-    config = configs.attention_forward_hopper(128, 8192, False, Sq, heads, group, MULTIPROCESSORS)
+    config = configs.attention_forward_hopper(128, 8192, FULL, Sq, heads, group, MULTIPROCESSORS)
     assert (config.PACK, config.W) == (PACK, W)
 
 
@@ -76,7 +81,7 @@ def test_packs_where_that_leaves_fewer_work_items(
 def test_many_heads_packed_at_head_dim_256_take_one_consumer(
     Sq: int, group: int, PACK: int, W: int, causal: bool
 ) -> None:
-    config = configs.attention_forward_hopper(256, 8192, causal, Sq, 512, group, MULTIPROCESSORS)
+    config = configs.attention_forward_hopper(256, 8192, Kind(causal), Sq, 512, group, MULTIPROCESSORS)
     assert (config.PACK, config.W) == (PACK, W)
 
 
@@ -87,8 +92,10 @@ def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
     for Sq, heads, group, Sk in itertools.product(
         (1, 5, 16, 33, 64, 100, 200, 1000), (1, 8, 100, 512), (1, 2, 3, 4, 7, 8, 16, 64), (512, 8192)
     ):
-        config = configs.attention_forward_hopper(D, Sk, causal, Sq, heads, group, MULTIPROCESSORS)
-        usual = configs.attention_forward_hopper(D, Sk, causal, 4096, 64)
+        config = configs.attention_forward_hopper(
+            D, Sk, Kind(causal), Sq, heads, group, MULTIPROCESSORS
+        )
+        usual = configs.attention_forward_hopper(D, Sk, Kind(causal), 4096, 64)
         assert usual.PACK == 1
         items = heads * -(-Sq // config.BQ) * (group if config.PACK == 1 else 1)
         unpacked = heads * -(-Sq // usual.BM) * group
@@ -128,11 +135,8 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "hidden_zero", lambda: 0)
     monkeypatch.setattr(work, "quotient", lambda a, b: a // b)
 
-    def key_tiles(row, Sk, offset, rows, keys, masked):
-        visible = min(max(row + rows + offset, 0), Sk) if masked else Sk
-        return 0, -(-visible // keys)
-
-    monkeypatch.setattr(work, "key_tiles", key_tiles)
+    ranges_on_the_host(monkeypatch)
+    monkeypatch.setattr(work, "key_ranges", schedule.key_ranges.fn)
 
 
 def box(q: Tensor, corner: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -152,14 +156,14 @@ def test_rows_are_queries_and_heads(
     """Each query of each head is in one row of one work item, the row that TMA brings it to; a row
     visits all keys that its query sees."""
     B, Hkv, D, Sk, offset, together = 2, 3, 8, 300, 17, 2
-    config = configs.attention_forward_hopper(64, Sk, causal)
+    config = configs.attention_forward_hopper(64, Sk, Kind(causal))
     config = replace(config, W=W, PACK=1 << (group - 1).bit_length(), IDLE=idle)
     q = torch.randn(B, Hkv * group, Sq, D)
     boxed = q.unflatten(1, (Hkv, group)).transpose(2, 3)  # [B, Hkv, Sq, group, D]
     tiles = -(-Sq // config.BQ)
     found: Counter[tuple[int, int, int]] = Counter()
     for t in range(tiles * B * Hkv):
-        b, h, row0, n = work.tile_of.fn(t, tiles, Hkv, B * Hkv, together, Sk, offset, config)
+        b, h, row0, n = work.tile_of.fn(t, tiles, Hkv, B * Hkv, together, Sk, offset, (), config)
         for c in range(W):
             row = row0 + config.CQ * c
             queries = work.query_of_row.fn(row, None, config)
@@ -179,7 +183,7 @@ def test_rows_are_queries_and_heads(
 def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_the_host) -> None:
     """Items of a number are the same for balanced_plan and the kernel."""
     heads, together = 5, 2
-    config = configs.attention_forward_hopper(D, Sk, causal, Sq)
+    config = configs.attention_forward_hopper(D, Sk, Kind(causal), Sq)
     assert config.PLANNED and causal != config.IDLE
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk - Sq)
     numbered = iter(range(heads * len(costs)))
@@ -187,7 +191,7 @@ def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_t
         for cost in costs:
             for head in range(first, min(first + together, heads)):
                 t, offset = next(numbered), Sk - Sq if causal else Sk
-                found = work.tile_of.fn(t, len(costs), heads, heads, together, Sk, offset, config)
+                found = work.tile_of.fn(t, len(costs), heads, heads, together, Sk, offset, (), config)
                 _, h, row, n = found
                 assert h == head and 0 <= row < Sq
                 active = sum(row + 64 * c < Sq for c in range(config.W))
@@ -220,7 +224,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
     def plan(q: Tensor, k: Tensor, causal: bool):
         seen.clear()
         attention_hopper.plan_forward(
-            q.shape, k.shape, causal, k.shape[2] - q.shape[2], 0.125, q.device, q.dtype,
+            q.shape, k.shape, Variant(Kind(causal), k.shape[2] - q.shape[2]), 0.125, q.device, q.dtype,
             q.stride(), k.stride(), k.stride(), q.stride(),
         )  # fmt: skip
         return seen["config"], seen["bound"], seen["boxes"]
@@ -252,7 +256,7 @@ def test_launch_of_packed_heads(causal: bool, planned: Plan) -> None:
 def test_launch_of_many_queries_is_not_packed(planned: Plan) -> None:
     q, k = (torch.empty(2, H, 1024, 128, dtype=torch.bfloat16) for H in (8, 2))
     config, bound, boxes = planned(q, k, True)
-    assert config == configs.attention_forward_hopper(128, 1024, True)
+    assert config == configs.attention_forward_hopper(128, 1024, CAUSAL)
     assert bound[7:12] == (8 * 16, 8, 8, 4, 16)
     assert 5 not in boxes
 
@@ -262,7 +266,7 @@ def test_launch_where_consumers_sit_out(planned: Plan) -> None:
     for S, idle in ((1088, True), (960, False)):
         q = torch.empty(2, 6, S, 64, dtype=torch.bfloat16)
         config, bound, _ = planned(q, q, False)
-        assert config == configs.attention_forward_hopper(64, S, False, S)
+        assert config == configs.attention_forward_hopper(64, S, FULL, S)
         assert idle == config.IDLE
         assert bound[6].dtype == (torch.int32 if idle else torch.float32)
         total, tiles, heads, of_group, all_heads, together, Sq, Sk, offset = bound[7:16]
@@ -272,7 +276,7 @@ def test_launch_where_consumers_sit_out(planned: Plan) -> None:
 
 @pytest.mark.parametrize(("together", "Sq"), [(1, 33), (3, 64), (5, 1)])
 def test_plan_holds_every_packed_item_once(together: int, Sq: int) -> None:
-    config = configs.attention_forward_hopper(128, 900, True, Sq, 20, 8, MULTIPROCESSORS)
+    config = configs.attention_forward_hopper(128, 900, CAUSAL, Sq, 20, 8, MULTIPROCESSORS)
     assert config.PACK == 8
     plan = configs.balanced_plan(config, 20, together, Sq, 900, 900 - Sq, MULTIPROCESSORS)
     items = Counter(item for own in plan for item in own)
@@ -327,7 +331,7 @@ def check(problem: Aligned) -> dict[str, Tensor]:
     doubled = [t.detach().double().requires_grad_() for t in inputs]
     exact = reference.attention(*doubled, causal=problem.causal, causal_offset=problem.offset)
     plain = [t.detach().requires_grad_() for t in inputs]
-    outputs = ops.attention(*inputs, problem.causal, problem.offset, scale, "hopper")
+    outputs = ops.attention(*inputs, Variant(Kind(problem.causal), problem.offset), scale, "hopper")
     got = results(outputs, inputs, gradients)
     assert_within_bound(
         got,

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import flashproto
 from flashproto.reference import split_heads
+from flashproto.variant import Kind, Variant, pack
 
 SHAPES = {  # B, S, query heads, key heads, head_dim
     "one tile": (2, 16, 2, 2, 16),
@@ -66,7 +67,8 @@ def test_no_tokens(device: str) -> None:
 def test_opcheck(device: str) -> None:
     qkv = torch.randn(1, 9, 48, device=device, requires_grad=True)
     torch.library.opcheck(
-        torch.ops.flashproto.attention_qkv_forward.default, (qkv, 2, 2, True, 0.5, "triton")
+        torch.ops.flashproto.attention_qkv_forward.default,
+        (qkv, 2, 2, *pack(Variant(Kind(CAUSAL=True))), 0.5, "triton"),
     )
 
 

@@ -23,6 +23,7 @@ from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
 from flashproto.bench.timing import interleaved, wall_clock
+from flashproto.variant import Kind
 
 CPU = torch.device("cpu")
 WORK = Work("GB/s", 2.0, 3.0)
@@ -439,7 +440,7 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
     for D, how in itertools.product((64, 80, 128, 192, 256), queries):
         for length in (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768):
             for causal in (False, True):
-                config = configs.attention_forward_hopper(D, length, causal, *how)
+                config = configs.attention_forward_hopper(D, length, Kind(causal), *how)
                 assert dataclasses.replace(config, PACK=min(config.PACK, 2)) in forward
     backward = {(c.D, c.causal, c.deterministic) for c in calls if c.backward}
     assert len(backward) == 4 * len(sanitize.HEAD_DIMS)
@@ -448,7 +449,9 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
         (64, 80, 128, 192, 256), (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768),
         (False, True), (False, True), (1, 40, 1024), (1, 8),
     ):  # fmt: skip
-        assert configs.attention_backward_hopper(D, length, causal, ordered, heads, group) in chosen
+        assert (
+            configs.attention_backward_hopper(D, length, Kind(causal), ordered, heads, group) in chosen
+        )
     assert len({c.key for c in calls}) == len(calls)
 
 
@@ -511,7 +514,7 @@ def test_search_knows_what_fits() -> None:
             kept = {n for n in (0, 32, 64, 96, 100, 128, 192)
                     if search.fits(dataclasses.replace(config, KEPT=n))}  # fmt: skip
             assert kept == columns
-    backward = configs.attention_backward_hopper(128, 4096, False)
+    backward = configs.attention_backward_hopper(128, 4096, Kind())
     assert not search.fits(dataclasses.replace(backward, KV=2))
 
 

@@ -20,8 +20,6 @@ import lanes
 import pytest
 from compile_case import Case
 
-from flashproto import configs
-
 pytest.importorskip("triton")
 
 ARCHES = (80, 90, 100)
@@ -135,9 +133,9 @@ def test_sources_are_all_that_is_imported(tmp_path: Path) -> None:
 
 def test_backward_kernel_counts_its_configuration() -> None:
     case = next(c for c in compile_worker.cases_of("hopper", 90) if c.name.startswith("backward"))
-    found = compile_record.sources(compile_record.source_of(case.constexprs["CFG"]))
-    assert Path(configs.hopper_backward.__file__).resolve() in found
-    assert Path(configs.hopper_forward.__file__).resolve() not in found
+    found = compile_record.classes_of(case.constexprs["CFG"])
+    assert "class HopperBackward" in found and "class Kind" in found
+    assert "class HopperForward" not in found
 
 
 def test_only_the_same_digest_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs, reference
+from ..variant import Kind
 from .attention import rounding_of_dq
 from .measure import compare
 from .search import Chosen
@@ -85,7 +86,9 @@ class Call:
     def config(self) -> configs.HopperForward:
         """Of its forward."""
         B, Hq, Hkv, Sq = self.shape
-        return configs.attention_forward_hopper(self.D, self.Sk, self.causal, Sq, B * Hkv, Hq // Hkv)
+        return configs.attention_forward_hopper(
+            self.D, self.Sk, Kind(CAUSAL=self.causal), Sq, B * Hkv, Hq // Hkv
+        )
 
     @property
     def key(self) -> str:
@@ -110,12 +113,12 @@ def calls() -> list[Call]:
                     made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
     made += [
-        Call(config.D, SEVERAL_TILES, config.CAUSAL, False, False, SHAPES[-1], config)
+        Call(config.D, SEVERAL_TILES, config.KIND.CAUSAL, False, False, SHAPES[-1], config)
         for config in forward_configurations()
         if (config.D, config) not in seen
     ]
     made += [
-        Call(config.D, SEVERAL_TILES, config.CAUSAL, True, config.ORDERED, chosen=config)
+        Call(config.D, SEVERAL_TILES, config.KIND.CAUSAL, True, config.ORDERED, chosen=config)
         for config in backward_configurations()
     ]
     return made
@@ -125,7 +128,7 @@ def forward_configurations() -> list[configs.HopperForward]:
     """Those of many queries, each once, over head dims, lengths, masks and numbers of heads that tell
     them apart."""
     chosen = (
-        configs.attention_forward_hopper(D, Sk, causal, Sq, heads)
+        configs.attention_forward_hopper(D, Sk, Kind(CAUSAL=causal), Sq, heads)
         for D, causal, Sk, (Sq, heads) in itertools.product(
             (64, 128, 256), (False, True), KEYS, ((16384, 1024), (4096, 64))
         )
@@ -136,7 +139,7 @@ def forward_configurations() -> list[configs.HopperForward]:
 def backward_configurations() -> list[configs.HopperBackward]:
     """Each once, over head dims, lengths, masks, groups and numbers of heads that tell them apart."""
     chosen = (
-        configs.attention_backward_hopper(D, Sk, causal, deterministic, heads, group)
+        configs.attention_backward_hopper(D, Sk, Kind(CAUSAL=causal), deterministic, heads, group)
         for D, causal, deterministic, Sk, heads, group in itertools.product(
             (64, 128, 256), (False, True), (False, True), KEYS, (1, 1024), (1, 8)
         )

@@ -27,6 +27,7 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs, plans
+from ..variant import Kind
 from .attention import TOKENS, WIDTH, Problem, Sampled, work
 from .measure import far_behind, one_line
 from .timing import interleaved, make_timer
@@ -43,10 +44,10 @@ VARIED: dict[str, dict[str, Sequence[Any]]] = {
 
 def present(which: str, p: Problem) -> Any:
     """The configuration that configs has for the problem."""
-    heads, group = p.B * p.Hkv, p.Hq // p.Hkv
+    heads, group, kind = p.B * p.Hkv, p.Hq // p.Hkv, Kind(CAUSAL=p.causal)
     if which == "forward":
-        return configs.attention_forward_hopper(p.D, p.S, p.causal, p.S, heads, group)
-    return configs.attention_backward_hopper(p.D, p.S, p.causal, heads=heads, group=group)
+        return configs.attention_forward_hopper(p.D, p.S, kind, p.S, heads, group)
+    return configs.attention_backward_hopper(p.D, p.S, kind, heads=heads, group=group)
 
 
 def fits(config: Any) -> bool:

@@ -8,8 +8,12 @@ other architectures take the largest tiles that fit their registers and shared m
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .sizes import power_of_two
+
+if TYPE_CHECKING:
+    from ..variant import Kind
 
 SHARED_KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 
@@ -163,12 +167,12 @@ def attention_forward(
 
 
 def attention_backward(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, causal: bool
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, kind: Kind
 ) -> tuple[AttentionConfig, AttentionConfig]:
     """Backward: the kernel of dK and dV, and that of dQ."""
     keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    if causal and keys == AttentionConfig(64, 128, 8, 3):
+    if kind.CAUSAL and keys == AttentionConfig(64, 128, 8, 3):
         # The diagonal takes the registers of the third stage, and on Hopper padding takes those of half
         # the tile.
         padded = head_dim != D or head_dim_v != Dv

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+
+if TYPE_CHECKING:
+    from ..variant import Kind
 
 # Items for each program among heads that are mixed in the causal backward, so that a group's longest
 # ones do not end alone.  In order, with 8 heads of queries to a key head, rows of 4096 to 32768 then
@@ -78,10 +82,11 @@ class HopperBackward:
     buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
     FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
     zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up; WAVES: every other round of programs is.  Both need CAUSAL and DOWN, ALTERNATE FIRST.
+    diagonal up; WAVES: every other round of programs is.  Both need a causal mask and DOWN, ALTERNATE
+    FIRST.
     """
 
-    CAUSAL: bool
+    KIND: Kind
     ORDERED: bool
     D: int
     BM: int
@@ -110,15 +115,15 @@ class HopperBackward:
         heads while others are added to: without a mask, where heads follow one another and the last
         round leaves programs without work.  With dependent launches 1.02 to 1.035 times as fast at 1024
         and 2048 keys, 1.00 to 1.02 behind."""
-        return not self.CAUSAL
+        return self.KIND.TUNED and not self.KIND.CAUSAL
 
     @property
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"backward-{self.D}-{'causal' if self.CAUSAL else 'full'}{'-ordered' * self.ORDERED}"
+            f"backward-{self.D}-{self.KIND}{'-ordered' * self.ORDERED}"
             f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
-            f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.CAUSAL)}"
+            f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.KIND.CAUSAL)}"
         )
 
     @property
@@ -130,7 +135,7 @@ class HopperBackward:
     @property
     def ROUND(self) -> bool:
         """Whether walks begin one behind the other and go round."""
-        return self.DQ == 1 and not (self.CAUSAL or self.FIRST or self.DOWN)
+        return self.DQ == 1 and self.KIND.TUNED and not (self.KIND.CAUSAL or self.FIRST or self.DOWN)
 
     @property
     def ONCE(self) -> bool:
@@ -146,21 +151,22 @@ class HopperBackward:
 
     @property
     def PEELED(self) -> bool:
-        """Whether the steps that may need a mask are loops of their own; tried where KEPT."""
-        return self.KEPT
+        """Whether the steps that may need a mask are loops of their own; tried where KEPT, with the
+        causal mask and with none."""
+        return self.KEPT and self.KIND.TUNED
 
     @property
     def TERMS_FIRST(self) -> bool:
         """Whether lse and delta are the first that is added to scores and dP, not the last: without a
         mask, where the first key tile stores, 1.002 to 1.005 times as fast; in order, where sums begin
         with zeros and under the mask 0.95 to 1.02."""
-        return self.KEPT and self.FIRST and not (self.CAUSAL or self.ORDERED)
+        return self.KEPT and self.FIRST and not (self.KIND.CAUSAL or self.ORDERED)
 
     @property
     def KEPT_K(self) -> int:
         """Of the keys: under the causal mask, 1.00 to 1.01 times as fast as with the values, and
         without one where TERMS_FIRST, 1.014."""
-        return 64 * (self.KEPT and (self.CAUSAL or self.TERMS_FIRST))
+        return 64 * (self.KEPT and (self.KIND.CAUSAL or self.TERMS_FIRST))
 
     @property
     def KEPT_V(self) -> int:
@@ -173,7 +179,7 @@ class HopperBackward:
         memory, for the order in which ptxas then puts the loops: down to zeros at head_dim 128 0.99 to
         1.04 at 8192, 1.02 to 1.04 at 16384; in waves 1.01 at 8192, 1.00 at 16384, 0.99 at 32768; else
         0.97 to 1.01."""
-        return self.KEPT and self.CAUSAL and not (self.FIRST or self.WAVES)
+        return self.KEPT and self.KIND.CAUSAL and not (self.FIRST or self.WAVES)
 
     @property
     def NQ(self) -> int:
@@ -204,7 +210,7 @@ class HopperBackward:
 
 
 def attention_backward_hopper(
-    head_dim: int, Sk: int, causal: bool, ordered: bool = False, heads: int = 1024, group: int = 1
+    head_dim: int, Sk: int, kind: Kind, ordered: bool = False, heads: int = 1024, group: int = 1
 ) -> HopperBackward:
     """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
     fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
@@ -212,9 +218,16 @@ def attention_backward_hopper(
     zeros cost less than to keep to the order that the first key tile's store takes; at head_dim 128
     causal walks go down with them too, 1.015 times as fast as up from the diagonal.  Alternate walks
     make key heads of one query head wait less, in order and in short rows, and of eight more; those
-    walk in waves."""
+    walk in waves.
+
+    All this holds for the causal mask and for none: other kinds take the plain walk, from zeros, head
+    by head, from the first query tile that sees the keys to the last; it has no order."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
+    if not kind.TUNED:
+        assert not ordered, f"dq has a fixed order in causal and full attention alone, this is {kind}"
+        return HopperBackward(kind, ordered, D, BM, BN, DQ, KV, DOWN=False, FIRST=False)
+    causal = kind.CAUSAL
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
     if pairs:
         BM, BN, DQ, KV = 64, 256, 1, 1
@@ -227,7 +240,7 @@ def attention_backward_hopper(
     side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
     down = ordered or waves or side_by_side or (causal and (first or D == 128))
     return HopperBackward(
-        causal, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
+        kind, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
     )
 
 
@@ -240,13 +253,13 @@ def heads_together_backward(
     programs without work (by a simulation of the schedule 5% of 16 heads in groups of 3).
     """
     heads = B * Hkv
-    keys, most = ORDERED_HEADS[config.D][config.CAUSAL]
-    if config.ORDERED and config.ALTERNATE == config.CAUSAL:
+    keys, most = ORDERED_HEADS[config.D][config.KIND.CAUSAL]
+    if config.ORDERED and config.ALTERNATE == config.KIND.CAUSAL:
         wanted = min(most, max(2, keys // Sk))
     else:
         fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
         spread = 1 if config.ROTATE and Hq > Hkv else min(SPREAD_HEADS[1], SPREAD_HEADS[0] // Sk)
-        if not config.CAUSAL:
+        if not config.KIND.CAUSAL:
             # all items are alike and, but for the first, wait for none
             fit = rounds = spread = 1
         items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132

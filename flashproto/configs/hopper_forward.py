@@ -5,8 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+
+if TYPE_CHECKING:
+    from ..variant import Kind
 
 # What a full work item of three consumers takes with rows for one or two of them, of what a whole one
 # does, by which balanced_plan orders the work.
@@ -60,11 +64,11 @@ class HopperForward:
     64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may see, and
     rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work item
     takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit
-    out, needs CAUSAL off and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
+    out, needs no mask and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
     each 3.
     """
 
-    CAUSAL: bool
+    KIND: Kind
     D: int
     BN: int
     W: int
@@ -81,7 +85,7 @@ class HopperForward:
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"forward-{self.D}-{'causal' if self.CAUSAL else 'full'}-{self.W}-{self.KS}-{self.VS}"
+            f"forward-{self.D}-{self.KIND}-{self.W}-{self.KS}-{self.VS}"
             f"{'-overlap' * self.OVERLAP}{f'-kept-{self.KEPT}' * (self.KEPT > 0)}{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
         )
@@ -89,7 +93,7 @@ class HopperForward:
     @property
     def PLANNED(self) -> bool:
         """Whether the order of work comes from balanced_plan: where items are of different lengths."""
-        return self.CAUSAL or self.IDLE
+        return self.KIND.CAUSAL or self.IDLE
 
     @property
     def BM(self) -> int:
@@ -161,7 +165,7 @@ class HopperForward:
 
 
 def attention_forward_hopper(
-    head_dim: int, Sk: int, causal: bool,
+    head_dim: int, Sk: int, kind: Kind,
     Sq: int = 16384, heads: int = 1024, group: int = 1, multiprocessors: int = MULTIPROCESSORS,
 ) -> HopperForward:  # fmt: skip
     """Forward, of so many key heads in all sequences, each with `group` query heads.
@@ -174,7 +178,8 @@ def attention_forward_hopper(
     head sit out; four take their place where they have no more padding and rows are not long.  In long
     rows of head_dim 128 three take the place of two, which read keys and values more often.
     """
-    config = _many_queries(hopper_head_dim(head_dim), Sk, causal)
+    causal = kind.CAUSAL
+    config = _many_queries(hopper_head_dim(head_dim), Sk, kind)
     pack = 1 << (group - 1).bit_length()
     alone = config.D == 256 and pack in ALONE_PACKED
     packed, unpacked = -(-Sq * pack // (64 if alone else config.BM)), group * -(-Sq // config.BM)
@@ -183,15 +188,15 @@ def attention_forward_hopper(
     items_of_one = heads * -(-Sq * pack // 64)
     few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
     if few and config.PROGRAMS == 1:
-        config = _few_queries(config.D, causal)
+        config = _few_queries(config.D, kind)
     if config.D == 64 and config.W == 3 and not causal and pack == 1:
-        four = HopperForward(causal, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
+        four = HopperForward(kind, config.D, BN=64, W=4, KS=3, VS=3, OVERLAP=True)
         if Sk < FOUR_CONSUMERS and _padded(four, Sq) <= _padded(config, Sq):
             return four
         idle = Sq <= IDLE_QUERIES and _last_consumers(config, Sq) < config.W
         return replace(config, IDLE=idle)
     if config.D == 128 and config.W == 2 and pack == 1 and Sk >= THREE_ROWS[causal]:
-        three = HopperForward(causal, config.D, BN=64, W=3, KS=4, VS=4, OVERLAP=True)
+        three = HopperForward(kind, config.D, BN=64, W=3, KS=4, VS=4, OVERLAP=True)
         queries = Sq, heads * group, multiprocessors
         if THREE_SHARE * _share(three, *queries) < _share(config, *queries):
             return three
@@ -202,7 +207,7 @@ def _share(config: HopperForward, Sq: int, heads: int, multiprocessors: int) -> 
     """Query rows, padding among them, that the busiest program takes, each with all keys; under the
     causal mask half of what there are on average, but no less than the last item."""
     items = heads * -(-Sq // config.BM)
-    if config.CAUSAL:
+    if config.KIND.CAUSAL:
         return config.BM * max(1.0, items / multiprocessors / 2)
     return float(config.BM * -(-items // multiprocessors))
 
@@ -217,34 +222,35 @@ def _last_consumers(config: HopperForward, Sq: int) -> int:
     return -(-((Sq - 1) % config.BQ + 1) // config.CQ)
 
 
-def _few_queries(D: int, causal: bool) -> HopperForward:
+def _few_queries(D: int, kind: Kind) -> HopperForward:
     """One consumer: it has the tensor cores for itself, and more tiles are on their way."""
     BN, KS, VS = {64: (128, 5, 5), 128: (128, 3, 3), 256: (64, 3, 2)}[D]
-    return HopperForward(causal, D, BN, W=1, KS=KS, VS=VS, OVERLAP=D < 256)
+    return HopperForward(kind, D, BN, W=1, KS=KS, VS=VS, OVERLAP=D < 256)
 
 
-def _many_queries(D: int, Sk: int, causal: bool) -> HopperForward:
+def _many_queries(D: int, Sk: int, kind: Kind) -> HopperForward:
     """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
     consumer in each of three programs, which do so at different times.  In long rows queries in
     registers pay at head_dim 128, and overlap without a mask at head_dim 256; SKIP pays at head_dim 64
     but in short full rows."""
+    causal = kind.CAUSAL
     if D == 64 and Sk < SHORT_ROWS[causal]:
-        return HopperForward(causal, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
+        return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
-        return HopperForward(causal, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
+        return HopperForward(kind, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
     if D == 128:
         kept = 96 if Sk >= KEPT_ROWS[causal] else 0
-        return HopperForward(causal, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
+        return HopperForward(kind, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
     overlap = not causal and Sk > 2048
-    return HopperForward(causal, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
+    return HopperForward(kind, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
 
 
 def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
     """Heads of work items (key heads if packed, else query heads) that are mixed: those whose keys and
     values fit in L2 together; under a causal mask no more than MIXED_HEADS, if rows are not short."""
     fit = L2_SHARE // (4 * Sk * config.D)
-    if config.CAUSAL and Sk >= MIXED_KEYS:
+    if config.KIND.CAUSAL and Sk >= MIXED_KEYS:
         fit = min(fit, MIXED_HEADS)
     together = even_groups(B * Hkv, fit)
     return together if config.PACK > 1 else together * (Hq // Hkv)
@@ -290,7 +296,7 @@ def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int) -> list[flo
     """Of the work items of a head, heavy first: their key tiles and one more.  Under a causal mask from
     the last query tile to the first; else from the first to the last, which has fewer consumers."""
     tiles = range(-(-Sq // config.BQ))
-    if config.CAUSAL:
+    if config.KIND.CAUSAL:
         ends = [min(Sk, (tile + 1) * config.BQ + offset) for tile in reversed(tiles)]
         return [float(max(-(-end // config.BN), 1) + 1) for end in ends]
     whole = -(-Sk // config.BN) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -23,6 +22,8 @@ from ..checks import (
     check_tensor,
     refuse,
 )
+from ..ops.attention_hopper_reasons import hopper_attention_reasons
+from ..variant import Kind, Variant, reasons
 from .autocast import autocast_low_precision
 
 if backends.HAS_TRITON:
@@ -79,8 +80,8 @@ def attention(
     check_attention("attention", q, k, v)
     causal = check_flag("attention", "causal", causal)
     return_lse = check_flag("attention", "return_lse", return_lse)
-    offset = k.shape[2] - q.shape[2]
-    out, lse = _attention("attention", q, k, v, causal, offset, scale, return_lse, impl, key, given)
+    variant = Variant(Kind(CAUSAL=causal), k.shape[2] - q.shape[2])
+    out, lse = _attention("attention", q, k, v, variant, scale, return_lse, impl, key, given)
     return (out, lse) if return_lse else out
 
 
@@ -124,105 +125,49 @@ def attention_qkv(
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
     check_scale(name, scale)
+    variant = Variant(Kind(CAUSAL=causal))
     backend = backends.choose(
-        name, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, 0, False)
+        name, impl, q.device, lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backend in ("hopper", "triton") and scale >= 0:
-        arguments = (qkv, n_heads, n_kv_heads, causal, scale, backend)
+        arguments = (qkv, n_heads, n_kv_heads, variant, scale, backend)
         plans.keep(key, lambda: plans.after_casts(attention_qkv_op.plan(*arguments), [given], [qkv]))
         return attention_qkv_op.attention_qkv(*arguments)[0]
-    return _attention(name, q, k, v, causal, 0, scale, False, backend)[0]
+    return _attention(name, q, k, v, variant, scale, False, backend)[0]
 
 
-def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=None, given=()):
-    """Dispatch attention with the causal mask j <= i + offset; returns (out, lse or None).
+def _attention(operator, q, k, v, variant, scale, return_lse, impl, key=None, given=()):
+    """Dispatch attention; returns (out, lse or None).
 
     key: under which to keep a plan, of the tensors that autocast made q, k and v from.
     """
     check_scale(operator, scale)
     backend = backends.choose(
-        operator, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
+        operator, impl, q.device, lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
     if backend == "torch":
-        return _torch_attention(q, k, v, causal, scale), None
+        return _torch_attention(q, k, v, variant, scale), None
     if backend == "reference":
+        causal, offset = variant.kind.CAUSAL, variant.offset
         return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    arguments = (q, k, v, causal, offset, scale, backend)
+    arguments = (q, k, v, variant, scale, backend)
     plans.keep(
         key, lambda: plans.after_casts(attention_op.plan(*arguments, return_lse), given, (q, k, v))
     )
     return attention_op.attention(*arguments)
 
 
-def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str]:
-    if backend == "hopper":
-        return hopper_attention_reasons(q, k, v)
-    reasons = []
-    if backend == "torch":
-        if return_lse:
-            reasons.append("torch's attention does not return lse")
-        if causal and offset != 0:
-            reasons.append(
-                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
-            )
-        if q.numel() == 0 or v.numel() == 0:
-            reasons.append("q or v is empty")
-    elif backend == "triton":
-        if q.dtype == torch.float64:
-            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
-        if max(q.shape[3], v.shape[3]) > 256:
-            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
-    return reasons
+def _attention_reasons(backend, variant, q, k, v, return_lse) -> list[str]:
+    against = reasons(backend, variant, q, k, v, return_lse)
+    return against + hopper_attention_reasons(q, k, v) if backend == "hopper" else against
 
 
-def hopper_attention_reasons(q, k, v) -> list[str]:
-    """What TMA and the tiles of kernels/hopper do not take."""
-    compiling = torch.compiler.is_compiling()
-    memory_reasons = _hopper_memory_reasons.__wrapped__ if compiling else _hopper_memory_reasons
-    reasons = memory_reasons(
-        q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    )  # fmt: skip
-    # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
-    if not compiling and (q.storage_offset() | k.storage_offset() | v.storage_offset()) % 8:
-        late = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.storage_offset() % 8]
-        names = " and ".join(late)
-        reasons = [*reasons, f"{names} does not start at a multiple of 16 bytes, as TMA wants"]
-    return reasons
-
-
-@functools.lru_cache(1024)
-def _hopper_memory_reasons(dtype, q_shape, k_shape, v_shape, *strides) -> list[str]:
-    """The part that follows from dtype, shapes and strides."""
-    reasons = []
-    D, Dv = q_shape[3], v_shape[3]
-    if dtype not in (torch.bfloat16, torch.float16):
-        return [f"dtype is {str(dtype)[6:]}; the kernels take bfloat16 and float16"]
-    if Dv != D:
-        reasons.append(f"q and k have head_dim {D} and v has {Dv}; the kernels take one for all")
-    if D > 256 or D % 8:
-        reasons.append(f"head_dim is {D}; the kernels take multiples of 8 up to 256")
-    if 0 in q_shape or 0 in k_shape:
-        reasons.append("q or k is empty")
-    if k_shape[1] * D >= 2**25:
-        reasons.append(f"{k_shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
-    for name, shape, stride in zip("qkv", (q_shape, k_shape, v_shape), strides, strict=True):
-        if stride[3] != 1:
-            reasons.append(f"{name}'s last dimension has stride {stride[3]}; TMA takes 1")
-        for dim in range(3):
-            if shape[dim] > 1 and (stride[dim] <= 0 or stride[dim] % 8 or stride[dim] >= 2**39):
-                reasons.append(
-                    f"{name}'s stride {stride[dim]} of dimension {dim} is no positive multiple of 8 "
-                    "elements (16 bytes) below 2^39; TMA takes no other"
-                )
-    return reasons
-
-
-def _torch_attention(q, k, v, causal, scale):
+def _torch_attention(q, k, v, variant, scale):
     gqa = q.shape[1] != k.shape[1]
     q, scale = _with_positive_scale(q, scale)
-    return torch_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
+    return torch_attention(q, k, v, is_causal=variant.kind.CAUSAL, scale=scale, enable_gqa=gqa)
 
 
 def _with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
@@ -287,7 +232,8 @@ def scaled_dot_product_attention(
         return torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    out, _ = _attention(name, q, k, v, is_causal, 0, scale, False, None)
+    variant = Variant(Kind(CAUSAL=is_causal))
+    out, _ = _attention(name, q, k, v, variant, scale, False, None)
     shape = (*lead, *query.shape[-3:-1], out.shape[-1])
     return out.reshape(shape)
 

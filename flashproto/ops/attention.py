@@ -7,7 +7,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import plans
+from ..variant import SCHEMA, Variant, pack, unpack
 from .attention_triton import SMALLEST_SCALE, forward_launch, launch_backward
 from .autograd import (
     FirstDerivative,
@@ -29,13 +30,14 @@ from .memory import maker
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse), both differentiable.  Query i sees key j if j <= i + offset, when causal."""
+    """Returns (out, lse), both differentiable."""
     if scale < 0:
         q, scale = -q, -scale
-    apply = torch.ops.flashproto.attention_forward if use_op() else AttentionFunction.apply
-    return apply(q, k, v, causal, offset, scale, backend)
+    if use_op():
+        return torch.ops.flashproto.attention_forward(q, k, v, *pack(variant), scale, backend)
+    return AttentionFunction.apply(q, k, v, variant, scale, backend)
 
 
 # --- launches ------------------------------------------------------------------------------------
@@ -72,13 +74,13 @@ def hopper() -> ModuleType:
     return attention_hopper
 
 
-def hopper_settings(causal: bool, offset: int, scale: float) -> Any:
+def hopper_settings(variant: Variant, scale: float) -> Any:
     """Settings of the launches of backend "hopper"; scale >= 0."""
-    return hopper().Settings(causal, offset, scale, max(scale, SMALLEST_SCALE))
+    return hopper().Settings(variant, scale, max(scale, SMALLEST_SCALE))
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel of `backend`; scale >= 0."""
     B, Hq, Sq, _ = q.shape
@@ -88,15 +90,15 @@ def attention_forward(
         return out, lse
     if backend == "hopper":
         positive_scale = max(scale, SMALLEST_SCALE)
-        hopper().attention_forward(q, k, v, out, lse, causal, offset, positive_scale)
+        hopper().attention_forward(q, k, v, out, lse, variant, positive_scale)
         return out, lse
-    forward_launch(q, k, v, out, lse, causal, offset, scale)()
+    forward_launch(q, k, v, out, lse, variant, scale)()
     return out, lse
 
 
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
+    variant: Variant, scale: float, backend: str, need_dq: bool, need_dkv: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernels; returns (dq, dk, dv) as empty_gradients describes them.
 
@@ -104,7 +106,7 @@ def attention_backward(
     """
     gradients = empty_gradients(q, k, v, need_dq, need_dkv)
     fill_gradients(
-        q, k, v, out, lse, dout, dlse, *gradients, causal, offset, scale, backend, need_dq, need_dkv
+        q, k, v, out, lse, dout, dlse, *gradients, variant, scale, backend, need_dq, need_dkv
     )
     return gradients
 
@@ -112,7 +114,7 @@ def attention_backward(
 def fill_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor,
-    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
+    variant: Variant, scale: float, backend: str, need_dq: bool, need_dkv: bool,
 ) -> None:  # fmt: skip
     """attention_backward into given tensors, of which dk and dv have the same strides."""
     if q.numel() == 0 or k.numel() == 0:
@@ -123,10 +125,10 @@ def fill_gradients(
     if dout.dtype != q.dtype:
         dout = dout.to(q.dtype)
     if backend == "hopper":
-        shared = hopper_settings(causal, offset, scale)
+        shared = hopper_settings(variant, scale)
         hopper().attention_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, shared)
         return
-    launch_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, causal, offset, scale, need_dq, need_dkv)
+    launch_backward(q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, scale, need_dq, need_dkv)
 
 
 # --- eager: autograd.Function --------------------------------------------------------------------
@@ -139,16 +141,16 @@ def setup_context(ctx, inputs, output) -> None:
 
 
 def backward(ctx, launch, settings, dout: Tensor | None, dlse: Tensor | None):
-    """Gradients of attention's seven arguments, of which `settings` are the last four; `launch` calls
+    """Gradients of attention's six arguments, of which `settings` are the last three; `launch` calls
     attention_backward."""
     q, k, v, out, lse = ctx.saved_tensors
     if dout is None and dlse is None:
-        return (None,) * 7
+        return (None,) * 6
     if dout is None:
         dout = out.new_zeros(()).expand_as(out)
     need_q, need_k, need_v = ctx.needs_input_grad[:3]
     dq, dk, dv = launch(q, k, v, out, lse, dout, dlse, *settings, need_q, need_k or need_v)
-    return dq if need_q else None, dk if need_k else None, dv if need_v else None, *(None,) * 4
+    return dq if need_q else None, dk if need_k else None, dv if need_v else None, *(None,) * 3
 
 
 class AttentionFunction(KernelFunction):
@@ -171,7 +173,7 @@ class Attention(NamedTuple):
 
     compute: Callable[..., tuple[Tensor, Tensor]]
     gradients: Callable[..., tuple[Tensor, Tensor, Tensor]] | None
-    settings: tuple[bool, int, float, str]
+    settings: tuple[Variant, float, str]
     return_lse: bool
 
 
@@ -200,11 +202,10 @@ record = recorder(PlannedAttentionFunction)
 
 
 def plan(
-    q: Tensor, k: Tensor, v: Tensor,
-    causal: bool, offset: int, scale: float, backend: str, return_lse: bool,
-) -> plans.Plan:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float, backend: str, return_lse: bool
+) -> plans.Plan:
     """attention as a function of its tensors, for such as are like these; returns out or (out, lse)."""
-    settings = causal, offset, scale, backend
+    settings = variant, scale, backend
 
     def anyhow(q, k, v):
         results = attention(q, k, v, *settings)
@@ -217,7 +218,7 @@ def plan(
     if backend == "hopper":
         D = q.shape[3]
         new_dq, new_dk = (maker(empty_like_heads(x, D)) for x in (q, k))
-        fill = hopper().plan_gradients(hopper_settings(causal, offset, scale))
+        fill = hopper().plan_gradients(hopper_settings(variant, scale))
 
         def gradients(q, k, v, out, lse, dout, dlse):
             dq, dk, dv = new_dq(), new_dk(), new_dk()
@@ -236,7 +237,7 @@ def plan(
 
 
 def plan_forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, offset: int, scale: float, backend: str
+    q: Tensor, k: Tensor, v: Tensor, variant: Variant, scale: float, backend: str
 ) -> Callable[..., tuple[Tensor, Tensor]] | None:
     """attention_forward as a function of (q, k, v), for such as are like these; None for empty ones."""
     B, Hq, Sq, _ = q.shape
@@ -248,12 +249,12 @@ def plan_forward(
     if backend == "hopper":
         positive_scale = max(scale, SMALLEST_SCALE)
         fill = hopper().plan_forward(
-            q.shape, k.shape, causal, offset, positive_scale, q.device, q.dtype,
+            q.shape, k.shape, variant, positive_scale, q.device, q.dtype,
             q.stride(), k.stride(), v.stride(), out.stride(),
         )  # fmt: skip
     else:
         tensors = (q, k, v, out, lse)
-        fill = forward_launch(*tensors, causal, offset, scale).bind(*tensors)
+        fill = forward_launch(*tensors, variant, scale).bind(*tensors)
 
     def compute(q, k, v):
         out, lse = new_out(), new_lse()
@@ -272,33 +273,57 @@ class AttentionBackwardFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 
+def forward_of_packed(q, k, v, tensors, ints, floats, variant, scale, backend):
+    return attention_forward(q, k, v, unpack(tensors, ints, floats, variant), scale, backend)
+
+
+def no_gradients(settings: Sequence[object]) -> list[list[None] | None]:
+    """Of an op's settings, as torch.library wants them: a list for one of tensors or of nothing."""
+
+    def of(x: object) -> list[None] | None:
+        if not isinstance(x, list) or any(not isinstance(y, Tensor) for y in x):
+            return None
+        return [None] * len(x)
+
+    return [of(x) for x in settings]
+
+
+def backward_of_packed(
+    q, k, v, out, lse, dout, dlse, tensors, ints, floats, variant, scale, backend, need_dq, need_dkv
+):
+    unpacked = unpack(tensors, ints, floats, variant)
+    return attention_backward(
+        q, k, v, out, lse, dout, dlse, unpacked, scale, backend, need_dq, need_dkv
+    )
+
+
 attention_forward_op = kernel_op(
     "flashproto::attention_forward",
-    attention_forward,
-    schema="(Tensor q, Tensor k, Tensor v, bool causal, SymInt offset, float scale, str backend) "
-    "-> (Tensor, Tensor)",
+    forward_of_packed,
+    schema=f"(Tensor q, Tensor k, Tensor v, {SCHEMA}, float scale, str backend) -> (Tensor, Tensor)",
 )
 attention_backward_op = kernel_op(
     "flashproto::attention_backward",
-    attention_backward,
+    backward_of_packed,
     schema="(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, "
-    "bool causal, SymInt offset, float scale, str backend, bool need_dq, bool need_dkv) "
-    "-> (Tensor, Tensor, Tensor)",
+    f"{SCHEMA}, float scale, str backend, bool need_dq, bool need_dkv) -> (Tensor, Tensor, Tensor)",
 )
 
 
 @fake_of(attention_forward_op)
-def _(q, k, v, causal, offset, scale, backend):
+def _(q, k, v, *settings):
     return empty_like_heads(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @fake_of(attention_backward_op)
-def _(q, k, v, out, lse, dout, dlse, causal, offset, scale, backend, need_dq, need_dkv):
+def _(q, k, v, out, lse, dout, dlse, *settings):
+    *_, need_dq, need_dkv = settings
     return empty_gradients(q, k, v, need_dq, need_dkv)
 
 
 def _backward(ctx, dout, dlse):
-    return backward(ctx, torch.ops.flashproto.attention_backward, ctx.settings, dout, dlse)
+    dq, dk, dv, *_ = backward(ctx, torch.ops.flashproto.attention_backward, ctx.settings, dout, dlse)
+    return dq, dk, dv, *no_gradients(ctx.settings)
 
 
 attention_forward_op.register_autograd(_backward, setup_context=setup_context)

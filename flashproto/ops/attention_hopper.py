@@ -22,6 +22,7 @@ from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
+from ..variant import Variant
 from .descriptors import boxes, readable, tma_reads
 from .launch import Launcher, cdiv, launcher, multiprocessors
 from .memory import Memory, New, apart
@@ -38,6 +39,11 @@ def eighths(strides: Shape) -> tuple[int, int, int]:
     """Strides in units of 8 elements, so that the compiler sees pieces of 16 bytes."""
     B, H, S, _ = strides
     return B // 8, H // 8, S // 8
+
+
+def diagonal(variant: Variant, Sk: int) -> int:
+    """The offset of these kernels' masks: query i sees key j <= i + offset, all keys if not causal."""
+    return variant.offset if variant.kind.CAUSAL else Sk
 
 
 # --- the order of work ---------------------------------------------------------------------------
@@ -108,20 +114,20 @@ def boxes_of_queries(
 
 @functools.lru_cache(1024)
 def plan_forward(
-    q_shape: Shape, k_shape: Shape, causal: bool, offset: int, scale: float,
+    q_shape: Shape, k_shape: Shape, variant: Variant, scale: float,
     device: torch.device, dtype: torch.dtype,
     q_strides: Shape, k_strides: Shape, v_strides: Shape, out_strides: Shape,
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]:  # fmt: skip
     """attention_forward as a function of (q, k, v, out, lse), whose strides TMA can read."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
     group, most = Hq // Hkv, multiprocessors(device)
-    config = configs.attention_forward_hopper(head_dim, Sk, causal, Sq, B * Hkv, group, most)
+    config = configs.attention_forward_hopper(head_dim, Sk, variant.kind, Sq, B * Hkv, group, most)
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
     total = tiles * B * heads
     programs = min(total, most * config.PROGRAMS)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
-    offset = offset if causal else Sk
+    offset = diagonal(variant, Sk)
     order = None
     if config.PLANNED:
         order = order_of(config, B * heads, together, Sq, Sk, offset, programs, device)
@@ -133,14 +139,14 @@ def plan_forward(
     launch = forward_launcher(config).bind(
         programs, True, True, True,
         Memory(0, dtype, index), floats, floats if order is None else Memory(0, torch.int32, index),
-        total, tiles, heads, group, B * heads, together, Sq, Sk, offset if causal else Sk,
-        *eighths(out_strides), head_dim, scale * LOG2E,
+        total, tiles, heads, group, B * heads, together, Sq, Sk, offset,
+        *eighths(out_strides), head_dim, scale * LOG2E, variant.variables,
     )  # fmt: skip
 
     def fill(q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         at_q, at_k, at_v, at_lse = q.data_ptr(), k.data_ptr(), v.data_ptr(), lse.data_ptr()
         if (at_q | at_k | at_v) & 15:
-            attention_forward(q, k, v, out, lse, causal, offset, scale)
+            attention_forward(q, k, v, out, lse, variant, scale)
             return
         at_order = at_lse  # which is not read
         if order is not None:
@@ -158,12 +164,12 @@ def memory_index(device: torch.device) -> int:
 
 def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    causal: bool, offset: int, scale: float,
+    variant: Variant, scale: float,
 ) -> None:  # fmt: skip
     """Fill out and lse; scale > 0, no tensor empty.  What TMA cannot read is copied."""
     q, k, v = readable(q), readable(k), readable(v)
     fill = plan_forward(
-        q.shape, k.shape, causal, offset, scale, q.device, q.dtype,
+        q.shape, k.shape, variant, scale, q.device, q.dtype,
         q.stride(), k.stride(), v.stride(), out.stride(),
     )  # fmt: skip
     fill(q, k, v, out, lse)
@@ -175,8 +181,7 @@ def attention_forward(
 class Settings(NamedTuple):
     """scale >= 0 multiplies the gradients, positive_scale > 0 the scores."""
 
-    causal: bool
-    offset: int
+    variant: Variant
     scale: float
     positive_scale: float
 
@@ -208,15 +213,16 @@ def plan_backward(
     """attention_backward as a function of (q, k, v, out, lse, dout, dlse, dq, dk, dv), of which TMA can
     read the strides of the first three, out and dout."""
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q_shape, k_shape
-    causal, offset, scale, positive_scale = settings
-    config = configs.attention_backward_hopper(head_dim, Sk, causal, ordered, B * Hkv, Hq // Hkv)
+    variant, scale, positive_scale = settings
+    offset = diagonal(variant, Sk)
+    config = configs.attention_backward_hopper(head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv)
     D, BM, BN = config.D, config.BM, config.BN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, multiprocessors(device))
     zeroed = query_tiles * BM
     if config.FIRST:
         # The first key tile stores: zeros are for query tiles that see no key.
-        zeroed = min(max(-offset, 0), Sq) // BM * BM if causal else 0
+        zeroed = min(max(-offset, 0), Sq) // BM * BM
     counts_items = config.COUNTED and query_tiles * (Hq // Hkv) >= LEAST_STEPS.value
     programs = min(key_tiles * B * Hkv, multiprocessors(device), MOST_PROGRAMS.value)
     padded = query_tiles * BM
@@ -245,8 +251,8 @@ def plan_backward(
     )  # fmt: skip
     launch_main = main.bind(
         programs, *[True] * 6, floats, counts, own, own,
-        key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset if causal else Sk,
-        *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E,
+        key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset,
+        *eighths(dk_strides), head_dim, scale, positive_scale * LOG2E, variant.variables,
     )  # fmt: skip
     launch_postprocess = postprocess.bind(
         rows * D // (64 * config.NQ), floats, own, counts, key_tiles if counts_items else 0,

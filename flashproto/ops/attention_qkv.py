@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from .. import plans
-from .attention import attention_forward, fill_gradients, hopper, hopper_settings, plan_forward
+from ..variant import SCHEMA, Variant, pack, unpack
+from .attention import (
+    attention_forward,
+    fill_gradients,
+    hopper,
+    hopper_settings,
+    no_gradients,
+    plan_forward,
+)
 from .autograd import (
     FirstDerivative,
     KernelFunction,
@@ -27,11 +35,13 @@ from .memory import maker
 
 
 def attention_qkv(
-    qkv: Tensor, q_heads: int, k_heads: int, causal: bool, scale: float, backend: str
+    qkv: Tensor, q_heads: int, k_heads: int, variant: Variant, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), both differentiable; scale >= 0."""
-    apply = torch.ops.flashproto.attention_qkv_forward if use_op() else AttentionQkvFunction.apply
-    return apply(qkv, q_heads, k_heads, causal, scale, backend)
+    if use_op():
+        forward = torch.ops.flashproto.attention_qkv_forward
+        return forward(qkv, q_heads, k_heads, *pack(variant), scale, backend)
+    return AttentionQkvFunction.apply(qkv, q_heads, k_heads, variant, scale, backend)
 
 
 def split_heads(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,21 +71,21 @@ def splitter(
 
 
 def attention_qkv_forward(
-    qkv: Tensor, q_heads: int, k_heads: int, causal: bool, scale: float, backend: str
+    qkv: Tensor, q_heads: int, k_heads: int, variant: Variant, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
     q, k, v = split_heads(qkv, q_heads, k_heads)
-    return attention_forward(q, k, v, causal, 0, scale, backend)
+    return attention_forward(q, k, v, variant, scale, backend)
 
 
 def attention_qkv_backward(
     qkv: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
-    q_heads: int, k_heads: int, causal: bool, scale: float, backend: str,
+    q_heads: int, k_heads: int, variant: Variant, scale: float, backend: str,
 ) -> Tensor:  # fmt: skip
     """The gradient of qkv, written once: contiguous, q's, k's and v's parts in place."""
     gradient = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
     fill_gradients(
         *split_heads(qkv, q_heads, k_heads), out, lse, dout, dlse,
-        *split_heads(gradient, q_heads, k_heads), causal, 0, scale, backend, True, True,
+        *split_heads(gradient, q_heads, k_heads), variant, scale, backend, True, True,
     )  # fmt: skip
     return gradient
 
@@ -120,7 +130,7 @@ class AttentionQkv(NamedTuple):
 
     compute: Callable[[Tensor], tuple[Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None
-    settings: tuple[int, int, bool, float, str]
+    settings: tuple[int, int, Variant, float, str]
 
 
 class PlannedAttentionQkvFunction(torch.autograd.Function):
@@ -145,12 +155,12 @@ record = recorder(PlannedAttentionQkvFunction)
 
 
 def plan(
-    qkv: Tensor, q_heads: int, k_heads: int, causal: bool, scale: float, backend: str
+    qkv: Tensor, q_heads: int, k_heads: int, variant: Variant, scale: float, backend: str
 ) -> plans.Plan:
     """attention_qkv's out as a function of qkv, for such as are like this one; scale >= 0."""
-    settings = q_heads, k_heads, causal, scale, backend
+    settings = q_heads, k_heads, variant, scale, backend
     q, k, v = split_heads(qkv, q_heads, k_heads)
-    of_heads = plan_forward(q, k, v, causal, 0, scale, backend)
+    of_heads = plan_forward(q, k, v, variant, scale, backend)
     if of_heads is None:
         return lambda qkv: attention_qkv(qkv, *settings)[0]
     split = splitter(qkv, q_heads, k_heads)
@@ -162,7 +172,7 @@ def plan(
     if backend == "hopper":
         strides, made = qkv.stride(), torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         new, split_new = maker(made), splitter(made, q_heads, k_heads)
-        fill = hopper().plan_gradients(hopper_settings(causal, 0, scale))
+        fill = hopper().plan_gradients(hopper_settings(variant, scale))
 
         def gradient(qkv, out, lse, dout):
             made = new()
@@ -183,34 +193,46 @@ class AttentionQkvBackwardFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 
+def forward_of_packed(qkv, q_heads, k_heads, tensors, ints, floats, variant, scale, backend):
+    unpacked = unpack(tensors, ints, floats, variant)
+    return attention_qkv_forward(qkv, q_heads, k_heads, unpacked, scale, backend)
+
+
+def backward_of_packed(
+    qkv, out, lse, dout, dlse, q_heads, k_heads, tensors, ints, floats, variant, scale, backend
+):
+    unpacked = unpack(tensors, ints, floats, variant)
+    return attention_qkv_backward(qkv, out, lse, dout, dlse, q_heads, k_heads, unpacked, scale, backend)
+
+
+SETTINGS = f"SymInt q_heads, SymInt k_heads, {SCHEMA}, float scale, str backend"
 attention_qkv_forward_op = kernel_op(
     "flashproto::attention_qkv_forward",
-    attention_qkv_forward,
-    schema="(Tensor qkv, SymInt q_heads, SymInt k_heads, bool causal, float scale, str backend) "
-    "-> (Tensor, Tensor)",
+    forward_of_packed,
+    schema=f"(Tensor qkv, {SETTINGS}) -> (Tensor, Tensor)",
 )
 attention_qkv_backward_op = kernel_op(
     "flashproto::attention_qkv_backward",
-    attention_qkv_backward,
-    schema="(Tensor qkv, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, SymInt q_heads, "
-    "SymInt k_heads, bool causal, float scale, str backend) -> Tensor",
+    backward_of_packed,
+    schema=f"(Tensor qkv, Tensor out, Tensor lse, Tensor dout, Tensor? dlse, {SETTINGS}) -> Tensor",
 )
 
 
 @fake_of(attention_qkv_forward_op)
-def _(qkv, q_heads, k_heads, causal, scale, backend):
+def _(qkv, q_heads, k_heads, *settings):
     B, S, width = qkv.shape
     out = qkv.new_empty(B, S, q_heads, width // (q_heads + 2 * k_heads)).transpose(1, 2)
     return out, qkv.new_empty(B, q_heads, S, dtype=torch.float32)
 
 
 @fake_of(attention_qkv_backward_op)
-def _(qkv, out, lse, dout, dlse, q_heads, k_heads, causal, scale, backend):
+def _(qkv, *others):
     return qkv.new_empty(qkv.shape)
 
 
 def _backward(ctx, dout, dlse):
-    return backward(ctx, torch.ops.flashproto.attention_qkv_backward, ctx.settings, dout, dlse)
+    gradient, *_ = backward(ctx, torch.ops.flashproto.attention_qkv_backward, ctx.settings, dout, dlse)
+    return gradient, *no_gradients(ctx.settings)
 
 
 attention_qkv_forward_op.register_autograd(_backward, setup_context=setup_context)

@@ -20,6 +20,7 @@ from ..kernels.attention_backward import (
     attention_backward_rows_kernel,
 )
 from ..kernels.attention_forward import attention_forward_kernel
+from ..variant import Kind, Variant
 from .launch import Launch, allows_tf32, capability, cdiv, launcher
 
 LOG2E = math.log2(math.e)
@@ -43,31 +44,32 @@ def tf32(q: Tensor) -> bool:
     return q.dtype is torch.float32 and allows_tf32()
 
 
-# Launchers and their constants are kept by the plain facts that they follow from.
+# Launchers and their constants are kept by the plain facts that they follow from.  `variables` count as
+# a number, since no variant has tensors: launcher(tuples=("variables",)) takes these too, and longer.
 
 
 @functools.lru_cache(1024)
 def forward_launcher(
-    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
+    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, kind: Kind, tf32: bool
 ) -> tuple[int, Callable[..., None]]:
     """(queries a program, launcher)."""
     config = configs.attention_forward(capability, dtype.itemsize, D, Dv)
-    constants = attention_constants(config, D, Dv, causal, tf32)
+    constants = attention_constants(config, D, Dv, kind, tf32)
     exact = dtype == torch.float32
     return config.block_m, launcher(attention_forward_kernel, tensors=5, EXACT=exact, **constants)
 
 
 @functools.lru_cache(1024)
 def backward_launchers(
-    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, causal: bool, tf32: bool
+    capability: tuple[int, int], dtype: torch.dtype, D: int, Dv: int, kind: Kind, tf32: bool
 ) -> tuple[Callable[..., None], int, Callable[..., None], int, Callable[..., None]]:
     """(launch over rows, keys a program, launch over keys, queries a program, launch over queries)."""
-    keys, queries = configs.attention_backward(capability, dtype.itemsize, D, Dv, causal)
+    keys, queries = configs.attention_backward(capability, dtype.itemsize, D, Dv, kind)
     rows: dict[str, Any] = {
         "DV": Dv, "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": ROWS_BLOCK_M, "num_warps": 4
     }  # fmt: skip
-    keys_constants = attention_constants(keys, D, Dv, causal, tf32)
-    queries_constants = attention_constants(queries, D, Dv, causal, tf32)
+    keys_constants = attention_constants(keys, D, Dv, kind, tf32)
+    queries_constants = attention_constants(queries, D, Dv, kind, tf32)
     return (
         launcher(attention_backward_rows_kernel, tensors=6, **rows),
         keys.block_n,
@@ -78,7 +80,7 @@ def backward_launchers(
 
 
 def attention_constants(
-    config: configs.AttentionConfig, D: int, Dv: int, causal: bool, tf32: bool
+    config: configs.AttentionConfig, D: int, Dv: int, kind: Kind, tf32: bool
 ) -> dict[str, Any]:
     """The constants that the kernels share, and the options."""
     return {
@@ -88,7 +90,7 @@ def attention_constants(
         "BLOCK_DV": configs.padded_head_dim(Dv),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
-        "CAUSAL": causal,
+        "KIND": kind,
         "TF32": tf32,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -96,15 +98,15 @@ def attention_constants(
 
 
 def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, offset: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, variant: Variant, scale: float
 ) -> Launch:
     """The launch of the portable kernel that fills out and lse, of some elements."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, causal, tf32(q))
+    block_m, launch = forward_launcher(capability(q.device), q.dtype, D, Dv, variant.kind, tf32(q))
     arguments = (
         q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E,
+        Hq, Hq // Hkv, Sq, Sk, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, variant.variables,
     )  # fmt: skip
     return Launch(launch, cdiv(Sq, block_m) * B * Hq, arguments, {"WIDE": is_wide(q, k, v, out)})
 
@@ -112,7 +114,7 @@ def forward_launch(
 def launch_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor,
-    causal: bool, offset: int, scale: float, need_dq: bool, need_dkv: bool,
+    variant: Variant, scale: float, need_dq: bool, need_dkv: bool,
 ) -> None:  # fmt: skip
     """Fill the gradients that are needed, of some elements; lse is contiguous, dk and dv have the same
     strides."""
@@ -120,9 +122,12 @@ def launch_backward(
     _, Hkv, Sk, Dv = v.shape
     lse2, delta = torch.empty_like(lse), torch.empty_like(lse)
     launch_rows, block_n, launch_keys, block_m, launch_queries = backward_launchers(
-        capability(q.device), q.dtype, D, Dv, causal, tf32(q)
+        capability(q.device), q.dtype, D, Dv, variant.kind, tf32(q)
     )
-    sizes = (Hq, Hq // Hkv, Sq, Sk, offset, max(scale, SMALLEST_SCALE) * LOG2E, scale)
+    sizes = (
+        Hq, Hq // Hkv, Sq, Sk, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, scale,
+        variant.variables,
+    )  # fmt: skip
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, dq, dk, dv)
     launch_rows(

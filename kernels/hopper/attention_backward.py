@@ -99,12 +99,13 @@ def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, t, r, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr
-):
+    k_desc, v_desc, t, r, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, variables,
+    CFG: gl.constexpr,
+):  # fmt: skip
     """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
     if t < NB * BH:
-        b, h, col, _, _ = key_tile(t, NB, M, Hk, BH, HG, offset, CFG)
+        b, h, col, _, _ = key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
         tma_load(k_desc, [b, h, col, 0], k_full.index(at), ks.index(at))
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
@@ -134,7 +135,7 @@ def producer(args, CFG: gl.constexpr):
     """
     (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
+        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
     ) = args  # fmt: skip
     # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
     # steps has one
@@ -161,7 +162,9 @@ def producer(args, CFG: gl.constexpr):
     more = 1
     while more == 1:
         more = gl.where(t < total, 1, 0)
-        b, hk, col, m0, up = key_tile(gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(
+            gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, variables, CFG
+        )
         n = col // CFG.BN
         h0 = hk * GROUP
         h1 = first_head(h0, col, GROUP, CFG)
@@ -209,7 +212,7 @@ def producer(args, CFG: gl.constexpr):
             if item >= 0:
                 load_keys(
                     k_desc, v_desc, item, r, ks, vs, k_full, v_full,
-                    NB, M, H // GROUP, BH, HG, offset, CFG,
+                    NB, M, H // GROUP, BH, HG, offset, variables, CFG,
                 )  # fmt: skip
                 r += 1
             if CFG.PAIRS:
@@ -262,6 +265,7 @@ def attention_backward_kernel(
     s_b, s_h, s_s,  # strides of dk and of dv, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale, scale_log2,  # of the scores, and times log2(e)
+    variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperBackward
 ):  # fmt: skip
     BM: gl.constexpr = CFG.BM
@@ -300,12 +304,13 @@ def attention_backward_kernel(
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     produce = (
         q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset,
+        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
     )  # fmt: skip
     consume = (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+        variables,
     )  # fmt: skip
     if D == 256:
         gl.warp_specialize(

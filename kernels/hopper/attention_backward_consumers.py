@@ -124,7 +124,7 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 @gluon.jit
 def steps(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
-    scale_log2, CFG: gl.constexpr,
+    scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
@@ -133,6 +133,7 @@ def steps(
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
+    KIND: gl.constexpr = CFG.KIND
     ST: gl.constexpr = accumulator(BM)
     AC: gl.constexpr = accumulator(D)
     QA: gl.constexpr = accumulator(64)
@@ -158,12 +159,12 @@ def steps(
         # all but the products that make dP
         x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
         if MASK == ASKED:
-            x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+            x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
         elif MASK == MASKED:
-            x = mask(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+            x = mask(x, limit, distance(index, dist, CFG), variables, KIND)
         p = probabilities(x, 0.0, scale_log2)
         if CFG.KEPT:
-            if CFG.CAUSAL:
+            if KIND.CAUSAL:
                 # there already; holds ptxas from moving the exponentials behind the wait for dP
                 mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))
@@ -204,7 +205,7 @@ def steps(
 @gluon.jit
 def trips(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
-    dist, scale_log2, CFG: gl.constexpr,
+    dist, scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
     """The outer loop of a walk from trip `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and dist."""
@@ -215,15 +216,18 @@ def trips(
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
             dk, dv, it, tile = steps(
-                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2, CFG
-            )
+                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2,
+                variables, CFG,
+            )  # fmt: skip
             dk, dv, it, tile = steps(
-                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2, CFG
-            )
+                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2,
+                variables, CFG,
+            )  # fmt: skip
         else:
             dk, dv, it, tile = steps(
-                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2, CFG
-            )
+                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2,
+                variables, CFG,
+            )  # fmt: skip
         tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
     return dk, dv, it, tile, dist
 
@@ -241,6 +245,7 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+        variables,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -262,7 +267,7 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
         mbarrier.wait(do_full.index(0), 0)
     t = noted_item(note) if CFG.NOTED else following
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
@@ -291,25 +296,25 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
             if CFG.BOTH:
                 dk, dv, it, tile, dist = trips(
                     c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, dist,
-                    scale_log2, CFG,
+                    scale_log2, variables, CFG,
                 )  # fmt: skip
             dk, dv, it, tile, dist = trips(
                 c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, dist,
-                scale_log2, CFG,
+                scale_log2, variables, CFG,
             )  # fmt: skip
             dk, dv, it, tile, dist = trips(
                 c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, dist,
-                scale_log2, CFG,
+                scale_log2, variables, CFG,
             )  # fmt: skip
         else:
             dk, dv, it, tile, dist = trips(
                 c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
-                begin, end, dist, scale_log2, CFG,
+                begin, end, dist, scale_log2, variables, CFG,
             )  # fmt: skip
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
         t = noted_item(note) if CFG.NOTED else get_item(turns_ptr, r)
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
@@ -335,9 +340,11 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+        variables,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     D: gl.constexpr = CFG.D
+    KIND: gl.constexpr = CFG.KIND
     N: gl.constexpr = D // 2
     ST: gl.constexpr = accumulator(BM)
     AC: gl.constexpr = accumulator(N)
@@ -349,7 +356,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     t = get_item(turns_ptr, 0)
     mbarrier.wait(k_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
@@ -373,7 +380,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     x = product(k, q, lds.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+                    x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
                     ps.store(probabilities(x, 0.0, scale_log2).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
@@ -405,7 +412,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)

@@ -46,13 +46,13 @@ def mask_keys(x, limit, dist):
 
 
 @gluon.jit
-def mask(x, limit, dist, CAUSAL: gl.constexpr):
+def mask(x, limit, dist, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where a query may not see a key.
 
     limit: the last key there is; dist: the last key that the tile's first query sees; both counted from
     the warpgroup's first.
     """
-    if CAUSAL:
+    if KIND.CAUSAL:
         return mask_keys(x, limit, dist)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
@@ -60,21 +60,21 @@ def mask(x, limit, dist, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, limit, dist, CAUSAL: gl.constexpr):
+def masked(x, limit, dist, variables, KIND: gl.constexpr):
     """`mask` under a uniform branch: most tiles are whole."""
-    if CAUSAL:
+    if KIND.CAUSAL:
         if gl.minimum(limit, dist) < 63:
-            x = mask(x, limit, dist, CAUSAL)
+            x = mask(x, limit, dist, variables, KIND)
     else:
         if limit < 63:
-            x = mask(x, limit, dist, CAUSAL)
+            x = mask(x, limit, dist, variables, KIND)
     return x
 
 
 @gluon.jit
 def first_clear(low, high, limit, CFG: gl.constexpr):
     """Of steps whose dist goes from `low` up to `high`, that of the first one that needs no mask."""
-    if CFG.CAUSAL:
+    if CFG.KIND.CAUSAL:
         clear = gl.minimum(high, low + gl.maximum(63 - low + CFG.BM - 1, 0) // CFG.BM * CFG.BM)
     else:
         clear = low
@@ -87,7 +87,7 @@ def first_clear(low, high, limit, CFG: gl.constexpr):
 def clear_trips(low, high, limit, count, up, CFG: gl.constexpr):
     """Of `count` trips through all query tiles in turn, those that need no mask: (first, end)."""
     begin = 0
-    if CFG.CAUSAL:
+    if CFG.KIND.CAUSAL:
         end = gl.minimum(count, gl.maximum(high - 63, 0) // CFG.BM)
     else:
         end = count

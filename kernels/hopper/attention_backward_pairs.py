@@ -35,10 +35,12 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
+        variables,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
+    KIND: gl.constexpr = CFG.KIND
     MY_TURN: gl.constexpr = CFG.DS if c == 0 else CFG.ODD
     OTHERS_TURN: gl.constexpr = CFG.ODD if c == 0 else CFG.DS
     AC: gl.constexpr = accumulator(64)
@@ -52,7 +54,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         dk0 = gl.zeros([64, D], gl.float32, AC)
         dv0 = gl.zeros([64, D], gl.float32, AC)
@@ -76,7 +78,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x = product(k0, q, ld, LSE, AC)
                 dp = product(v0, do, ld, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = masked(x, limit, distance(index, dist, CFG), CFG.CAUSAL)
+                x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -88,7 +90,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
                 dp = product(v1, do, ld, DELTA, AC)
-                x = masked(x, limit - 128, distance(index, dist, CFG) - 128, CFG.CAUSAL)
+                x = masked(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -117,7 +119,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
         t = get_item(turns_ptr, r)
-        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, CFG)
+        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         far = base + s_s.to(gl.int64) * (8 * 128)

@@ -62,7 +62,7 @@ last key tile.  For both:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..schedule import query_tiles
+from ..schedule import query_range
 from .warpgroups import hidden_zero
 
 # What turns_ptr points at: [0] the counter of work items, from FIRST_NUMBER on the numbers of the last
@@ -134,14 +134,15 @@ def noted_item(note):
 
 
 @gluon.jit
-def key_tile(t, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr):
+def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, 1 if its walk goes up
     and else 0).
 
     Keys that no query sees get the last query tile, all of it masked, so that no item is empty.
     """
+    KIND: gl.constexpr = CFG.KIND
     up = 0
-    if CFG.CAUSAL or CFG.FIRST:
+    if KIND.CAUSAL or CFG.FIRST:
         # mixed among HG heads that share L2
         per = HG * NB
         grp = t // per
@@ -165,7 +166,7 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, CFG: gl.constexpr):
     else:
         bh = t // NB
         col = (t - bh * NB) * CFG.BN
-    m0, _ = query_tiles(col, M * CFG.BM, offset, CFG.BM, CFG.CAUSAL)
+    m0, _ = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND)
     b = bh // Hk
     return b, bh - b * Hk, col, gl.minimum(m0, M - 1), up
 

@@ -51,7 +51,7 @@ last of each head, which may have rows for some of the consumers only: with IDLE
 that it takes less time, and the order comes from a table too.
 
 Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
-needs none where key_tiles of schedule.py says so.  A consumer's rows may see none of a tile that other
+needs none where key_ranges of schedule.py says so.  A consumer's rows may see none of a tile that other
 consumers need, or its first half alone: with SKIP, what they do not see has no mask and no softmax
 either.
 
@@ -86,6 +86,7 @@ def attention_forward_kernel(
     so_b, so_h, so_s,  # strides of out, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale_log2,  # scale * log2(e)
+    variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperForward
 ):  # fmt: skip
     W: gl.constexpr = CFG.W
@@ -106,11 +107,12 @@ def attention_forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
+        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        variables,
     )  # fmt: skip
     # A producer of one warp is in a warpgroup with three warps that have nothing to do.
     if W == 1:

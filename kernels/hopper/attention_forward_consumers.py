@@ -11,7 +11,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..schedule import key_tiles
+from ..schedule import key_ranges
+from ..scores import modified
 from .attention_forward_work import (
     advance,
     end_of_row,
@@ -39,7 +40,7 @@ from .warpgroups import (
 
 
 @gluon.jit
-def mask_scores(x, row, col, Sk, offset, CFG: gl.constexpr):
+def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
     A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
@@ -62,7 +63,7 @@ def mask_scores(x, row, col, Sk, offset, CFG: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
+def masked(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
     """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
 
     With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
@@ -73,14 +74,14 @@ def masked(x, j, row, whole, end, Sk, offset, CFG: gl.constexpr):
         if 2 * j + 1 >= whole:
             a, b = gl.split(x.reshape([64, 2, H]).permute((0, 2, 1)))
             if (2 * j >= whole) & (2 * j < end):
-                a = mask_scores(a, row, j * CFG.BN, Sk, offset, CFG)
+                a = mask_scores(a, row, j * CFG.BN, Sk, offset, variables, CFG)
             if 2 * j + 1 < end:
-                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, CFG)
+                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, variables, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
     else:
         if j >= whole:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, CFG)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     return x
 
 
@@ -177,7 +178,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 @gluon.jit
 def attend(
     c: gl.constexpr, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
-    kslot, kphase, vslot, vphase, CFG: gl.constexpr,
+    variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows of its r-th work item, counted from 1, of n key tiles; x: raw scores of the
     rightmost one.  Returns those of the next item, and where the rings are then."""
@@ -188,7 +189,9 @@ def attend(
     O: gl.constexpr = accumulator(D)
     A: gl.constexpr = left_operand(O)
     dt: gl.constexpr = vs.dtype
-    whole, end = key_tiles(row, keys, offset, CFG.CQ, BN // 2 if CFG.SKIP else BN, CFG.CAUSAL)
+    KIND: gl.constexpr = CFG.KIND
+    WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
+    _, _, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
     if CFG.SKIP:
         end = gl.where(row < Sq, end, 0)
     shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
@@ -200,12 +203,14 @@ def attend(
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     mbarrier.wait(k_full.index(kslot), kphase)
     if CFG.OVERLAP:
-        x = masked(x, n - 1, row, whole, end, keys, offset, CFG)
+        x = modified(x, scale_log2, variables, KIND)
+        x = masked(x, n - 1, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
     for i in range(0, n - 1):
         if not CFG.OVERLAP:
-            x = masked(x, n - 1 - i, row, whole, end, keys, offset, CFG)
+            x = modified(x, scale_log2, variables, KIND)
+            x = masked(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 1 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -223,8 +228,9 @@ def attend(
         used = vslot
         vslot, vphase = advance(vslot, vphase, CFG.VS)
         if CFG.OVERLAP:
-            if CFG.CAUSAL:  # otherwise only the rightmost tile is masked
-                x = masked(x, n - 2 - i, row, whole, end, keys, offset, CFG)
+            x = modified(x, scale_log2, variables, KIND)
+            if KIND.CAUSAL:  # otherwise only the rightmost tile is masked
+                x = masked(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 2 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -233,7 +239,8 @@ def attend(
         if CFG.OVERLAP:
             acc = rescaled(acc, alpha)
     if not CFG.OVERLAP:
-        x = masked(x, 0, row, whole, end, keys, offset, CFG)
+        x = modified(x, scale_log2, variables, KIND)
+        x = masked(x, 0, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
@@ -295,6 +302,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     S: gl.constexpr = accumulator(BN)
@@ -309,7 +317,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     r = 0
     t = work_index(0, plan, total, CFG)
     following = work_index(1, plan, total, CFG)
-    b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+    b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
     kslot = 0
     kphase = 0
     vslot = 0
@@ -329,14 +337,14 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         # where the next item is, early: the divisions would hold up the last product
         t = following
-        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, CFG)
+        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
             following = work_index(r + 1, plan, total, CFG)
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
                     c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
-                    kslot, kphase, vslot, vphase, CFG,
+                    variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
                 x, kslot, kphase, vslot, vphase = sit_out(
@@ -345,7 +353,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         else:
             x, kept, kslot, kphase, vslot, vphase = attend(
                 c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
-                kslot, kphase, vslot, vphase, CFG,
+                variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1
         h = h1
@@ -355,7 +363,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     # the body has effects, from its last block backwards, and would read past the epilogue to a store.
     # Of the two ways to leave, which neither ptxas sees through, one lets it keep a word more in
     # registers with four consumers, and gives the causal loop of head_dim 128 the better order.
-    if CFG.W == 4 or (CFG.D == 128 and CFG.CAUSAL):
+    if CFG.W == 4 or (CFG.D == 128 and CFG.KIND.CAUSAL):
         leave_when(t, total)
     else:
         leave()

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..schedule import key_tiles
+from ..schedule import key_ranges
 from .gluon_names import tma_load
 from .warpgroups import bar_sync, hidden_zero, leave, static_sync
 
@@ -40,9 +40,10 @@ def work_index(r, plan, total, CFG: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
+def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
     BQ: gl.constexpr = CFG.BQ
+    KIND: gl.constexpr = CFG.KIND
     if CFG.PLANNED:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
@@ -51,7 +52,7 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = quotient(r, hg)
         bh = grp * HG + (r - mi * hg)
-        if not CFG.CAUSAL:
+        if not KIND.CAUSAL:
             row = mi * BQ
         elif CFG.PROGRAMS > 1:
             row = (NT - 1 - mi) * BQ
@@ -62,7 +63,7 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, CFG: gl.constexpr):
     else:
         bh = quotient(t, NT)
         row = (t - bh * NT) * BQ
-    _, end = key_tiles(row, Sk, offset, BQ, CFG.BN, CFG.CAUSAL)
+    _, _, _, end = key_ranges(row, Sk, offset, variables, BQ, CFG.BN, KIND)
     if CFG.D == 256:
         b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
     else:
@@ -144,7 +145,7 @@ def producer(args, CFG: gl.constexpr):
     """Bring every tile in the order in which the consumers wait for them."""
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset,
+        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -161,7 +162,7 @@ def producer(args, CFG: gl.constexpr):
     h_v = 0
     col_v = 0
     while t < total:
-        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, CFG)
+        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         r += 1
         t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile

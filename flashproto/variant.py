@@ -1,0 +1,130 @@
+"""What kind of attention a call is: one object, made once in functional/attention.py and passed whole
+to the launches of every backend.
+
+A variant is a field of Kind, its numbers and tensors in Variant, and a line in `reasons`; what it does
+to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an attention kernel is compiled for: plain bools and ints, one constexpr of the kernels and
+    part of every key.
+
+    A user's @triton.jit function must not be a field: Triton's key of a dataclass has the function's
+    name and not its source, so that an edited one would find the old binary.
+
+    CAUSAL: query i sees key j only if j <= i + offset.
+    """
+
+    CAUSAL: bool = False
+
+    @property
+    def name(self) -> str:
+        """Its fields that are set, "causal+window=2"; "full" if none is."""
+        given = [(field.lower(), getattr(self, field)) for field in self.__dataclass_fields__]
+        words = [word if value is True else f"{word}={value}" for word, value in given if value]
+        return "+".join(words) or "full"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def TUNED(self) -> bool:
+        """Whether it is causal or full and no more, for which schedules were measured."""
+        return self == Kind(CAUSAL=self.CAUSAL)
+
+
+class Variant(NamedTuple):
+    """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.
+
+    numbers, tensors: what else the kernels take, in their order; None where this kind does not use it.
+    """
+
+    kind: Kind = Kind()
+    offset: int = 0
+    numbers: tuple[int | float | None, ...] = ()
+    tensors: tuple[Tensor | None, ...] = ()
+
+    @property
+    def variables(self) -> tuple[float | Tensor | None, ...]:
+        """As the kernels take them; None is no argument."""
+        return self.numbers + self.tensors
+
+
+# --- in the schema of an operator ----------------------------------------------------------------
+
+# A list with None in it would lose the gradients of its tensors: the text says which there are.
+SCHEMA = "Tensor[] tensors, SymInt[] ints, float[] floats, str variant"
+Packed = tuple[list[Tensor], list[int], list[float], str]
+
+
+def pack(variant: Variant) -> Packed:
+    """A variant as the arguments of SCHEMA.  Its text has the kind and, behind each "/", a letter for
+    each of the numbers and of the tensors: "causal/i-f/t-"; "-" is None."""
+    kind, offset, numbers, tensors = variant
+    present = [x for x in tensors if x is not None]
+    floats = [x for x in numbers if isinstance(x, float)]
+    ints = [x for x in numbers if x is not None and not isinstance(x, float)]
+    kinds = "".join("-" if x is None else "f" if isinstance(x, float) else "i" for x in numbers)
+    which = "".join("-" if x is None else "t" for x in tensors)
+    return present, [offset, *ints], floats, f"{kind.name}/{kinds}/{which}"
+
+
+def unpack(
+    tensors: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float], variant: str
+) -> Variant:
+    """What `pack` was given."""
+    kind, kinds, which = variant.split("/")
+    offset, *whole = ints
+    left: dict[str, list[int] | list[float]] = {"i": whole[::-1], "f": [*reversed(floats)]}
+    numbers = tuple(None if letter == "-" else left[letter].pop() for letter in kinds)
+    given = iter(tensors)
+    found = tuple(None if letter == "-" else next(given) for letter in which)
+    return Variant(kind_of(kind), offset, numbers, found)
+
+
+@functools.cache
+def kind_of(text: str) -> Kind:
+    """The Kind that is printed so."""
+    if text == "full":
+        return Kind()
+    given = (word.partition("=") for word in text.split("+"))
+    fields: dict[str, Any] = {n.upper(): int(value) if value else True for n, _, value in given}
+    return Kind(**fields)
+
+
+# --- what runs where -----------------------------------------------------------------------------
+
+
+def reasons(
+    backend: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
+) -> list[str]:
+    """Why `backend` does not take such a call; what TMA asks of memory on "hopper" is in
+    ops/attention_hopper_reasons.py."""
+    reasons = []
+    if backend == "torch":
+        if return_lse:
+            reasons.append("torch's attention does not return lse")
+        if variant.kind.CAUSAL and variant.offset != 0:
+            reasons.append(
+                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
+            )
+        if q.numel() == 0 or v.numel() == 0:
+            reasons.append("q or v is empty")
+    elif backend == "triton":
+        if q.dtype == torch.float64:
+            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
+        if max(q.shape[3], v.shape[3]) > 256:
+            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
+    return reasons

@@ -1,0 +1,197 @@
+"""Compares the attention kernels of this tree with those of another one, without a GPU.
+
+    git worktree add --detach ../other COMMIT
+    python tests/kernel_instructions.py ../other              every kernel
+    python tests/kernel_instructions.py ../other --only 'backward-128.*' --code
+
+For a change that must cost nothing: names, arguments that nobody uses, code behind a constant.  The
+kernels are every case of compile_cases_attention.py (sm_80, sm_90, sm_100) and of
+compile_cases_hopper.py (sm_90), forward and backward, each as its own tree lists it.
+
+First each is compiled up to Triton's own representation with all calls inlined and all constants
+folded, from which the rest follows: where it and the options are the same in both trees, character by
+character, so are the instructions.  The others, and with --code all, are compiled to the end and
+disassembled.  These are
+
+    equal        if the machine code is, bit for bit, with the hints for the scheduler;
+    renumbered   if the instructions are equal once the places of arguments in the constant bank are
+                 numbered in the order in which the code reads them: arguments have moved;
+    different    otherwise, and then the script ends with 1; so too where a case has no partner.
+
+--only takes the cases that a regular expression finds, "hopper 90 forward-64-causal-...".
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+from unittest import mock
+
+HERE = Path(__file__).resolve().parent.parent
+JOBS = (("attention", 80), ("attention", 90), ("attention", 100), ("hopper", 90))
+# An instruction's line: where it is, its text, and the first half of its code.
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16}) \*/")
+REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
+ARGUMENT = re.compile(r"c\[0x0\]\[0x[0-9a-f]+\]")
+
+
+class Code(NamedTuple):
+    """Of one kernel: how many instructions, a digest of their code, and one of their text, in which
+    arguments are renumbered."""
+
+    count: int
+    code: str
+    text: str
+
+
+def digest(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def code_of(sass: str) -> Code:
+    """Of what cuobjdump prints."""
+    places: dict[str, str] = {}
+
+    def renumbered(found: re.Match[str]) -> str:
+        return places.setdefault(found[0], f"argument {len(places)}")
+
+    texts, codes = [], []
+    for line in sass.splitlines():
+        if found := INSTRUCTION.match(line):
+            texts.append(ARGUMENT.sub(renumbered, found[1]))
+            codes.append(found[2])
+        elif found := REST.match(line):
+            codes.append(found[1])
+    if not texts or len(codes) != 2 * len(texts):
+        raise RuntimeError(f"{len(texts)} instructions and {len(codes)} words of code: unknown listing")
+    return Code(len(texts), digest(*codes), digest(*texts))
+
+
+# --- in a process that imports one tree -----------------------------------------------------------
+
+
+def compiled_code(case: Any, arch: int) -> Code:
+    import compile_worker
+    from triton import knobs
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        kernel = compile_worker.compile_case(case, arch)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        listing = [knobs.nvidia.cuobjdump.path, "-sass", file.name]
+        return code_of(subprocess.check_output(listing, text=True, stderr=subprocess.DEVNULL))
+
+
+class Reached(Exception):
+    """Compiling has come so far; with what it has."""
+
+
+def representation(case: Any, arch: int) -> str:
+    """A digest of the kernel as Triton has it before it makes layouts or, of Gluon, LLVM's code, and of
+    the options."""
+    import compile_worker
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    def reach(module: Any, metadata: Any, options: Any, *others: Any) -> NoReturn:
+        raise Reached(digest(module.str_nodebug(), repr(options)))
+
+    def reach_with_self(self: Any, *arguments: Any) -> NoReturn:
+        reach(*arguments)
+
+    stage = "make_llir" if case.kernel.is_gluon() else "make_ttgir"
+    is_static = isinstance(vars(CUDABackend)[stage], staticmethod)
+    patched = staticmethod(reach) if is_static else reach_with_self
+    with mock.patch.object(CUDABackend, stage, patched):
+        try:
+            compile_worker.compile_case(case, arch)
+        except Reached as reached:
+            return str(reached)
+    raise RuntimeError(f"{case.name} was compiled without {stage}")
+
+
+def show(tree: str, only: str, code: bool) -> None:
+    """Print a line of JSON for each kernel of a tree: name, and representation or code."""
+    path = Path(tree).resolve()
+    sys.path[:0] = [str(path), str(path / "tests")]
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ |= {"TRITON_CACHE_DIR": cache, "MLIR_DISABLE_MULTITHREADING": "1"}
+        import compile_worker
+
+        assert Path(compile_worker.__file__).resolve().parent == path / "tests"
+        for family, arch in JOBS:
+            for case in compile_worker.cases_of(family, arch):
+                name = f"{family} {arch} {case.name}"
+                if "control: " not in name and re.search(only, name):
+                    found = compiled_code(case, arch) if code else representation(case, arch)
+                    print(json.dumps((name, found)), flush=True)
+
+
+# --- the two trees --------------------------------------------------------------------------------
+
+
+def shown(tree: str, only: str, code: bool) -> dict[str, Any]:
+    """What `show` prints of a tree."""
+    without = ("TRITON_INTERPRET", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if name not in without}
+    worker = [sys.executable, __file__, tree, "--only", only, "--show", *(["--code"] if code else [])]
+    printed = subprocess.run(worker, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(map(json.loads, printed.stdout.splitlines()))
+
+
+def exactly(names: Iterable[str]) -> str:
+    """The regular expression of these."""
+    return f"^({'|'.join(map(re.escape, names))})$"
+
+
+def compare(other: str, only: str, code: bool) -> list[str]:
+    """Print how many kernels are equal, and how; returns what is wrong, a line each."""
+    trees = str(HERE), other
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(lambda tree: shown(tree, only, False), trees)
+    wrong = [f"{name}: in one tree only" for name in sorted(ours.keys() ^ theirs.keys())]
+    both = sorted(ours.keys() & theirs.keys())
+    same = [name for name in both if ours[name] == theirs[name]]
+    rest = both if code else [name for name in both if ours[name] != theirs[name]]
+    print(f"{len(both)} kernels, {len(same)} of them with the same representation", flush=True)
+    counts = {"equal": 0, "renumbered": 0, "different": 0}
+    if rest:
+        with ThreadPoolExecutor(2) as pool:
+            codes = list(pool.map(lambda tree: shown(tree, exactly(rest), True), trees))
+        for name in rest:
+            a, b = (Code(*found[name]) for found in codes)
+            how = "equal" if a == b else "renumbered" if a.text == b.text else "different"
+            counts[how] += 1
+            if how == "different":
+                wrong.append(f"{name}: different, {a.count} and {b.count} instructions")
+    print(f"{len(rest)} disassembled: {', '.join(f'{n} {how}' for how, n in counts.items())}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tree", help="the other tree")
+    parser.add_argument("--only", default="", help="a regular expression of cases")
+    parser.add_argument("--code", action="store_true", help="disassemble all of them")
+    parser.add_argument("--show", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.show:
+        show(arguments.tree, arguments.only, arguments.code)
+    elif wrong := compare(arguments.tree, arguments.only, arguments.code):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
