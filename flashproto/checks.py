@@ -99,9 +99,14 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
         )  # fmt: skip
 
 
+def finite(x: float) -> bool:
+    """math.isfinite, for numbers too that torch.compile has made symbols."""
+    return -math.inf < x < math.inf
+
+
 def check_scale(operator: str, scale: float | None) -> None:
     """A finite number, or None."""
-    if scale is not None and not math.isfinite(scale):
+    if scale is not None and not finite(scale):
         refuse(operator, "scale", scale, "a finite number", "Pass None for 1 / sqrt(head_dim).")
 
 
@@ -336,7 +341,7 @@ def check_cross_entropy(
             )  # fmt: skip
     if not 0.0 <= label_smoothing <= 1.0:
         refuse(operator, "label_smoothing", label_smoothing, "0 to 1", "Pass 0.0 for none.")
-    if not math.isfinite(z_loss):
+    if not finite(z_loss):
         refuse(operator, "z_loss", z_loss, "a finite number", "Pass 0.0 for none.")
     if softcap is not None and not 0.0 < softcap < math.inf:
         refuse(operator, "softcap", softcap, "a positive number, or None", "Pass None for none.")

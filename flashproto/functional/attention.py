@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, plans, reference
+from ..backends import Reason
 from ..checks import check_attention, check_packed, check_scale, refuse
 from .autocast import autocast_low_precision
 
@@ -102,7 +102,7 @@ def attention_qkv(
     check_attention(name, q, k, v)
     check_scale(name, scale)
     backend = backends.choose(
-        name, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, 0, False)
+        name, impl, (qkv,), lambda b: _attention_reasons(b, q, k, v, causal, 0, False)
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backend in ("hopper", "triton") and scale >= 0:
@@ -119,7 +119,7 @@ def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=N
     """
     check_scale(operator, scale)
     backend = backends.choose(
-        operator, impl, q.device, lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
+        operator, impl, (q, k, v), lambda b: _attention_reasons(b, q, k, v, causal, offset, return_lse)
     )
     if backend == "torch":
         return _torch_attention(q, k, v, causal, scale), None
@@ -133,71 +133,58 @@ def _attention(operator, q, k, v, causal, offset, scale, return_lse, impl, key=N
     return attention_op.attention(*arguments)
 
 
-def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> list[str]:
+def _attention_reasons(backend, q, k, v, causal, offset, return_lse) -> Iterator[Reason]:
     if backend == "hopper":
-        return hopper_attention_reasons(q, k, v)
-    reasons = []
-    if backend == "torch":
+        yield from hopper_attention_reasons(q, k, v)
+    elif backend == "torch":
         if return_lse:
-            reasons.append("torch's attention does not return lse")
+            yield "torch's attention does not return lse"
         if causal and offset != 0:
-            reasons.append(
-                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
-            )
+            why = "torch's is_causal is aligned top-left, this call has Sq = {} and Sk = {}"
+            yield why, q.shape[2], k.shape[2]
         if q.numel() == 0 or v.numel() == 0:
-            reasons.append("q or v is empty")
+            yield "q or v is empty"
     elif backend == "triton":
         if q.dtype == torch.float64:
-            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
-        if max(q.shape[3], v.shape[3]) > 256:
-            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
-    return reasons
+            yield "dtype is float64; the kernels take float16, bfloat16 and float32"
+        if q.shape[3] > 256 or v.shape[3] > 256:
+            yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v.shape[3])
 
 
-def hopper_attention_reasons(q, k, v) -> list[str]:
+def hopper_attention_reasons(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Reason]:
     """What TMA and the tiles of kernels/hopper do not take."""
-    compiling = torch.compiler.is_compiling()
-    memory_reasons = _hopper_memory_reasons.__wrapped__ if compiling else _hopper_memory_reasons
-    reasons = memory_reasons(
-        q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()
-    )  # fmt: skip
-    # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
-    if not compiling and (q.storage_offset() | k.storage_offset() | v.storage_offset()) % 8:
-        late = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.storage_offset() % 8]
-        names = " and ".join(late)
-        reasons = [*reasons, f"{names} does not start at a multiple of 16 bytes, as TMA wants"]
-    return reasons
-
-
-@functools.lru_cache(1024)
-def _hopper_memory_reasons(dtype, q_shape, k_shape, v_shape, *strides) -> list[str]:
-    """The part that follows from dtype, shapes and strides."""
-    reasons = []
-    D, Dv = q_shape[3], v_shape[3]
-    if dtype not in (torch.bfloat16, torch.float16):
-        return [f"dtype is {str(dtype)[6:]}; the kernels take bfloat16 and float16"]
+    D, Dv = q.shape[3], v.shape[3]
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        yield f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"
+        return
     if Dv != D:
-        reasons.append(f"q and k have head_dim {D} and v has {Dv}; the kernels take one for all")
+        yield "q and k have head_dim {} and v has {}; the kernels take one for all", D, Dv
     if D > 256 or D % 8:
-        reasons.append(f"head_dim is {D}; the kernels take multiples of 8 up to 256")
-    if 0 in q_shape or 0 in k_shape:
-        reasons.append("q or k is empty")
-    if k_shape[1] * D >= 2**25:
-        reasons.append(f"{k_shape[1]} key heads of {D} are too many: a token's gradient passes 2^25")
-    for name, shape, stride in zip("qkv", (q_shape, k_shape, v_shape), strides, strict=True):
-        if stride[3] != 1:
-            reasons.append(f"{name}'s last dimension has stride {stride[3]}; TMA takes 1")
+        yield "head_dim is {}; the kernels take multiples of 8 up to 256", D
+    if q.numel() == 0 or k.numel() == 0:
+        yield "q or k is empty"
+    if k.shape[1] * D >= 2**25:
+        yield "{} key heads of {} are too many: a token's gradient passes 2^25", k.shape[1], D
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.stride(3) != 1:
+            yield f"{name}'s last dimension has stride {{}}; TMA takes 1", x.stride(3)
         for dim in range(3):
-            if shape[dim] > 1 and (stride[dim] <= 0 or stride[dim] % 8 or stride[dim] >= 2**39):
-                reasons.append(
-                    f"{name}'s stride {stride[dim]} of dimension {dim} is no positive multiple of 8 "
-                    "elements (16 bytes) below 2^39; TMA takes no other"
+            stride = x.stride(dim)
+            if x.shape[dim] > 1 and (stride <= 0 or stride % 8 or stride >= 2**39):
+                why = (
+                    f"{name}'s stride {{}} of dimension {dim} is no positive multiple of 8 elements "
+                    "(16 bytes) below 2^39; TMA takes no other"
                 )
-    return reasons
+                yield why, stride
+    # torch.compile neither traces nor guards offsets; the launch copies what does not start right.
+    if not torch.compiler.is_compiling():
+        late = [name for name, x in (("q", q), ("k", k), ("v", v)) if x.storage_offset() % 8]
+        if late:
+            yield f"{' and '.join(late)} does not start at a multiple of 16 bytes, as TMA wants"
 
 
 def _torch_attention(q, k, v, causal, scale):
-    gqa = q.shape[1] != k.shape[1]
+    gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210, a bool of sizes that are symbols
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=gqa)
 
 
@@ -222,7 +209,7 @@ def scaled_dot_product_attention(
     """
     name = "scaled_dot_product_attention"
     if attn_mask is not None or dropout_p > 0.0:
-        backends.choose(name, None, query.device, _mask_reasons)
+        backends.choose(name, None, (query,), _mask_reasons)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -244,8 +231,9 @@ def scaled_dot_product_attention(
     return out.reshape(shape)
 
 
-def _mask_reasons(backend: str) -> list[str]:
-    return [] if backend == "torch" else ["attn_mask and dropout_p run on backend 'torch' only"]
+def _mask_reasons(backend: str) -> Iterator[Reason]:
+    if backend != "torch":
+        yield "attn_mask and dropout_p run on backend 'torch' only"
 
 
 def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import backends, configs, plans, reference
 from ..checks import check_cross_entropy, check_on, check_rows, check_tensor, refuse
+from .autocast import autocast_dtype
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
@@ -79,7 +80,8 @@ def cross_entropy(
         name, targets, logits.shape[:-1], logits.shape[-1], logits.device,
         weight, "weight", label_smoothing, z_loss, softcap, reduction,
     )  # fmt: skip
-    backend = backends.choose(name, impl, logits.device, lambda b: float64_reasons(b, [logits]))
+    tensors = [x for x in (logits, targets, weight) if x is not None]
+    backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [logits]))
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
         arguments = (weight, options, reduction, return_lse, inplace_backward)
@@ -144,7 +146,8 @@ def linear_cross_entropy(
         name, targets, h.shape[:-1], V, h.device,
         class_weight, "class_weight", label_smoothing, z_loss, softcap, reduction,
     )  # fmt: skip
-    backend = backends.choose(name, impl, h.device, lambda b: float64_reasons(b, [h, weight]))
+    tensors = [x for x in (h, weight, bias, targets, class_weight) if x is not None]
+    backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [h, weight]))
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
@@ -192,12 +195,12 @@ def _check_linear(name, h, weight, bias, chunk_size) -> Tensor:
         tensors["bias"] = bias
     if chunk_size is not None and chunk_size < 1:
         refuse(name, "chunk_size", chunk_size, "at least 1, or None", "Pass None for the default.")
-    autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
-    if autocast:
-        h = h.to(torch.get_autocast_dtype(h.device.type))
+    dtype = None if h.dtype == torch.float64 else autocast_dtype(h)
+    if dtype is not None:
+        h = h.to(dtype)
     for other, x in tensors.items():
         check_on(name, other, x, h.device)
-        if x.dtype != h.dtype and not autocast:
+        if x.dtype != h.dtype and dtype is None:
             refuse(
                 name, other, f"of dtype {x.dtype}", f"the dtype of h, {h.dtype}",
                 f"Convert it, say {other}.to(h.dtype), or use torch.autocast.", TypeError,

@@ -70,7 +70,7 @@ def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: 
         return plan(*tensors)
     key = plans.key(kind, tensors)
     check_glu(operator, gate, up, halves=halves)
-    backend = backends.choose(operator, impl, gate.device, lambda b: float64_reasons(b, tensors))
+    backend = backends.choose(operator, impl, tensors, lambda b: float64_reasons(b, tensors))
     if backend == "triton":
         if gate.ndim == 0:
             return glu_op.glu(gate[None], None, activation, False)[0]

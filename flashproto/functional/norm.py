@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, hooks, plans, reference
+from ..backends import Reason
 from ..checks import check_casting, check_norm, refuse
 from .autocast import autocast_float32
 from .reasons import float64_reasons
@@ -21,6 +22,9 @@ if backends.HAS_TRITON:
     from ..ops import norm_op as _  # noqa: F401, for compiled calls
     from ..ops import norm_plan
     from ..ops.norm import norm as kernel_norm
+
+
+INT = (int, torch.SymInt)
 
 
 class NormOptions(TypedDict, total=False):
@@ -141,7 +145,7 @@ def _norm(
         tensors = (x, weight) if bias is None else (x, weight, bias)
     else:
         tensors = tuple(t for t in (x, residual, weight, bias) if t is not None)
-    trailing = normalized_shape if isinstance(normalized_shape, int) else tuple(normalized_shape)
+    trailing = normalized_shape if isinstance(normalized_shape, INT) else tuple(normalized_shape)
     kind = operator, trailing, eps, weight is None, impl
     if options:
         kind += tuple(options.items())
@@ -159,7 +163,7 @@ def _norm_anew(
     hooked = prologue is not None or epilogue is not None or split_rows
     plain = not hooked and dtype is None and not memory_efficient
     key = plans.key(kind, tensors) if plain else None
-    shape = [trailing] if isinstance(trailing, int) else list(trailing)
+    shape = [trailing] if isinstance(trailing, INT) else list(trailing)
     check_norm(operator, x, shape, weight, bias, residual)
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
@@ -175,7 +179,7 @@ def _norm_anew(
     if casting != "torch":
         check_casting(operator, casting)
     backend = backends.choose(
-        operator, impl, x.device, lambda b: _reasons(b, tensors, casting, memory_efficient)
+        operator, impl, tensors, lambda b: _reasons(b, tensors, casting, memory_efficient)
     )
     if backend == "triton":
         if memory_efficient:
@@ -198,12 +202,12 @@ def _norm_anew(
 
 def _reasons(
     backend: str, tensors: Sequence[Tensor], casting: str, memory_efficient: bool
-) -> Sequence[str]:
+) -> Iterator[Reason]:
     if backend == "torch" and casting != "torch":
-        return (f"PyTorch's norms have no casting {casting!r}",)
+        yield f"PyTorch's norms have no casting {casting!r}"
     if backend == "torch" and memory_efficient:
-        return ("PyTorch's norms keep their input",)
-    return float64_reasons(backend, tensors)
+        yield "PyTorch's norms keep their input"
+    yield from float64_reasons(backend, tensors)
 
 
 def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: bool) -> None:
@@ -235,7 +239,7 @@ def _hooked_norm(
         hooks.check(operator, argument, made, x)
         tensors = [*tensors, *(() if made is None else made.operands)]
     hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return hooked_norm_op.hooked_norm(
             x, residual, weight, bias, len(shape), eps, centered, casting, dtype, split_rows,
@@ -250,16 +254,16 @@ def _hooked_norm(
     return reference.add_norm(x, residual, shape, weight, bias, eps, **options)
 
 
-def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[str]:
+def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Reason]:
     """Reasons against a backend for a norm with hooks whose result is of `dtype`."""
     if backend == "torch":
-        return ("PyTorch's norms take no hooks and no dtype",)
+        yield "PyTorch's norms take no hooks and no dtype"
     device = tensors[0].device
     if backend == "triton" and dtype.itemsize == 1 and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 9):
-            return (f"compute capability is {capability[0]}.{capability[1]}; 8-bit floats need 8.9",)
-    return float64_reasons(backend, tensors)
+        capability = backends.capability_of(device)
+        if capability is not None and capability < (8, 9):
+            yield f"compute capability is {capability[0]}.{capability[1]}; 8-bit floats need 8.9"
+    yield from float64_reasons(backend, tensors)
 
 
 def _torch_norm(x, shape, weight, bias, eps, centered):

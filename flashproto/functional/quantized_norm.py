@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 
 from .. import backends, hooks, reference
 from ..checks import check_casting, check_norm, refuse
-from .norm import hook_reasons
+from .norm import INT, hook_reasons
 
 if backends.HAS_TRITON:
     from ..ops import quantized_norm as quantized_norm_op
@@ -81,7 +81,7 @@ def _quantized_norm(
     casting="torch", prologue=None, epilogue=None, impl=None,
 ):  # fmt: skip
     x, weight, bias = given
-    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    shape = [normalized_shape] if isinstance(normalized_shape, INT) else list(normalized_shape)
     check_norm(operator, x, shape, weight, bias, residual)
     check_casting(operator, casting)
     tensors = [t for t in (*given, residual) if t is not None]
@@ -90,7 +90,7 @@ def _quantized_norm(
         tensors += () if made is None else made.operands
     check_quantized(operator, dtype, tensors)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return quantized_norm_op.quantized_norm(
             x, residual, weight, bias, len(shape), eps, centered, casting, dtype, prologue, epilogue
