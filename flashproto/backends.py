@@ -149,10 +149,8 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
     """
     if transforms_active():
         if _vmaps():
-            return (
-                "it is inside torch.func.vmap, for which the kernels have no rule",
-                "Call it outside of vmap.",
-            )
+            why = "it is inside torch.func.vmap, for which the kernels have no rule"
+            return why, "Call it outside of vmap."
         if not torch.compiler.is_compiling():
             tensors = [_unwrapped(x) for x in tensors]
     for x in tensors:
@@ -208,11 +206,11 @@ def choose(
         _check_name(wanted)
     unfit = misfit(tensors)
     for chosen in BACKENDS if wanted is None else (wanted,):
-        # What is constant for a trace is cached elsewhere.
-        usable = (
-            not device_reasons(chosen, device) if compiling else chosen in _usable(device, INTERPRETED)
-        )
-        if usable and not (unfit and chosen in KERNELS) and not any(map(bool, call_reasons(chosen))):
+        if unfit is not None and chosen in KERNELS:
+            continue
+        if device_reasons(chosen, device) if compiling else chosen not in _usable(device, INTERPRETED):
+            continue
+        if not any(map(bool, call_reasons(chosen))):
             break
     else:
         assert wanted is not None  # the reference runs everything

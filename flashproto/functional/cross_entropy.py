@@ -80,7 +80,6 @@ def cross_entropy(
         name, targets, logits.shape[:-1], logits.shape[-1], logits.device,
         weight, "weight", label_smoothing, z_loss, softcap, reduction,
     )  # fmt: skip
-    tensors = [x for x in (logits, targets, weight) if x is not None]
     backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [logits]))
     if backend == "triton":
         options = (ignore_index, label_smoothing, z_loss, softcap or 0.0)
