@@ -347,15 +347,15 @@ def setup_context(ctx, inputs, output) -> None:
 cross_entropy_op = kernel_op(
     "flashproto::cross_entropy",
     cross_entropy_forward,
-    schema="(Tensor logits, Tensor targets, Tensor? weight, int ignore_index, float label_smoothing, "
-    "float z_loss, float softcap, str reduction, bool need_lse) "
+    schema="(Tensor logits, Tensor targets, Tensor? weight, SymInt ignore_index, "
+    "float label_smoothing, float z_loss, float softcap, str reduction, bool need_lse) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 cross_entropy_backward_op = kernel_op(
     "flashproto::cross_entropy_backward",
     cross_entropy_backward,
     schema="(Tensor? dloss, Tensor? dlse, Tensor logits, Tensor targets, Tensor? weight, Tensor lse, "
-    "Tensor m, Tensor l, Tensor denominator, int ignore_index, float label_smoothing, float z_loss, "
+    "Tensor m, Tensor l, Tensor denominator, SymInt ignore_index, float label_smoothing, float z_loss, "
     "float softcap) -> Tensor",
 )
 

@@ -390,13 +390,13 @@ class ScaleFunction(FirstDerivative):
 # --- compile: torch.library ops ------------------------------------------------------------------
 
 TENSORS = "Tensor h, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, "
-OPTIONS = "int ignore_index, float label_smoothing, float z_loss, float softcap, "
+OPTIONS = "SymInt ignore_index, float label_smoothing, float z_loss, float softcap, "
 NEEDS = "bool need_dh, bool need_dweight, bool need_dbias"
 
 linear_cross_entropy_op = kernel_op(
     "flashproto::linear_cross_entropy",
     linear_cross_entropy_forward,
-    schema=f"({TENSORS}{OPTIONS}str reduction, bool need_lse, int chunk_size, "
+    schema=f"({TENSORS}{OPTIONS}str reduction, bool need_lse, SymInt chunk_size, "
     f"bool low_memory, {NEEDS}) -> "
     f"({', '.join(['Tensor'] * 9)})",
 )
@@ -404,7 +404,7 @@ linear_cross_entropy_backward_op = kernel_op(
     "flashproto::linear_cross_entropy_backward",
     linear_cross_entropy_backward,
     schema=f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
-    f"Tensor denominator, {OPTIONS}int chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor denominator, {OPTIONS}SymInt chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",
 )
 
 
