@@ -8,6 +8,9 @@
 impl=None takes the first of them, in this order, that can run the call.  impl="triton" (or the
 environment variable FLASHPROTO_IMPL, or set_default) runs that one or raises BackendError with every
 reason against it.  Nothing falls back silently.
+
+A reason is a text, or a format and its arguments.  The text is made only for an error: while a call is
+traced, writing a size down would fix it, and every other length would compile anew.
 """
 
 from __future__ import annotations
@@ -17,10 +20,15 @@ import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _functorch
+from torch._C import _is_any_autocast_enabled as autocasts
+from torch.nn import Parameter
 
 from .checks import described
 
@@ -29,6 +37,9 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MIN_CAPABILITY = (8, 0)
 HOPPER_CAPABILITY = (9, 0)
+KERNELS = ("hopper", "triton")
+
+Reason = str | tuple[Any, ...]
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str | torch.device]] = set()
@@ -88,17 +99,29 @@ def device_reasons(backend: str, device: torch.device) -> tuple[str, ...]:
         return (f"the tensors are on {device.type!r}; the kernels take cuda",)
     if torch.version.hip is not None:
         return ("the kernels are tested on NVIDIA GPUs only",)
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
+    if capability is None:
+        return ("there is no such GPU",)
     if capability < MIN_CAPABILITY:
         return (f"compute capability is {capability[0]}.{capability[1]}; the kernels need 8.0",)
     return ()
+
+
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """None of a GPU that is not there, as that of a fake tensor need not be."""
+    try:
+        return torch.cuda.get_device_capability(device)
+    except (AssertionError, RuntimeError):  # the former from torch without CUDA
+        return None
 
 
 def _hopper_device_reasons(device: torch.device) -> tuple[str, ...]:
     if device.type != "cuda" or torch.version.hip is not None:
         where = device.type if torch.version.hip is None else "rocm"
         return (f"the tensors are on {where!r}; the kernels take cuda, of compute capability 9.0",)
-    capability = torch.cuda.get_device_capability(device)
+    capability = capability_of(device)
+    if capability is None:
+        return ("there is no such GPU",)
     if capability != HOPPER_CAPABILITY:
         return (f"compute capability is {capability[0]}.{capability[1]}; the kernels take 9.0 alone",)
     if INTERPRETED:
@@ -121,38 +144,113 @@ def _usable(device: torch.device, interpreted: bool) -> tuple[str, ...]:
     return tuple(b for b in BACKENDS if not device_reasons(b, device))
 
 
+def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
+    """Why no kernel can run on `tensors`, whatever the operator, and what to do; None where one can.
+
+    Fake and traced tensors fit: their calls go through the operators' fakes.
+    """
+    if transforms_active():
+        if _vmaps():
+            why = "it is inside torch.func.vmap, for which the kernels have no rule"
+            return why, "Call it outside of vmap."
+        if not torch.compiler.is_compiling():
+            tensors = [_unwrapped(x) for x in tensors]
+    for x in tensors:
+        if type(x) is not Tensor and type(x) is not Parameter and _is_dtensor(type(x)):
+            return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
+    return None
+
+
+@constant_under_compile
+def _vmaps() -> bool:
+    """Whether a vmap is among the transforms of torch.func that are on."""
+    levels = _functorch.get_interpreter_stack() or ()
+    return any(level.key() == _functorch.TransformType.Vmap for level in levels)
+
+
+def _unwrapped(x: Tensor) -> Tensor:
+    """What the transforms of torch.func wrap."""
+    while _functorch.is_functorch_wrapped_tensor(x):
+        x = _functorch.get_unwrapped(x)
+    return x
+
+
+@constant_under_compile
+def _is_dtensor(kind: type) -> bool:
+    """By its name, since torch.distributed need not be imported, nor be there."""
+    return any(
+        base.__name__ == "DTensor" and base.__module__.startswith("torch.distributed.")
+        for base in kind.__mro__
+    )
+
+
+def texts(reasons: Iterable[Reason]) -> list[str]:
+    """Reasons as an error gives them."""
+    return [reason if isinstance(reason, str) else reason[0].format(*reason[1:]) for reason in reasons]
+
+
 def choose(
     operator: str,
     impl: str | None,
-    device: torch.device,
-    call_reasons: Callable[[str], Sequence[str]],
+    tensors: Sequence[Tensor],
+    call_reasons: Callable[[str], Iterable[Reason]],
 ) -> str:
-    """The backend for one call of `operator` on `device`.
+    """The backend for one call of `operator` with `tensors`, all on the device of the first.
 
-    call_reasons(backend) lists why that backend cannot run this particular call.  Raises ValueError
-    for an unknown name and BackendError when the backend asked for by name cannot run.
+    call_reasons(backend) gives why that backend cannot run this particular call; no more than the
+    first of them is looked at unless an error is to tell them.  Raises ValueError for an unknown name
+    and BackendError when the backend asked for by name cannot run.
     """
+    device = tensors[0].device
     compiling = torch.compiler.is_compiling()
     wanted = _default if impl is None else impl
-    if wanted is None:
-        if compiling:
-            return next(b for b in BACKENDS if not device_reasons(b, device) and not call_reasons(b))
-        for chosen in _usable(device, INTERPRETED):
-            if not call_reasons(chosen):
-                break
-    else:
+    if wanted is not None:
         _check_name(wanted)
-        chosen = wanted
-        if compiling or chosen not in _usable(device, INTERPRETED) or call_reasons(chosen):
-            reasons = [*device_reasons(chosen, device), *call_reasons(chosen)]
-            if reasons:
-                raise BackendError(
-                    f"{operator}: backend {chosen!r} cannot run this call: {'; '.join(reasons)}. "
-                    "Pass impl=None to let flashproto choose, or see python -m flashproto.env."
-                )
+    unfit = misfit(tensors)
+    for chosen in BACKENDS if wanted is None else (wanted,):
+        if unfit is not None and chosen in KERNELS:
+            continue
+        if device_reasons(chosen, device) if compiling else chosen not in _usable(device, INTERPRETED):
+            continue
+        if not any(map(bool, call_reasons(chosen))):
+            break
+    else:
+        assert wanted is not None  # the reference runs everything
+        _raise(operator, wanted, impl is None, device, unfit, call_reasons)
     if not compiling and (operator, chosen, device) not in _logged:
         _log_once(operator, chosen, device, wanted is None)
     return chosen
+
+
+def _raise(
+    operator: str,
+    backend: str,
+    by_default: bool,
+    device: torch.device,
+    unfit: tuple[str, str] | None,
+    call_reasons: Callable[[str], Iterable[Reason]],
+) -> NoReturn:
+    """BackendError with every reason against `backend`, and one thing to do."""
+    reasons: list[Reason] = [*device_reasons(backend, device), *call_reasons(backend)]
+    do = "Pass impl=None to let flashproto choose, or see python -m flashproto.env."
+    if by_default:
+        do = "Call flashproto.backends.set_default(None) to let flashproto choose."
+    if unfit is not None and backend in KERNELS:
+        why, do = unfit
+        reasons.insert(0, why)
+    raise BackendError(
+        f"{operator}: backend {backend!r} cannot run this call: {'; '.join(texts(reasons))}. {do}"
+    )
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast converts to on x's device; None where it is off there, or there is none."""
+    if not autocasts():
+        return None
+    device = x.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
 
 
 def _log_once(operator: str, backend: str, device: torch.device, automatic: bool) -> None:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _are_functorch_transforms_active as transforms_active
-from torch._C import _is_any_autocast_enabled as autocasts
 from torch._C._dynamo import guards
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import backends
+from .backends import autocast_dtype
 from .ops import words
 from .ops.autograd import wants_grad
 
@@ -83,14 +83,6 @@ def followed() -> bool:
     """Whether calls may follow plans now: not while torch.compile traces them, under torch.func or
     forward-mode differentiation."""
     return not (is_compiling() or transforms_active() or forward_ad._current_level >= 0)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast converts to on x's device; None where it is off there."""
-    if not autocasts():
-        return None
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def key(options: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> Hashable | None:

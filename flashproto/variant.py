@@ -8,12 +8,14 @@ to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from .backends import Reason
 
 
 @dataclass(frozen=True)
@@ -109,22 +111,19 @@ def kind_of(text: str) -> Kind:
 
 def reasons(
     backend: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
-) -> list[str]:
+) -> Iterator[Reason]:
     """Why `backend` does not take such a call; what TMA asks of memory on "hopper" is in
     ops/attention_hopper_reasons.py."""
-    reasons = []
     if backend == "torch":
         if return_lse:
-            reasons.append("torch's attention does not return lse")
+            yield "torch's attention does not return lse"
         if variant.kind.CAUSAL and variant.offset != 0:
-            reasons.append(
-                f"torch's is_causal is aligned top-left, this call has Sq = {q.shape[2]} and another Sk"
-            )
+            why = "torch's is_causal is aligned top-left, this call has Sq = {} and Sk = {}"
+            yield why, q.shape[2], k.shape[2]
         if q.numel() == 0 or v.numel() == 0:
-            reasons.append("q or v is empty")
+            yield "q or v is empty"
     elif backend == "triton":
         if q.dtype == torch.float64:
-            reasons.append("dtype is float64; the kernels take float16, bfloat16 and float32")
-        if max(q.shape[3], v.shape[3]) > 256:
-            reasons.append(f"head_dim is {max(q.shape[3], v.shape[3])}; the kernels take up to 256")
-    return reasons
+            yield "dtype is float64; the kernels take float16, bfloat16 and float32"
+        if q.shape[3] > 256 or v.shape[3] > 256:
+            yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v.shape[3])

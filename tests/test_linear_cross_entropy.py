@@ -217,6 +217,51 @@ def test_no_tokens(device) -> None:
             assert not any(g.any() for g in gradients)
 
 
+MEANS = (
+    {}, {"low_memory": True}, {"chunk_size": 3}, {"return_lse": True}, {"z_loss": 0.1},
+    {"softcap": 5.0}, {"label_smoothing": 0.1}, {"weighted": True},
+    {"weighted": True, "low_memory": True}, {"compiled": True},
+)  # fmt: skip
+
+
+def mean_gradients(
+    inputs: list[Tensor], t: Tensor, weighted: bool = False, compiled: bool = False, **options
+) -> tuple[Tensor, ...]:
+    """The loss and the gradients of `inputs`; `weighted`: the first three classes count for nothing."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    w = torch.ones(leaves[1].shape[0], device=t.device)
+    w[:3] = 0
+    options["class_weight"] = w if weighted else None
+    f = flashproto.linear_cross_entropy
+    if compiled:
+        torch.compiler.reset()
+        f = torch.compile(f, fullgraph=True, backend="aot_eager")
+    loss = f(leaves[0], leaves[1], t, leaves[2], **options)
+    loss = loss[0] if isinstance(loss, tuple) else loss
+    return loss.detach(), *torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", MEANS, ids=str)
+def test_the_mean_over_no_tokens_has_gradients_of_zero(device, options, dtype) -> None:
+    inputs, t = problem(5, 8, 11, dtype, device, bias=True)
+    loss, *gradients = mean_gradients(inputs, t.fill_(-100), impl="triton", **options)
+    assert loss.isnan()
+    assert all((g == 0).all() for g in gradients)
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+@pytest.mark.parametrize("options", [o for o in MEANS if "weighted" in o], ids=str)
+def test_tokens_of_no_weight_have_gradients_of_nan(device, options, ignored) -> None:
+    """0 / 0, as in torch, but for tokens that are ignored."""
+    inputs, t = problem(4, 8, 11, torch.float32, device, bias=True)
+    t = torch.tensor([0, 1, 2, -100 if ignored else 0], device=device)
+    got = mean_gradients(inputs, t, impl="triton", **options)
+    want = mean_gradients(inputs, t, impl="torch", **options)
+    assert want[1].isnan().all(1).sum() == 4 - ignored
+    torch.testing.assert_close(got, want, equal_nan=True)
+
+
 @pytest.mark.parametrize("low_memory", [False, True])
 def test_autocast_leaves_the_weight_gradient_unrounded(device, low_memory) -> None:
     inputs, t = problem(30, 16, 50, torch.float32, device, bias=True)

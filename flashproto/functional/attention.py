@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
 from .. import backends, plans, reference
+from ..backends import Reason
 from ..checks import (
     check_attention,
     check_flag,
@@ -127,7 +128,7 @@ def attention_qkv(
     check_scale(name, scale)
     variant = Variant(Kind(CAUSAL=causal))
     backend = backends.choose(
-        name, impl, q.device, lambda b: _attention_reasons(b, variant, q, k, v, False)
+        name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if backend in ("hopper", "triton") and scale >= 0:
@@ -144,7 +145,7 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, key=None, gi
     """
     check_scale(operator, scale)
     backend = backends.choose(
-        operator, impl, q.device, lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
+        operator, impl, (q, k, v), lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
     if backend == "torch":
         return _torch_attention(q, k, v, variant, scale), None
@@ -159,13 +160,14 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, key=None, gi
     return attention_op.attention(*arguments)
 
 
-def _attention_reasons(backend, variant, q, k, v, return_lse) -> list[str]:
-    against = reasons(backend, variant, q, k, v, return_lse)
-    return against + hopper_attention_reasons(q, k, v) if backend == "hopper" else against
+def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
+    yield from reasons(backend, variant, q, k, v, return_lse)
+    if backend == "hopper":
+        yield from hopper_attention_reasons(q, k, v)
 
 
 def _torch_attention(q, k, v, variant, scale):
-    gqa = q.shape[1] != k.shape[1]
+    gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210, a bool of sizes that are symbols
     q, scale = _with_positive_scale(q, scale)
     return torch_attention(q, k, v, is_causal=variant.kind.CAUSAL, scale=scale, enable_gqa=gqa)
 
@@ -227,7 +229,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         _check_mask(name, attn_mask, is_causal, q, k)
     if attn_mask is not None or dropout_p > 0.0:
-        backends.choose(name, None, query.device, _mask_reasons)
+        backends.choose(name, None, (query,), _mask_reasons)
         query, scale = _with_positive_scale(query, scale)
         return torch_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -256,8 +258,9 @@ def _check_mask(operator: str, mask: Tensor, is_causal: bool, q: Tensor, k: Tens
         )  # fmt: skip
 
 
-def _mask_reasons(backend: str) -> list[str]:
-    return [] if backend == "torch" else ["attn_mask and dropout_p run on backend 'torch' only"]
+def _mask_reasons(backend: str) -> Iterator[Reason]:
+    if backend != "torch":
+        yield "attn_mask and dropout_p run on backend 'torch' only"
 
 
 def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:

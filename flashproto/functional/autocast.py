@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..plans import autocast_dtype
+from ..backends import autocast_dtype
 
 
 def autocast_float32(aten_name: str, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:

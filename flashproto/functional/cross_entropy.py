@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 
 from .. import backends, configs, reference
+from ..backends import autocast_dtype
 from ..checks import (
     check_classes,
     check_cross_entropy,
@@ -101,7 +102,8 @@ def cross_entropy(
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     inplace_backward = check_flag(name, "inplace_backward", inplace_backward)
-    backend = backends.choose(name, impl, logits.device, lambda b: float64_reasons(b, [logits]))
+    tensors = [x for x in (logits, targets, weight) if x is not None]
+    backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [logits]))
     looks = logits.device.type == "cpu" and refuses_values(impl, backend)
     if looks:
         check_classes(name, targets, V, ignore_index)
@@ -176,7 +178,8 @@ def linear_cross_entropy(
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     low_memory = check_flag(name, "low_memory", low_memory)
-    backend = backends.choose(name, impl, h.device, lambda b: float64_reasons(b, [h, weight]))
+    tensors = [x for x in (h, weight, bias, targets, class_weight) if x is not None]
+    backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [h, weight]))
     if refuses_values(impl, backend):
         check_classes(name, targets, V, ignore_index)
     if backend == "triton":
@@ -235,12 +238,12 @@ def _check_linear(name, h, weight, bias) -> Tensor:
                 "Pass bias=None for none.",
             )  # fmt: skip
         tensors["bias"] = bias
-    autocast = torch.is_autocast_enabled(h.device.type) and h.dtype != torch.float64
-    if autocast:
-        h = h.to(torch.get_autocast_dtype(h.device.type))
+    dtype = None if h.dtype == torch.float64 else autocast_dtype(h)
+    if dtype is not None:
+        h = h.to(dtype)
     for other, x in tensors.items():
         check_on(name, other, x, h.device)
-        if x.dtype != h.dtype and not autocast:
+        if x.dtype != h.dtype and dtype is None:
             refuse(
                 name, other, f"of dtype {x.dtype}", f"the dtype of h, {h.dtype}",
                 f"Convert it, say {other}.to(h.dtype), or use torch.autocast.", TypeError,

@@ -71,7 +71,7 @@ def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: 
     halves = up is None and operator != "gelu"
     tensors = (gate,) if up is None else (gate, up)
     check_glu(operator, gate, up, halves=halves)
-    backend = backends.choose(operator, impl, gate.device, lambda b: float64_reasons(b, tensors))
+    backend = backends.choose(operator, impl, tensors, lambda b: float64_reasons(b, tensors))
     if backend == "triton":
         return glu_op.ready((gate, up), Settings(activation, halves))
     if halves:

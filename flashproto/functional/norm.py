@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack
 
@@ -14,6 +14,7 @@ from torch import layer_norm as torch_layer_norm
 from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, plans, reference
+from ..backends import Reason
 from ..checks import (
     as_shape,
     check_casting,
@@ -32,6 +33,9 @@ if backends.HAS_TRITON:
     from ..ops import norm_op as _  # noqa: F401, for compiled calls
     from ..ops import norm_plan
     from ..ops.norm import norm as kernel_norm
+
+
+INT = (int, torch.SymInt)
 
 
 class NormOptions(TypedDict, total=False):
@@ -199,7 +203,7 @@ def _norm_anew(
     if casting != "torch":
         check_casting(operator, casting)
     backend = backends.choose(
-        operator, impl, x.device, lambda b: _reasons(b, tensors, casting, memory_efficient)
+        operator, impl, tensors, lambda b: _reasons(b, tensors, casting, memory_efficient)
     )
     if backend == "triton":
         if memory_efficient:
@@ -222,12 +226,12 @@ def _norm_anew(
 
 def _reasons(
     backend: str, tensors: Sequence[Tensor], casting: str, memory_efficient: bool
-) -> Sequence[str]:
+) -> Iterator[Reason]:
     if backend == "torch" and casting != "torch":
-        return (f"PyTorch's norms have no casting {casting!r}",)
+        yield f"PyTorch's norms have no casting {casting!r}"
     if backend == "torch" and memory_efficient:
-        return ("PyTorch's norms keep their input",)
-    return float64_reasons(backend, tensors)
+        yield "PyTorch's norms keep their input"
+    yield from float64_reasons(backend, tensors)
 
 
 def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: bool) -> None:
@@ -259,7 +263,7 @@ def _hooked_norm(
         hooks.check(operator, argument, made, x)
         tensors = [*tensors, *(() if made is None else made.operands)]
     hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return hooked_norm_op.hooked_norm(
             x, residual, weight, bias, len(shape), eps, centered, casting, dtype, split_rows,
@@ -274,16 +278,16 @@ def _hooked_norm(
     return reference.add_norm(x, residual, shape, weight, bias, eps, **options)
 
 
-def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Sequence[str]:
+def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Reason]:
     """Reasons against a backend for a norm with hooks whose result is of `dtype`."""
     if backend == "torch":
-        return ("PyTorch's norms take no hooks and no dtype",)
+        yield "PyTorch's norms take no hooks and no dtype"
     device = tensors[0].device
     if backend == "triton" and dtype.itemsize == 1 and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 9):
-            return (f"compute capability is {capability[0]}.{capability[1]}; 8-bit floats need 8.9",)
-    return float64_reasons(backend, tensors)
+        capability = backends.capability_of(device)
+        if capability is not None and capability < (8, 9):
+            yield f"compute capability is {capability[0]}.{capability[1]}; 8-bit floats need 8.9"
+    yield from float64_reasons(backend, tensors)
 
 
 def _torch_norm(x, shape, weight, bias, eps, centered):

@@ -97,7 +97,7 @@ def _quantized_norm(
         tensors += () if made is None else made.operands
     check_quantized(operator, dtype, tensors)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    backend = backends.choose(operator, impl, x.device, lambda b: hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return quantized_norm_op.quantized_norm(
             x, residual, weight, bias, len(shape), eps, centered, casting, dtype, prologue, epilogue

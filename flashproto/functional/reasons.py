@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from .. import backends
+from ..backends import Reason
 
 
-def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Sequence[str]:
+def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Iterator[Reason]:
     if backend == "hopper":
-        return ("not written for this operator",)
-    if backend == "triton":
-        for t in tensors:
-            if t.dtype is torch.float64:
-                return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
-    return ()
+        yield "not written for this operator"
+    if backend == "triton" and any(t.dtype is torch.float64 for t in tensors):
+        yield "dtype is float64; the kernels take float16, bfloat16 and float32"
 
 
 def refuses_values(impl: str | None, backend: str) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import overload
 
 import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..backends import Reason
 from ..checks import (
     check_flag,
     check_heads_of,
@@ -142,12 +143,13 @@ def choose_with_tables(
     """backends.choose; the kernels give cos and sin no gradient."""
     learned = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (cos, sin))
 
-    def reasons(backend: str) -> Sequence[str]:
+    def reasons(backend: str) -> Iterator[Reason]:
         if backend == "triton" and learned:
-            return ("cos or sin needs a gradient, and the kernels give them none",)
-        return float64_reasons(backend, tensors)
+            yield "cos or sin needs a gradient, and the kernels give them none"
+        yield from float64_reasons(backend, tensors)
 
-    return backends.choose(operator, impl, tensors[0].device, reasons)
+    tables = [] if cos is None or sin is None else [cos, sin]
+    return backends.choose(operator, impl, [*tensors, *tables], reasons)
 
 
 def table_rows(positions: Tensor | None, offset: int | Tensor) -> rope_op.Rows:

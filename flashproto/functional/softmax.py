@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,7 @@ from torch import logsumexp as torch_logsumexp
 from torch import softmax as torch_softmax
 
 from .. import backends, hooks, plans, reference
+from ..backends import Reason
 from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
 from . import masks
 from .autocast import autocast_float32
@@ -129,7 +132,7 @@ def softmax_topk(
     check_dtype("softmax_topk", dtype)
     if dtype is None:
         dtype = _autocast_dtype("softmax", x)
-    backend = backends.choose("softmax_topk", impl, x.device, lambda b: _topk_reasons(b, x, k, dtype))
+    backend = backends.choose("softmax_topk", impl, [x], lambda b: _topk_reasons(b, x, k, dtype))
     if backend == "triton":
         return softmax_topk_op.softmax_topk(x, k, renormalize, dtype)
     if backend == "reference":
@@ -138,13 +141,12 @@ def softmax_topk(
     return (values / values.sum(-1, keepdim=True) if renormalize else values).to(dtype), indices
 
 
-def _topk_reasons(backend, x, k, dtype):
-    reasons = [*float64_reasons(backend, [x])]
+def _topk_reasons(backend, x, k, dtype) -> Iterator[Reason]:
+    yield from float64_reasons(backend, [x])
     if backend == "triton" and dtype == torch.float64 != x.dtype:
-        reasons.append("the values' dtype is float64; the kernels compute in float32")
+        yield "the values' dtype is float64; the kernels compute in float32"
     if backend == "triton" and k > softmax_topk_op.MAX_K:
-        reasons.append(f"k is {k}; the kernels keep up to {softmax_topk_op.MAX_K}")
-    return reasons
+        yield "k is {}; the kernels keep up to {}", k, softmax_topk_op.MAX_K
 
 
 def _softmax(operator, x, dtype, impl):
@@ -160,7 +162,7 @@ def _softmax(operator, x, dtype, impl):
         dtype = _autocast_dtype(operator, x)
     elif dtype != x.dtype and (dtype != torch.float32 or x.dtype == torch.float64):
         x, key = x.to(dtype), None  # only float32 holds whatever 16 bits hold
-    backend = backends.choose(operator, impl, x.device, lambda b: float64_reasons(b, [x]))
+    backend = backends.choose(operator, impl, [x], lambda b: float64_reasons(b, [x]))
     if backend == "triton":
         plans.keep(key, lambda: softmax_plan.plan(x, operator == "log_softmax", dtype))
         return getattr(softmax_op, operator)(x, dtype)
@@ -195,7 +197,7 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, x.device, lambda b: _hook_reasons(b, tensors, dtype))
+    backend = backends.choose(operator, impl, tensors, lambda b: _hook_reasons(b, tensors, dtype))
     if backend == "triton":
         return hooked_softmax_op.hooked_softmax(
             x, operator == "log_softmax", dtype, split_rows, prologue, epilogue
@@ -204,9 +206,9 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
     return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)
 
 
-def _hook_reasons(backend, tensors, dtype):
+def _hook_reasons(backend, tensors, dtype) -> Iterator[Reason]:
     if backend == "torch":
-        return ("PyTorch fuses neither scale and mask nor hooks into softmax, and splits no rows",)
+        yield "PyTorch fuses neither scale and mask nor hooks into softmax, and splits no rows"
     if backend == "triton" and dtype == torch.float64:
-        return ("dtype is float64; the kernels take float16, bfloat16 and float32",)
-    return float64_reasons(backend, tensors)
+        yield "the result's dtype is float64; the kernels take float16, bfloat16 and float32"
+    yield from float64_reasons(backend, tensors)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from .. import functional as F
 from .. import hooks
+from ..backends import autocast_dtype
 from ..checks import described, refuse
-from ..plans import autocast_dtype
 from .layers import is_as_made
 
 

@@ -27,11 +27,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C import _get_deterministic_algorithms as deterministic
-from torch._C import _is_any_autocast_enabled as autocasts
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from .. import backends
+from ..backends import autocast_dtype
 from . import exchange_buffers, private
 from .call import OPERATORS, Call
 from .private import TensorGuards, dispatch_modes, forward_ad, transforms_active
@@ -79,14 +79,6 @@ def facts(x: Tensor) -> tuple[Hashable, ...]:
         x.dtype is torch.float32 and private.allows_tf32(),
         deterministic(),
     )
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast converts to on x's device; None where it is off there."""
-    if not autocasts():
-        return None
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:

@@ -119,6 +119,16 @@ def without_padding(x: Tensor, V: int) -> Tensor:
     return x.resize_(V, *x.shape[1:]) if x.shape[0] > V else x
 
 
+def divisors_of(denominator: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """What gradients of "sum" are divided by to be those of "mean": of each row [T, 1], and of all.
+
+    Where the denominator is 0, ignored rows keep gradients of 0, the others have NaN, as in torch.
+    """
+    kept = targets != ignore_index
+    divisor = torch.where(denominator == 0, torch.nan, denominator)
+    return torch.where(kept, divisor, 1.0)[:, None], torch.where(kept.any(), divisor, 1.0)
+
+
 def gradient_slices(
     dloss: Tensor,
     dlse: Tensor | None,
@@ -178,7 +188,7 @@ def linear_cross_entropy_forward(
     all_classes = W.shape[0]
     mean = reduction == "mean"
     denominator = total(targets, weights[0], None, V, ignore_index, mean)[2] if mean else None
-    divisor = 1.0 if denominator is None else denominator
+    divisors = None if denominator is None else divisors_of(denominator, targets, ignore_index)
     # dweight takes the place of the logits, unless it is float32 and so its own sum.
     own_sum = need_dweight and kept_dtype(weight) == torch.float32
     summed = configs.classes_summed(V, low_memory and not own_sum)
@@ -206,13 +216,14 @@ def linear_cross_entropy_forward(
         zero_padding(chunk, logits)
         if need_dh:
             hidden_gradient(chunk, W, product_dh[:n], classes)
-            torch.div(product_dh[:n], divisor, out=dh[part])
+            torch.div(product_dh[:n], 1.0 if divisors is None else divisors[0][part], out=dh[part])
         if need_dweight:
             product(chunk[:, :summed].t(), h[part], dweight_sum, add=start > 0)
         if need_dbias:
             column_sums(chunk, dbias_sum, add=start > 0)
         del chunk, logits  # of memory
     del memory, product_dh, W
+    divisor = 1.0 if divisors is None else divisors[1]
     if need_dbias:
         torch.div(dbias_sum, divisor, out=dbias) if T else dbias.zero_()
     if need_dweight:

@@ -136,7 +136,7 @@ class SoftmaxTopkBackwardFunction(FirstDerivative):
 softmax_topk_op = kernel_op(
     "flashproto::softmax_topk",
     softmax_topk_forward,
-    schema="(Tensor x, int k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor x, SymInt k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
 )
 softmax_topk_backward_op = kernel_op(
     "flashproto::softmax_topk_backward",
