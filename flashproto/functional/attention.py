@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -10,8 +11,8 @@ from torch import Tensor
 # As it is before anybody puts flashproto's in its place.
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from .. import backends, plans, reference
-from ..backends import Reason
+from .. import backends, reference
+from ..backends import KERNELS, Reason
 from ..checks import (
     check_attention,
     check_flag,
@@ -24,17 +25,20 @@ from ..checks import (
     refuse,
 )
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
-from ..variant import Kind, Variant, reasons
+from ..variant import Kind, Variant, pack, reasons
 from .autocast import autocast_low_precision
+from .cached import cached
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
-    from ..ops import attention_qkv as attention_qkv_op
-    from ..ops.launch import allows_tf32
+
+# Backend "hopper" takes tensors that start at multiples of 16 bytes.
+by_alignment = functools.partial(cached, alignment=True)
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
+@by_alignment
 def attention(
     q: Tensor,
     k: Tensor,
@@ -69,33 +73,15 @@ def attention(
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
     """
-    if scale is not None and type(scale) is not float:  # True == 1.0, whose plan it would find
-        scale = check_scale("attention", scale)
-    key = None
-    if plans.followed() and (starts := _starts(q, k, v)) is not None:
-        kind = "attention", causal, scale, return_lse, impl, starts
-        if (plan := plans.find(kind, (q, k, v))) is not None:
-            return plan(q, k, v)
-        key = plans.key(kind, (q, k, v))
-    given, (q, k, v) = (q, k, v), autocast_low_precision(q, k, v)
+    q, k, v = autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
     causal = check_flag("attention", "causal", causal)
     return_lse = check_flag("attention", "return_lse", return_lse)
     variant = Variant(Kind(CAUSAL=causal), k.shape[2] - q.shape[2])
-    out, lse = _attention("attention", q, k, v, variant, scale, return_lse, impl, key, given)
-    return (out, lse) if return_lse else out
+    return _attention("attention", q, k, v, variant, scale, return_lse, impl, ready=True)
 
 
-def _starts(q: Tensor, k: Tensor, v: Tensor) -> tuple[Hashable, ...] | None:
-    """What a plan follows from beside the tensors' metadata: where they start in their memory, modulo 8
-    elements, and whether tf32 is allowed where it counts; None of what has no such memory."""
-    try:
-        starts = q.storage_offset() % 8, k.storage_offset() % 8, v.storage_offset() % 8
-        return *starts, backends.HAS_TRITON and q.dtype is torch.float32 and allows_tf32()
-    except (AttributeError, RuntimeError):  # what is no tensor, or sparse
-        return None
-
-
+@by_alignment
 def attention_qkv(
     qkv: Tensor,
     n_heads: int,
@@ -112,52 +98,46 @@ def attention_qkv(
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
     """
     name = "attention_qkv"
-    if scale is not None and type(scale) is not float:
-        scale = check_scale(name, scale)
-    if type(n_heads) is not int or type(n_kv_heads) is not int:
-        n_heads, n_kv_heads = check_head_counts(name, n_heads, n_kv_heads)
-    kind = name, n_heads, n_kv_heads, causal, scale, impl
-    if (plan := plans.find(kind, (qkv,))) is not None:
-        return plan(qkv)
-    key = plans.key(kind, (qkv,))
-    given, (qkv,) = qkv, autocast_low_precision(qkv)
+    (qkv,) = autocast_low_precision(qkv)
+    n_heads, n_kv_heads = check_head_counts(name, n_heads, n_kv_heads)
     check_packed(name, qkv, n_heads, n_kv_heads)
     causal = check_flag(name, "causal", causal)
+    scale = check_scale(name, scale)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
-    check_scale(name, scale)
     variant = Variant(Kind(CAUSAL=causal))
     backend = backends.choose(
         name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if backend in ("hopper", "triton") and scale >= 0:
-        arguments = (qkv, n_heads, n_kv_heads, variant, scale, backend)
-        plans.keep(key, lambda: plans.after_casts(attention_qkv_op.plan(*arguments), [given], [qkv]))
-        return attention_qkv_op.attention_qkv(*arguments)[0]
-    return _attention(name, q, k, v, variant, scale, False, backend)[0]
+    if backend in KERNELS and scale >= 0:
+        tensors, ints, floats, text = pack(variant)
+        settings = attention_op.SettingsQkv(
+            tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
+        )
+        return attention_op.attention_qkv.ready((qkv, *tensors), settings)
+    return _attention(name, q, k, v, variant, scale, False, backend)
 
 
-def _attention(operator, q, k, v, variant, scale, return_lse, impl, key=None, given=()):
-    """Dispatch attention; returns (out, lse or None).
-
-    key: under which to keep a plan, of the tensors that autocast made q, k and v from.
-    """
-    check_scale(operator, scale)
+def _attention(operator, q, k, v, variant, scale, return_lse, impl, *, ready=False):
+    """attention by a backend; ready: as a call of q, k and v made ready, where kernels run it."""
+    scale = check_scale(operator, scale)
     backend = backends.choose(
         operator, impl, (q, k, v), lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
     if backend == "torch":
-        return _torch_attention(q, k, v, variant, scale), None
+        return _torch_attention(q, k, v, variant, scale)
     if backend == "reference":
         causal, offset = variant.kind.CAUSAL, variant.offset
-        return reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
+        out, lse = reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
+        return (out, lse) if return_lse else out
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    arguments = (q, k, v, variant, scale, backend)
-    plans.keep(
-        key, lambda: plans.after_casts(attention_op.plan(*arguments, return_lse), given, (q, k, v))
-    )
-    return attention_op.attention(*arguments)
+    if scale < 0:
+        q, scale, ready = -q, -scale, False
+    tensors, ints, floats, text = pack(variant)
+    settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, backend)
+    run = attention_op.attention.ready if ready else attention_op.attention
+    return run((q, k, v, *tensors), settings, (0, 1) if return_lse else (0,))
 
 
 def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
@@ -235,7 +215,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     variant = Variant(Kind(CAUSAL=is_causal))
-    out, _ = _attention(name, q, k, v, variant, scale, False, None)
+    out = _attention(name, q, k, v, variant, scale, False, None)
     shape = (*lead, *query.shape[-3:-1], out.shape[-1])
     return out.reshape(shape)
 

@@ -62,6 +62,7 @@ class Operator:
         return others in their place.  grads: of the differentiable outputs, None for one without.
     gives_away: the number of what is saved that the first backward may write over; others get None.
     no_gradient: why there is no backward, for the error.
+    backward_name: of the backward's op, by default NAME_backward.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Operator:
     differentiable: int = 1
     gives_away: int | None = None
     no_gradient: str = ""
+    backward_name: str = ""
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -447,7 +449,7 @@ def backward_visibly(
         return FirstDerivative.apply(backward_now, operator, context, needs, *tensors)
     n = operator.differentiable
     grads, saved = tensors[:n], tensors[n:]
-    op = getattr(torch.ops.flashproto, f"{operator.name}_backward")
+    op = getattr(torch.ops.flashproto, backward_name(operator))
     assert operator.saved is not None
     results = op(*grads, *packed(operator.saved, saved), *plain_values(context), needs)
     made = list(results) if isinstance(results, (tuple, list)) else [results]
@@ -685,8 +687,12 @@ def register_backward(operator: Operator, tensors_or_empty: Callable[..., Any]) 
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
     schema = f"({', '.join(arguments)}) -> {results}"
-    op = kernel_op(f"flashproto::{operator.name}_backward", backward, schema, fake)
+    op = kernel_op(f"flashproto::{backward_name(operator)}", backward, schema, fake)
     op.register_autograd(refuse)
+
+
+def backward_name(operator: Operator) -> str:
+    return operator.backward_name or f"{operator.name}_backward"
 
 
 def first(tensors: Sequence[Tensor | None]) -> Tensor:

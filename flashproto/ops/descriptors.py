@@ -8,41 +8,46 @@ descriptors of the addresses seen last.  They hold no memory of the tensors.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16, float32
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from . import triton_entry
-from .memory import Memory
+from . import private
+from .recipe import Boxed, Operand
 
 LANGUAGE_TYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32}
 # The stride of a dimension of one entry, which is never used: what it is may not be what TMA accepts.
 UNUSED_STRIDE = 1 << 23
 KEPT = 256  # addresses, each about 700 bytes; a training step uses one for each layer or two
 
+Shape = tuple[int, ...]
+
+
+class Memory(NamedTuple):
+    """What Triton asks of a descriptor's tensor: where it starts, and its dtype."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
 
 class Descriptor(TensorDescriptor):
-    """A descriptor as launchers take it.
+    """A descriptor; encoded: what is handed to the kernel, made at the first launch."""
 
-    type: says what a kernel is compiled for.  encoded: what is handed to it, made at the first launch.
-    """
-
-    type: str
     encoded: tuple[Any, ...] | None = None
 
-    def get_device(self) -> int:
-        return self.base.device
-
     def encode(self, wanted: dict[str, Any]) -> None:
-        self.encoded = triton_entry.encode_descriptor(self, wanted)
+        self.encoded = private.encode_descriptor(self, wanted)
 
     def at(self, address: int) -> Descriptor:
         """The same of another address, which is a multiple of 16 too."""
         other = Descriptor.__new__(Descriptor)
-        other.__dict__ = self.__dict__ | {"base": self.base.at(address), "encoded": None}
+        memory = self.base._replace(address=address)
+        other.__dict__ = self.__dict__ | {"base": memory, "encoded": None}
         return other
 
 
@@ -60,33 +65,30 @@ class Boxes(dict[int, Descriptor]):
 
 
 @functools.lru_cache(1024)
-def boxes(
-    device: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-) -> Boxes:
-    """Boxes of tensors that TMA reads, with zeros past the end."""
+def boxes(device: torch.device, dtype: torch.dtype, shape: Shape, strides: Shape, box: Shape) -> Boxes:
+    """Boxes of tensors on `device` that TMA reads, with zeros past the end."""
     used = [s if n > 1 else UNUSED_STRIDE for n, s in zip(shape[:-1], strides[:-1], strict=True)]
-    layout = NVMMASharedLayout.get_default_for(
-        list(box), LANGUAGE_TYPES[dtype]
-    )  # as wide as rows allow
-    first = Descriptor(Memory(0, dtype, device), list(shape), [*used, 1], list(box), layout)
-    first.type = f"{dtype}{box}"
-    return Boxes(first)
+    # As wide as rows allow.
+    layout = NVMMASharedLayout.get_default_for(list(box), LANGUAGE_TYPES[dtype])
+    return Boxes(Descriptor(Memory(0, dtype), list(shape), [*used, 1], list(box), layout))
 
 
-@functools.lru_cache(1024)
-def tma_reads(itemsize: int, shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether the last dimension is contiguous and the other strides are positive multiples of 16
-    bytes, so that TMA reads such a tensor at an address that is one."""
-    others = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
-    return strides[-1] == 1 and all(s > 0 and s * itemsize % 16 == 0 for s in others)
+def boxed(x: Operand, shape: Shape, strides: Shape, box: Shape) -> Boxed:
+    """x as an argument: boxes of its memory seen as [*shape] with `strides`."""
+    return Boxed(x, boxes(x.device, x.dtype, tuple(shape), tuple(strides), box))
 
 
-def readable(x: Tensor) -> Tensor:
+def tma_reads(x: Operand) -> bool:
+    """Whether x starts at a multiple of 16 bytes, its last dimension is contiguous and the other
+    strides are positive multiples of 16 bytes."""
+    others = [s for n, s in zip(x.shape[:-1], x.strides[:-1], strict=True) if n > 1]
+    return (
+        x.aligned
+        and x.strides[-1] == 1
+        and all(s > 0 and s * x.element_size() % 16 == 0 for s in others)
+    )
+
+
+def readable(x: Operand) -> Operand:
     """x, or a contiguous copy where TMA cannot read it."""
-    if x.data_ptr() % 16 == 0 and tma_reads(x.element_size(), x.shape, x.stride()):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    return x if tma_reads(x) else x.clone()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import attention, attention_qkv, linear_cross_entropy  # noqa: F401, they define the ops
+from . import attention, linear_cross_entropy  # noqa: F401, they define the ops
 
 Shape = Sequence[int]
 ops = torch.ops.flashproto
@@ -26,27 +26,24 @@ def attention_forward_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) ->
 
 @register_flop_formula(ops.attention_backward)
 def attention_backward_flops(
-    q: Shape, k: Shape, v: Shape, out: Shape, lse: Shape, dout: Shape, dlse: Shape | None,
-    causal: bool, offset: int, scale: float, backend: str, need_dq: bool, need_dkv: bool,
-    **_: Any,
-) -> int:  # fmt: skip
+    dout: Shape | None, dlse: Shape | None, q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any
+) -> int:
     """q k^T again and dout v^T; then ds k for dq, and p^T dout and ds^T q for dv and dk."""
-    D, Dv = q[3], v[3]
-    return _scores(q, k) * (D + Dv + need_dq * D + need_dkv * (D + Dv))
+    D, Dv, (need_dq, need_dk, need_dv, *_) = q[3], v[3], rest[-1]
+    return _scores(q, k) * (D + Dv + need_dq * D + (need_dk or need_dv) * (D + Dv))
 
 
 @register_flop_formula(ops.attention_qkv_forward)
-def attention_qkv_forward_flops(qkv: Shape, q_heads: int, k_heads: int, *_: Any, **__: Any) -> int:
-    return attention_forward_flops(*_heads(qkv, q_heads, k_heads))
+def attention_qkv_forward_flops(qkv: Shape, *rest: Any, **_: Any) -> int:
+    return attention_forward_flops(*_heads(qkv, *rest[-2:]))
 
 
 @register_flop_formula(ops.attention_qkv_backward)
 def attention_qkv_backward_flops(
-    qkv: Shape, out: Shape, lse: Shape, dout: Shape, dlse: Shape | None, q_heads: int, k_heads: int,
-    causal: bool, scale: float, backend: str, **_: Any,
-) -> int:  # fmt: skip
-    heads = _heads(qkv, q_heads, k_heads)
-    return attention_backward_flops(*heads, out, lse, dout, dlse, causal, 0, scale, backend, True, True)
+    dout: Shape | None, dlse: Shape | None, qkv: Shape, *rest: Any, **_: Any
+) -> int:
+    *_, q_heads, k_heads, _ = rest
+    return attention_backward_flops(dout, dlse, *_heads(qkv, q_heads, k_heads), (True, True, True))
 
 
 @register_flop_formula(ops.linear_cross_entropy)
