@@ -198,10 +198,13 @@ def check_same(operator: str, tensors: dict[str, Tensor], *, dtype: bool = True)
             )  # fmt: skip
 
 
-def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_attention(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = ("q", "k", "v")
+) -> None:
     """Ranks, devices, dtypes, heads and head dims of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and
-    v [B, Hkv, Sk, Dv]."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    v [B, Hkv, Sk, Dv], of which messages say `names`."""
+    q_name, k_name, v_name = names
+    for name, x in ((q_name, q), (k_name, k), (v_name, v)):
         check_tensor(operator, name, x)
         if x.ndim != 4:
             refuse(
@@ -210,34 +213,34 @@ def check_attention(operator: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             )  # fmt: skip
     device, dtype = q.device, q.dtype
     if k.device != device or v.device != device or k.dtype != dtype or v.dtype != dtype:
-        check_same(operator, {"q": q, "k": k, "v": v})
+        check_same(operator, {q_name: q, k_name: k, v_name: v})
     (B, Hq, _, D), (Bk, Hkv, Sk, Dk), (Bv, Hv, Sv, Dv) = q.shape, k.shape, v.shape
-    for name, batch in (("k", Bk), ("v", Bv)):
+    for name, batch in ((k_name, Bk), (v_name, Bv)):
         if batch != B:
             refuse(
-                operator, name, f"of batch size {batch}", f"that of q, {B}",
+                operator, name, f"of batch size {batch}", f"that of {q_name}, {B}",
                 f"Expand it: {name}.expand({B}, -1, -1, -1).",
             )  # fmt: skip
     if Hv != Hkv or Sv != Sk:
         refuse(
-            operator, "v", f"of heads and length {[Hv, Sv]}", f"those of k, {[Hkv, Sk]}",
-            "Pass k and v of the same tokens.",
+            operator, v_name, f"of heads and length {[Hv, Sv]}", f"those of {k_name}, {[Hkv, Sk]}",
+            f"Pass {k_name} and {v_name} of the same tokens.",
         )  # fmt: skip
     if Dk != D:
         refuse(
-            operator, "k", f"of head_dim {Dk}", f"that of q, {D}",
-            "Only v may have a head_dim of its own.",
+            operator, k_name, f"of head_dim {Dk}", f"that of {q_name}, {D}",
+            f"Only {v_name} may have a head_dim of its own.",
         )  # fmt: skip
     if D == 0 or Dv == 0:
-        refuse(operator, "head_dim", 0, "at least 1", "Pass q, k and v of shape [B, H, S, D].")
+        refuse(operator, "head_dim", 0, "at least 1", "Pass tensors of shape [B, H, S, D].")
     if (Hkv == 0) != (Hq == 0):
         refuse(
-            operator, "k", f"of {Hkv} heads", f"a divisor of q's {Hq} heads",
+            operator, k_name, f"of {Hkv} heads", f"a divisor of {q_name}'s {Hq} heads",
             "Pass as many key heads as query heads.",
         )  # fmt: skip
     if Hkv and Hq % Hkv:
         refuse(
-            operator, "q", f"of {Hq} heads", f"a multiple of k's {Hkv} heads",
+            operator, q_name, f"of {Hq} heads", f"a multiple of {k_name}'s {Hkv} heads",
             "GQA needs the same number of query heads for each key head.",
         )  # fmt: skip
 

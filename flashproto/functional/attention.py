@@ -205,7 +205,7 @@ def scaled_dot_product_attention(
             )  # fmt: skip
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
-    check_attention(name, q, k, v)
+    check_attention(name, q, k, v, ("query", "key", "value"))
     if attn_mask is not None:
         _check_mask(name, attn_mask, is_causal, q, k)
     if attn_mask is not None or dropout_p > 0.0:
