@@ -19,6 +19,10 @@ to C columns and walks down the rows; the programs of a row exchange their parts
 The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
 again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
 
+A mean that is kept is rounded, and xhat off by rstd times that; dx is off by as much of the averages of
+g and of g * xhat.  In a row of two or three elements those may be far larger than dx, their difference:
+of float32 rows of at most SHORT elements the mean of x - mean is taken too.
+
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
 
@@ -36,9 +40,11 @@ import triton.language as tl
 from .cluster import cluster_begin, cluster_exchange
 from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
-from .interpreter import INTERPRETED
-from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
+from .moments import sums_of_both
+from .norm import columns_of, hold_rows, mean_of_chunks, scaled
 from .rows import load, rounded, store
+
+SHORT = tl.constexpr(64)
 
 
 @triton.jit
@@ -55,11 +61,6 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 def there(rows, M, inside, CLUSTER: tl.constexpr):
     """Which elements of a tile there are; the row of a cluster is always one."""
     return inside if CLUSTER > 1 else (rows < M) & inside
-
-
-@triton.jit
-def add_both(a1, b1, a2, b2):
-    return a1 + a2, b1 + b2
 
 
 @triton.jit
@@ -123,10 +124,8 @@ def through_scale(dy, xhat, weight_ptr, weight, CASTING: tl.constexpr, dtype: tl
 @triton.jit
 def sums_of_rows(g_xhat, g, CENTERED: tl.constexpr):
     """Sums [R] over the columns of g * xhat and, if CENTERED, of g."""
-    if CENTERED and INTERPRETED:  # where the two at once take a step of Python an element
-        return tl.sum(g_xhat, 1), tl.sum(g, 1)
-    elif CENTERED:
-        return tl.reduce((g_xhat, g), 1, add_both)
+    if CENTERED:
+        return sums_of_both(g_xhat, g)
     else:
         return tl.sum(g_xhat, 1), tl.zeros([g.shape[0]], tl.float32)
 

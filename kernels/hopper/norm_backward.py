@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
-from ..norm_backward import add_both, normalize, through_scale
+from ..moments import add_both
+from ..norm_backward import normalize, through_scale
 from .rings import at, held, look, request, ring
 from .rows_in_shared import (
     columns_of,
