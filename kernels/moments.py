@@ -104,12 +104,26 @@ def add_both(a1, b1, a2, b2):
 
 
 @triton.jit
+def add_three(a1, b1, c1, a2, b2, c2):
+    return a1 + a2, b1 + b2, c1 + c2
+
+
+@triton.jit
 def sums_of_both(a, b):
     """Sums [R] over the columns of two tiles [R, C], in one reduction."""
     if INTERPRETED:  # where the two at once take a step of Python an element
         return tl.sum(a, 1), tl.sum(b, 1)
     else:
         return tl.reduce((a, b), 1, add_both)
+
+
+@triton.jit
+def sums_of_three(a, b, c):
+    """sums_of_both of three tiles."""
+    if INTERPRETED:
+        return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
+    else:
+        return tl.reduce((a, b, c), 1, add_three)
 
 
 @triton.jit
