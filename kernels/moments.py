@@ -80,13 +80,13 @@ def moments_join(n, mean, M2):
 
 
 @triton.jit
-def moments_corrected(n, rest, M2):
+def moments_corrected(n, rest, M2, COUNT: tl.constexpr = 0):
     """What a mean is off by, and M2 about the right one, from the sums over n elements of the
-    deviations from it (rest) and of their squares (M2).
+    deviations from it (rest) and of their squares (M2); COUNT: see average.
 
     M2 stays at least 0, and infinite where it is.
     """
-    low = rest / n
+    low = average(rest, n, COUNT)
     return low, M2 - tl.minimum(rest * low, tl.minimum(M2, LARGEST))
 
 

@@ -22,10 +22,10 @@ A mean in float32 is off by several units in its last place, and xhat by rstd ti
 elements of a row are large and nearly equal.  So float32 rows (PRECISE) are shifted by the mean first.
 The mean of what is left, low, is that error; its own rounding does not count.  It is summed beside the
 squares, from which it is taken in M2: that is no more reductions (moments_corrected).  xhat is
-(x - mean - low) * rstd.  Programs that share a row make known by how much their means differ from its
-first element, which loses no more than xhat itself: that is as large where the first element is far
-from the others.  The backward is given mean + low rounded.  Elements of 16 bits are equal or further
-apart than units in the last place of their mean.
+(x - mean - low) * rstd.  Programs that share a row make known by how much their means differ from a
+number that is typical of its elements, which float32 holds with digits enough.  The backward is given
+mean + low rounded.  Elements of 16 bits are equal or further apart than units in the last place of
+their mean.
 
 Legend: M rows, N columns; x, residual [M, N] with unit column stride and a row stride of their own;
 y, total [M, N] contiguous; weight, bias [N]; mean, rstd [M] float32; words [M, splits] int64, zeros.
@@ -143,14 +143,16 @@ def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTER
 def moments_of_deviations(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
     """mean and M2 [R] of rows of n [R] elements in tiles [R, C] whose mean is small beside their
     deviation: in one pass."""
-    sums, squares = tl.zeros(chunks[0].shape, tl.float32), tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(len(chunks)):
         _, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k] if WHOLE else tl.where(inside, chunks[k], 0.0)
-        sums += x
-        squares += x * x
+        if k == 0:
+            sums, squares = x, x * x
+        else:
+            sums += x
+            squares = tl.fma(x, x, squares)
     rest, M2 = sums_of_both(sums, squares)
-    return moments_corrected(n, rest, M2)
+    return moments_corrected(n, rest, M2, len(chunks) * C if WHOLE else 0)
 
 
 @triton.jit
@@ -294,30 +296,31 @@ def elements_of(split, N, C: tl.constexpr):
 
 
 @triton.jit
-def first_of_row(
+def typical_of_row(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
     rows, M, N, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """What load_sum returns of the first column of a row [1, 1], a scalar; 0 unless PRECISE."""
-    first = 0.0
+    """The mean of four elements of what load_sum returns of a row [1, 1], without the largest and the
+    smallest, which may be of another kind; a scalar, 0 unless PRECISE."""
+    typical = 0.0
     if PRECISE:
-        col = tl.zeros([1, 1], tl.int32)
+        cols = tl.arange(0, 4)[None, :] * (N // 4)
         x = load_sum(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, col, col < N, M, N,
+            rows, cols, cols < N, M, N,
         )  # fmt: skip
-        first = tl.sum(tl.sum(x, 1), 0)
-    return first
+        typical = tl.sum(0.5 * (tl.sum(x, 1) - tl.max(x, 1) - tl.min(x, 1)), 0)
+    return typical
 
 
 @triton.jit
 def publish_moments(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue,
-    PROLOGUE: tl.constexpr, first, rows, split, M, N,
+    PROLOGUE: tl.constexpr, typical, rows, split, M, N,
     C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Make the moments of one split of a row known to the other programs of the row; the mean less
-    first_of_row if PRECISE."""
+    typical_of_row if PRECISE."""
     cols, inside = columns_of(split, N, C, WHOLE)
     n = tl.zeros([1], tl.float32) + elements_of(split, N, C)
     mean = tl.zeros([1], tl.float32)
@@ -333,7 +336,7 @@ def publish_moments(
     if PRECISE:
         rest, M2 = sums_of_both(x, x * x)
         low, M2 = moments_corrected(n, rest, M2)
-        publish(words_ptr, split, pack(mean - first + low, M2))
+        publish(words_ptr, split, pack(mean - typical + low, M2))
     else:
         publish(words_ptr, split, pack(mean, tl.sum(x * x, 1)))
 
@@ -356,13 +359,13 @@ def join_moments(words, splits, N, C: tl.constexpr, lanes=None):
 
 
 @triton.jit
-def statistics_of_splits(words, first, splits, N, eps, C: tl.constexpr, PRECISE: tl.constexpr):
+def statistics_of_splits(words, typical, splits, N, eps, C: tl.constexpr, PRECISE: tl.constexpr):
     """mean, low (0 unless PRECISE) and rstd of a row, scalars, from the words that publish_moments has
     made of its splits."""
     n, mean, M2 = join_moments(words, splits, N, C)
     low = 0.0
     if PRECISE:
-        mean, low = exact_sum(first, mean)
+        mean, low = exact_sum(typical, mean)
     return mean, low, moments_finish(n, M2, eps)
 
 
@@ -391,13 +394,13 @@ def norm_forward_split_kernel(
     own = tl.program_id(0) % splits
     rows = row[:, None]
     words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
-    first = first_of_row(
+    typical = typical_of_row(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, PRECISE,
     )  # fmt: skip
     publish_moments(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
+        typical, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
     )  # fmt: skip
     words, missing = collect(words_ptr, splits, LANES, POLLS)
     split = own
@@ -405,11 +408,11 @@ def norm_forward_split_kernel(
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
+            typical, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
         )  # fmt: skip
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
-    mean, low, rstd = statistics_of_splits(words, first, splits, N, eps, C, PRECISE)
+    mean, low, rstd = statistics_of_splits(words, typical, splits, N, eps, C, PRECISE)
     if own == 0:
         if CENTERED:
             tl.store(mean_ptr + row, mean)

@@ -21,7 +21,6 @@ import triton.language as tl
 from .exchange import collect, pack, publish, unpack
 from .norm import (
     columns_of,
-    first_of_row,
     hold_rows,
     load_again,
     load_total,
@@ -29,6 +28,7 @@ from .norm import (
     precise,
     publish_moments,
     statistics_of_splits,
+    typical_of_row,
     y_of,
 )
 from .rows import store
@@ -109,13 +109,13 @@ def norm_quantize_split_kernel(
     rows = row[:, None]
     moments_ptr = words_ptr + (tl.program_id(0) // splits).to(tl.int64) * splits
     largest_ptr = moments_ptr + tl.cast(M, tl.int64) * splits
-    first = first_of_row(
+    typical = typical_of_row(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, PRECISE,
     )  # fmt: skip
     publish_moments(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
+        typical, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
     )  # fmt: skip
     words, missing = collect(moments_ptr, splits, LANES, POLLS)
     split = own
@@ -123,11 +123,11 @@ def norm_quantize_split_kernel(
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
+            typical, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
         )  # fmt: skip
         if split == own:
             words, missing = collect(moments_ptr, splits, LANES, POLLS)
-    mean, low, rstd = statistics_of_splits(words, first, splits, N, eps, C, PRECISE)
+    mean, low, rstd = statistics_of_splits(words, typical, splits, N, eps, C, PRECISE)
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
     y = publish_largest(
