@@ -14,6 +14,10 @@ would be cheaper and wrong: at mean 1e4 and deviation 1 float32 gives a variance
 RMSNorm is the degenerate case CENTERED = False: deviations are taken from zero, mean stays 0,
 M2 is the sum of squares, and the same merge applies with delta = 0.
 
+A mean in float32 is off by what its sum has lost, several units in its last place over many elements,
+and it is rounded.  Deviations from such a mean are exact, or nearly.  So their own mean is what it is
+off by, and what M2 is too large by is n times the square of that: see moments_corrected.
+
 States of equal counts, which kernels know beforehand, need no n: moments_merge_equals and
 moments_join_equals.
 
@@ -22,6 +26,10 @@ Shapes: tiles are [R, C] (R rows, C columns); n, mean and M2 are [R], float32.
 
 import triton
 import triton.language as tl
+
+from .interpreter import INTERPRETED
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # of float32
 
 
 @triton.jit
@@ -34,11 +42,14 @@ def moments_start(R: tl.constexpr):
 def moments_of_tile(x, mask, n, CENTERED: tl.constexpr):
     """The state of a tile x [R, C] of which `mask` selects n elements in each row (n may be 0).
 
-    Two passes over registers: the mean first, then the squared deviations from it.  The division is
-    rounded to nearest: where a row's mean is large beside its deviation, the last digit matters.
+    Three passes over registers: the mean, what it is off by, and the squared deviations from it.  The
+    division is rounded to nearest: where a row's mean is large beside its deviation, the last digit
+    matters.
     """
     if CENTERED:
-        mean = tl.div_rn(tl.sum(tl.where(mask, x, 0.0), 1), tl.maximum(n, 1.0))
+        count = tl.maximum(n, 1.0)
+        mean = tl.div_rn(tl.sum(tl.where(mask, x, 0.0), 1), count)
+        mean += tl.div_rn(tl.sum(tl.where(mask, x - mean[:, None], 0.0), 1), count)
         deviation = tl.where(mask, x - mean[:, None], 0.0)
     else:
         deviation = tl.where(mask, x, 0.0)
@@ -66,6 +77,53 @@ def moments_join(n, mean, M2):
     whole = tl.div_rn(tl.sum(n * mean, 1), total)
     deviation = mean - whole[:, None]
     return total, whole, tl.sum(M2 + n * deviation * deviation, 1)
+
+
+@triton.jit
+def moments_corrected(n, rest, M2, COUNT: tl.constexpr = 0):
+    """What a mean is off by, and M2 about the right one, from the sums over n elements of the
+    deviations from it (rest) and of their squares (M2); COUNT: see average.
+
+    M2 stays at least 0, and infinite where it is.
+    """
+    low = average(rest, n, COUNT)
+    return low, M2 - tl.minimum(rest * low, tl.minimum(M2, LARGEST))
+
+
+@triton.jit
+def exact_sum(a, b):
+    """a + b, and what its rounding leaves out (Knuth's two-sum)."""
+    total = a + b
+    part = total - a
+    return total, (a - (total - part)) + (b - part)
+
+
+@triton.jit
+def add_both(a1, b1, a2, b2):
+    return a1 + a2, b1 + b2
+
+
+@triton.jit
+def add_three(a1, b1, c1, a2, b2, c2):
+    return a1 + a2, b1 + b2, c1 + c2
+
+
+@triton.jit
+def sums_of_both(a, b):
+    """Sums [R] over the columns of two tiles [R, C], in one reduction."""
+    if INTERPRETED:  # where the two at once take a step of Python an element
+        return tl.sum(a, 1), tl.sum(b, 1)
+    else:
+        return tl.reduce((a, b), 1, add_both)
+
+
+@triton.jit
+def sums_of_three(a, b, c):
+    """sums_of_both of three tiles."""
+    if INTERPRETED:
+        return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
+    else:
+        return tl.reduce((a, b, c), 1, add_three)
 
 
 @triton.jit

@@ -19,6 +19,11 @@ to C columns and walks down the rows; the programs of a row exchange their parts
 The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
 again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
 
+A mean that is kept is rounded, and xhat off by rstd times that, low: dx is off by as much of the
+averages of g and of g * xhat, which in a row of two or three elements may be far larger than dx, their
+difference; dweight by as much of dbias.  Of float32 rows norm_backward_kernel takes low, the average of
+such an xhat, beside those averages, and what it adds to them away.
+
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
 
@@ -36,8 +41,8 @@ import triton.language as tl
 from .cluster import cluster_begin, cluster_exchange
 from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
-from .interpreter import INTERPRETED
-from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
+from .moments import sums_of_both, sums_of_three
+from .norm import columns_of, hold_rows, precise, scaled
 from .rows import load, rounded, store
 
 
@@ -55,11 +60,6 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 def there(rows, M, inside, CLUSTER: tl.constexpr):
     """Which elements of a tile there are; the row of a cluster is always one."""
     return inside if CLUSTER > 1 else (rows < M) & inside
-
-
-@triton.jit
-def add_both(a1, b1, a2, b2):
-    return a1 + a2, b1 + b2
 
 
 @triton.jit
@@ -123,10 +123,8 @@ def through_scale(dy, xhat, weight_ptr, weight, CASTING: tl.constexpr, dtype: tl
 @triton.jit
 def sums_of_rows(g_xhat, g, CENTERED: tl.constexpr):
     """Sums [R] over the columns of g * xhat and, if CENTERED, of g."""
-    if CENTERED and INTERPRETED:  # where the two at once take a step of Python an element
-        return tl.sum(g_xhat, 1), tl.sum(g, 1)
-    elif CENTERED:
-        return tl.reduce((g_xhat, g), 1, add_both)
+    if CENTERED:
+        return sums_of_both(g_xhat, g)
     else:
         return tl.sum(g_xhat, 1), tl.zeros([g.shape[0]], tl.float32)
 
@@ -183,6 +181,9 @@ def norm_backward_kernel(
     """
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
     HELD: tl.constexpr = K * C <= 8192
+    PRECISE: tl.constexpr = (
+        mean_ptr is not None and CLUSTER == 1 and precise(x_ptr, None, PROLOGUE, CENTERED)
+    )
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weights, dweights, dbiases = (), (), ()
@@ -214,6 +215,8 @@ def norm_backward_kernel(
             mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         xs, dys = (), ()
         g_xhat, g_alone = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
+        if PRECISE:
+            lows = tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             if rstd_ptr is None:
@@ -225,9 +228,6 @@ def norm_backward_kernel(
                     prologue, epilogue, epilogue_gradients, CENTERED, CASTING,
                     PROLOGUE, EPILOGUE_BACKWARD, rows, cols, there(rows, M, inside, CLUSTER), M, N,
                 )  # fmt: skip
-                if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
-                    x -= mean  # the mean is now what its rounding left out; see norm.py
-                    mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
             xs, dys = xs + (x,), dys + (dy,)
             xhat = normalize(x, mean, rstd, CENTERED)
             # dy is 0 outside the mask, and with it g: the sums need no mask of their own.
@@ -237,7 +237,14 @@ def norm_backward_kernel(
             g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
             g_xhat += g * xhat
             g_alone += g
-        average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
+            if PRECISE:
+                lows += xhat if WHOLE else tl.where(inside, xhat, 0.0)
+        if PRECISE:
+            average_g_xhat, average_g, low = sums_of_three(g_xhat, g_alone, lows)
+            low /= N
+            average_g_xhat -= low * average_g
+        else:
+            average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
         if CLUSTER > 1:
             parts_g_xhat, parts_g = cluster_exchange(
                 mailbox, average_g_xhat, average_g, exchanges, CLUSTER
@@ -250,6 +257,8 @@ def norm_backward_kernel(
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             xhat = normalize(xs[k], mean, rstd, CENTERED)
+            if PRECISE:
+                xhat -= low[:, None]
             weight = weights[k]
             if not HELD and weight_ptr is not None:
                 weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)

@@ -78,6 +78,7 @@ def norm_feature_cases(arch: int) -> list[Case]:
         split("few-rows-16384-backward", 16384, "*bf16", True),
         split("few-rows-131072-backward", 131072, "*fp32", True),
         quantize(arch, "e5m2-rms-4096", 4096, "*bf16", "*fp8e5", False),
+        quantize(arch, "e5m2-layer-split-fp32", 131072, "*fp32", "*fp8e5", True),
     ]  # fmt: skip
     if arch >= 89:
         cases += [

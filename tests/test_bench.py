@@ -256,6 +256,7 @@ def test_problems_have_names_of_their_own(module: Any) -> None:
         ("attention", "D64 S128 causal"),
         ("views", ""),
         ("norm", "512x256"),
+        ("norm_float32", "512x256"),
         ("add_norm", ""),
         ("softmax", "512x256"),
         ("softmax_topk", ""),

@@ -57,6 +57,14 @@ def check(name: str, x: Tensor, weight: Tensor | None, dtype: torch.dtype, **opt
         assert ((used == info.max) | (largest[..., 0] == 0)).all()
 
 
+@pytest.mark.parametrize("N", [48, 1000, 1536, 17000])
+def test_far_from_zero(device, N) -> None:
+    """In float32 the rounding of the mean shows neither in the scale nor in y."""
+    mean = torch.tensor([0.0, 3.0, 1e2, 3e3, -3e3, 3e4, 1e5], device=device)[:, None]
+    x = torch.randn(7, N, device=device) + mean
+    check("layer_norm_fp8", x, torch.randn(N, device=device), FORMATS[0])
+
+
 @pytest.mark.parametrize("dtype", FORMATS)
 @pytest.mark.parametrize("name", ["layer_norm_fp8", "rms_norm_fp8"])
 @pytest.mark.parametrize("N", [1, 3, 100, 768, 5120, 9000, 17000])

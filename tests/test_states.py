@@ -25,6 +25,8 @@ import triton.language as tl
 
 from flashproto.kernels.moments import (
     average_by_reciprocal,
+    exact_sum,
+    moments_corrected,
     moments_finish,
     moments_join,
     moments_join_equals,
@@ -172,6 +174,21 @@ def moments_merge_equals_kernel(shares_ptr, out_ptr, G: tl.constexpr):
     )  # fmt: skip
     tl.store(out_ptr + lane, s)
     tl.store(out_ptr + G + lane, q)
+
+
+@triton.jit
+def moments_corrected_kernel(x_ptr, mean_ptr, out_ptr, N, R: tl.constexpr, C: tl.constexpr):
+    """out [3, R]: a mean of x [R, N] that is off put right, as a sum of two numbers, and M2."""
+    row = tl.arange(0, R)
+    x, mask = load_tile(x_ptr, N, R, C, 0.0)
+    mean = tl.load(mean_ptr + row)
+    deviation = tl.where(mask, x - mean[:, None], 0.0)
+    rest, M2 = tl.sum(deviation, 1), tl.sum(deviation * deviation, 1)
+    low, M2 = moments_corrected(tl.zeros([R], tl.float32) + N, rest, M2)
+    mean, low = exact_sum(mean, low)
+    tl.store(out_ptr + row, mean)
+    tl.store(out_ptr + R + row, low)
+    tl.store(out_ptr + 2 * R + row, M2)
 
 
 @triton.jit
@@ -407,6 +424,35 @@ def test_moments_tree_gives_the_direct_result(device, widths, seed, centered, lo
     # A mean of 1e4 is itself rounded, to 5e-4; E[x^2] - E[x]^2 would be off by hundreds.
     rtol, atol = (1e-5, 1e-5) if loc == 0 else (1e-3, 0.1)
     torch.testing.assert_close(M2.double(), wanted[2], rtol=rtol, atol=atol)
+
+
+@few
+@given(width=st.integers(1, C), seed=st.integers(0, 2**31), loc=st.sampled_from([0.0, 3e3, -1e5]))
+def test_moments_of_tile_far_from_zero(device, width, seed, loc) -> None:
+    """The mean is the nearest float32 but for a few roundings of what it is off by, and M2 that about
+    this mean; so are those of the reference's twin in float32."""
+    x = scores([width], seed, device, special=False)[0] + loc
+    wanted = reference.moments_of_tile(x.double())
+    half_a_unit = 2.0**-24 * abs(loc)
+    for _, mean, M2 in (Moments(True).of(x), reference.moments_of_tile(x)):
+        off = (mean.double() - wanted[1]).abs()
+        assert off.max() <= 1.01 * half_a_unit + 2e-6
+        excess = (M2.double() - wanted[2] - width * off * off).abs() - 1e-5 * wanted[2]
+        assert excess.max() <= width * (half_a_unit**2 + 1e-5) * 1e-3
+
+
+@few
+@given(width=st.integers(1, C), seed=st.integers(0, 2**31), units=st.integers(-20, 20))
+def test_moments_corrected_puts_a_mean_right(device, width, seed, units) -> None:
+    """However many units in its last place it is off, far from zero."""
+    x = scores([width], seed, device, special=False)[0] + 3e3
+    mean = x.mean(1) + units * 2.0**-12
+    out = x.new_empty(3, R)
+    moments_corrected_kernel[(1,)](x, mean, out, width, R=R, C=C)
+    _, wanted, M2 = reference.moments_of_tile(x.double())
+    assert torch.equal(out[0].double(), (out[0].double() + out[1].double()).float().double())
+    close(out[:2].double().sum(0) - 3e3, wanted - 3e3)
+    close(out[2], M2, 1e-5)
 
 
 @few

@@ -34,8 +34,9 @@ from .measure import measure_cell
 from .timing import make_timer
 
 SUBJECTS = (
-    "attention", "views", "norm", "add_norm", "softmax", "softmax_topk", "cross_entropy",
-    "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu", "block", "gpt",
+    "attention", "views", "norm", "norm_float32", "add_norm", "softmax", "softmax_topk",
+    "cross_entropy", "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu",
+    "block", "gpt",
 )  # fmt: skip
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
 TOOLS = ("sanitize", "search")  # modules with a command line of their own

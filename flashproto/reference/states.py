@@ -55,7 +55,10 @@ def online_softmax_finish(m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
 def moments_of_tile(x: Tensor, centered: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     """The state (n, mean, M2) of the last dimension of x; deviations from 0 if not centered."""
     n = x.new_full(x.shape[:-1], x.shape[-1])
-    mean = x.sum(-1) / n.clamp(min=1) if centered else torch.zeros_like(n)
+    mean = torch.zeros_like(n)
+    if centered:
+        mean = x.sum(-1) / n.clamp(min=1)
+        mean = mean + (x - mean[..., None]).sum(-1) / n.clamp(min=1)
     deviation = x - mean[..., None]
     return n, mean, (deviation * deviation).sum(-1)
 

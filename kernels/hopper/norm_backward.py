@@ -17,7 +17,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from ..exchange import clear, pack, publish, unpack
-from ..norm_backward import add_both, normalize, through_scale
+from ..moments import add_both, add_three
+from ..norm_backward import normalize, through_scale
 from .rings import at, held, look, request, ring
 from .rows_in_shared import (
     columns_of,
@@ -61,11 +62,6 @@ def publish_sums(
     else:
         a = gl.sum(g_xhat, 0)
         publish(words_ptr, split, pack(a, a))
-
-
-@gluon.jit
-def add_three(a1, b1, c1, a2, b2, c2):
-    return a1 + a2, b1 + b2, c1 + c2
 
 
 @gluon.jit
