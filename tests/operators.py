@@ -88,7 +88,7 @@ class Case:
 
     def __call__(self, inputs: Inputs, impl: str | None) -> list[Tensor]:
         """The results that the call gives."""
-        made = self.call(impl, *inputs.values())
+        made = self.call(impl, *(inputs[n] for n in self.names))
         return [made] if isinstance(made, Tensor) else list(made)
 
 
@@ -139,8 +139,8 @@ LINEAR: dict[str, Any] = {"op": "linear_cross_entropy"}
 
 CASES = [
     # --- norms
-    Case("layer_norm, weight and bias", "norm", lambda impl, x, w, b: fp.layer_norm(x, N, w, b, impl=impl),
-         lambda n: (R(n, N), R(N), R(N))),
+    Case("layer_norm, weight and bias", "norm",
+         lambda impl, x, w, b: fp.layer_norm(x, N, w, b, impl=impl), lambda n: (R(n, N), R(N), R(N))),
     Case("layer_norm, nothing else", "norm", lambda impl, x: fp.layer_norm(x, (2, 22), impl=impl),
          lambda n: (R(n, 2, 22),)),
     Case("layer_norm, wide", "norm", lambda impl, x, w, b: fp.layer_norm(x, W, w, b, impl=impl),
@@ -172,7 +172,8 @@ CASES = [
          lambda impl, x, w, z: fp.rms_norm(x, N, w, epilogue=call("silu_gate", z), impl=impl),
          lambda n: (R(n, N), R(N), R(n, N))),
     Case("rms_norm, split rows", "hooked_norm",
-         lambda impl, x, w: fp.rms_norm(x, W, w, split_rows=True, impl=impl), lambda n: (R(n, W), R(W))),
+         lambda impl, x, w: fp.rms_norm(x, W, w, split_rows=True, impl=impl),
+         lambda n: (R(n, W), R(W))),
     Case("rms_norm, memory efficient", "memory_efficient_norm",
          lambda impl, x, w: fp.rms_norm(x, N, w, memory_efficient=True, impl=impl),
          lambda n: (R(n, N), R(N) + 3)),
@@ -186,7 +187,8 @@ CASES = [
              x, r, N, w, prologue=call("dropout", seed, scalars=(0.3,)), impl=impl
          ),
          lambda n: (R(n, N), R(n, N), R(N), torch.tensor(1234567))),
-    Case("add_rms_norm, weight, 16 bits", "norm", lambda impl, x, r, w: fp.add_rms_norm(x, r, N, w, impl=impl),
+    Case("add_rms_norm, weight, 16 bits", "norm",
+         lambda impl, x, r, w: fp.add_rms_norm(x, r, N, w, impl=impl),
          lambda n: (R(n, N).to(bf16), R(n, N), R(N))),
     Case("add_rms_norm, wide", "norm", lambda impl, x, r, w: fp.add_rms_norm(x, r, W, w, impl=impl),
          lambda n: (R(n, W), R(n, W), R(W))),
@@ -200,7 +202,8 @@ CASES = [
          lambda impl, x, w, r: fp.rms_norm_fp8(x, W, w, residual=r, impl=impl),
          lambda n: (R(n, W), R(W), R(n, W)), differentiable=False),
     # --- softmax
-    Case("softmax, nothing else", "softmax", lambda impl, x: fp.softmax(x, impl=impl), lambda n: (R(n, N),)),
+    Case("softmax, nothing else", "softmax", lambda impl, x: fp.softmax(x, impl=impl),
+         lambda n: (R(n, N),)),
     Case("softmax, wide, float32 of 16 bits", "softmax",
          lambda impl, x: fp.softmax(x, dtype=f32, impl=impl), lambda n: (R(n, W).to(bf16),)),
     Case("softmax, mask", "hooked_softmax",
@@ -227,7 +230,8 @@ CASES = [
              x, t, weight=w, label_smoothing=0.1, softcap=3.0, z_loss=0.1, reduction="sum", impl=impl
          ),
          draw=lambda n: (R(n, 40), classes(n), R(40).square()), constants="w", **LOSS),
-    Case("cross_entropy, every row", call=lambda impl, x, t: fp.cross_entropy(x, t, reduction="none", impl=impl),
+    Case("cross_entropy, every row",
+         call=lambda impl, x, t: fp.cross_entropy(x, t, reduction="none", impl=impl),
          draw=lambda n: (R(2, n, 40), torch.stack([classes(n)] * 2)), **LOSS),
     Case("cross_entropy, lse and z_loss",
          call=lambda impl, x, t: fp.cross_entropy(
@@ -302,8 +306,9 @@ CASES = [
          lambda impl, qkv: fp.attention_qkv(qkv, 2, 1, causal=True, impl=impl),
          lambda n: (R(1, n, 64),), hopper=True),
     Case("attention_qkv, negative scale", "attention_forward",
-         lambda impl, qkv: fp.attention_qkv(qkv, 1, 1, scale=-0.5, impl=impl), lambda n: (R(1, n, 48),)),
-    Case("scaled_dot_product_attention, causal, groups of heads", 
+         lambda impl, qkv: fp.attention_qkv(qkv, 1, 1, scale=-0.5, impl=impl),
+         lambda n: (R(1, n, 48),)),
+    Case("scaled_dot_product_attention, causal, groups of heads",
          call=lambda impl, q, k, v: sdpa(impl, q, k, v, is_causal=True, enable_gqa=True),
          draw=lambda n: heads(n, 2, 1, 1), **ATTENTION),
 ]  # fmt: skip
@@ -359,10 +364,16 @@ class Results(NamedTuple):
     gradients: list[Tensor]
 
 
-def run(case: Case, inputs: Inputs, impl: str | None) -> Results:
-    """One call, and one backward pass where there is one."""
+def run(
+    case: Case,
+    inputs: Inputs,
+    impl: str | None,
+    mode: contextlib.AbstractContextManager[object] | None = None,
+) -> Results:
+    """One call, in `mode` if given, and one backward pass where there is one."""
     leaves = case.leaves(inputs)
-    outputs = case(leaves, impl)
+    with mode or contextlib.nullcontext():
+        outputs = case(leaves, impl)
     wanted = [leaves[n] for n in case.gradients(inputs)]
     gradients = backward(outputs, wanted) if wanted else []
     return Results([y.detach() for y in outputs], gradients)
@@ -370,6 +381,12 @@ def run(case: Case, inputs: Inputs, impl: str | None) -> Results:
 
 def metadata(t: Tensor) -> tuple[object, ...]:
     return t.dtype, tuple(t.shape), t.stride(), t.device.type
+
+
+def layout(t: Tensor) -> tuple[object, ...]:
+    """metadata, less the strides over dimensions of one, which mean nothing."""
+    strides = [m for m, n in zip(t.stride(), t.shape, strict=True) if n != 1]
+    return t.dtype, tuple(t.shape), strides, t.device.type
 
 
 def bits(t: Tensor) -> Tensor:
@@ -394,7 +411,8 @@ def assert_near(got: Sequence[Tensor], wanted: Sequence[Tensor], unit: float = 1
     for a, b in zip(got, wanted, strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape)
         a, b = a.double(), b.double()
-        torch.testing.assert_close(a, b, rtol=unit, atol=unit * max(b.nan_to_num().abs().amax().item(), 1))
+        largest = max(b.nan_to_num().abs().amax().item(), 1)
+        torch.testing.assert_close(a, b, rtol=unit, atol=unit * largest)
 
 
 # --- what is watched -------------------------------------------------------------------------------
@@ -417,7 +435,7 @@ class Launch(NamedTuple):
 
 @contextlib.contextmanager
 def launches(refused: Callable[[], bool] = lambda: False) -> Iterator[list[Launch]]:
-    """The kernels that are launched meanwhile; a launch raises, before it runs, while refused() is true."""
+    """The kernels that are launched meanwhile; one raises, before it runs, while refused() is true."""
     seen: list[Launch] = []
 
     def note(kernel: str, arguments: dict[str, Any]) -> None:
