@@ -324,6 +324,8 @@ def first_of_each(key: Callable[[Case], object]) -> list[Case]:
 DIFFERENTIABLE = [case for case in CASES if case.differentiable]
 # One for every function, and for every op that a function ends in.
 MAIN = first_of_each(lambda case: (case.function, case.op))
+# One for every op; of attention every function, whose checks read strides and starts of tensors.
+OPERATORS = first_of_each(lambda case: (case.op, case.function if "attention" in case.op else ""))
 
 
 def parameters(cases: Sequence[Case], hopper: bool = True) -> list[Any]:

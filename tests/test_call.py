@@ -18,6 +18,7 @@ from operators import (
     CASES,
     DIFFERENTIABLE,
     MAIN,
+    OPERATORS,
     Case,
     Inputs,
     Results,
@@ -139,7 +140,7 @@ class Base(NamedTuple):
 @functools.cache
 def base_of(case: Case, impl: str, device: str) -> Base:
     inputs = inputs_of(case, impl, device)
-    for _ in range(3 if case in MAIN else 1):
+    for _ in range(3 if case in OPERATORS else 1):
         results = run(case, inputs, impl)
     return Base(case, impl, device, inputs, results)
 
@@ -324,7 +325,7 @@ FACTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "impl"), parameters(MAIN))
+@pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
 @pytest.mark.parametrize("fact", FACTS, ids=lambda fact: fact.__name__)
 def test_a_call_follows(fact: Callable[[Base], None], case: Case, impl: str, device: str) -> None:
     """Each fact as it is at the time of the call, and calls after it are as those before."""
@@ -369,7 +370,7 @@ def test_float32_products_follow_the_switch_of_torch(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize(("case", "impl"), parameters(MAIN))
+@pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
 def test_a_call_follows_the_device(case: Case, impl: str, device: str) -> None:
     base = base_of(case, impl, device)
     for _ in range(3):
@@ -433,14 +434,14 @@ def selective_checkpoint(keeps: Policy) -> Callable[..., list[Tensor]]:
 def test_checkpointing_from_the_first_step(case: Case, impl: str, device: str) -> None:
     inputs = inputs_of(case, impl, device)
     with deterministic():
-        steps = [step_of_two(case, inputs, impl, plain_checkpoint) for _ in range(1 + (case in MAIN))]
+        steps = [step_of_two(case, inputs, impl, plain_checkpoint) for _ in range(1 + (case in OPERATORS))]
         wanted = step_of_two(case, inputs, impl, plainly)
     for got in steps:
         assert_same_results(got, wanted)
 
 
 @pytest.mark.parametrize("kept", ["the op", "products"])
-@pytest.mark.parametrize(("case", "impl"), parameters([c for c in MAIN_DIFFERENTIABLE if not c.writes]))
+@pytest.mark.parametrize(("case", "impl"), parameters([c for c in OPERATORS if c.differentiable]))
 def test_selective_checkpointing_from_the_first_step(
     case: Case, impl: str, kept: str, device: str
 ) -> None:
@@ -568,7 +569,7 @@ def test_meta_tensors(case: Case, device: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-@pytest.mark.parametrize(("case", "impl"), parameters(MAIN))
+@pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
 def test_make_fx_records_the_op(case: Case, impl: str, mode: str, device: str) -> None:
     base = base_of(case, impl, device)
     f = functional(case, impl, case.gradients(base.inputs))
