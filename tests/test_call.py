@@ -222,8 +222,8 @@ def need_of_gradients_changes(base: Base) -> None:
 
 def learned_tables_change(base: Base) -> None:
     """The kernels give rope's tables no gradient: asked for by name they raise, else others run."""
-    if "cos" not in base.case.constants or base.impl == "hopper":
-        return
+    if "cos" not in base.case.constants:
+        pytest.skip("takes no tables of rope")
     leaves = base.case.leaves(base.inputs)
     leaves["cos"].requires_grad_()
     with pytest.raises(BackendError, match="cos or sin needs a gradient"):
@@ -284,7 +284,7 @@ def tensors_are_parameters(base: Base) -> None:
     case = base.case
     names = case.gradients(base.inputs)
     if not names:
-        return
+        pytest.skip("has no gradients")
     parameters = {n: nn.Parameter(copy_of(base.inputs[n])) for n in names}
     for given in (parameters, copy.deepcopy(parameters)):
         outputs = case({n: given.get(n, t) for n, t in base.inputs.items()}, base.impl)
