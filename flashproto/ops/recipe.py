@@ -549,7 +549,7 @@ def _launch_source(
 
     def nested(x: Any) -> str:
         if isinstance(x, Operand):
-            return tensor(x)
+            return address(x)
         if type(x) is tuple:
             return f"({''.join(nested(y) + ', ' for y in x)})"
         return constant(x)
