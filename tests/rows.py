@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -64,6 +65,17 @@ def poison(monkeypatch: pytest.MonkeyPatch, value: float = float("nan")) -> None
     call_cache.forget()
     monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+@contextlib.contextmanager
+def patched(target: Any, **values: Any) -> Iterator[None]:
+    """Other values for a while of names of a module from which what a call does follows."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in values.items():
+            patch.setattr(target, name, value)
+        call_cache.forget()
+        yield
+    call_cache.forget()
 
 
 def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:

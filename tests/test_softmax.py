@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
-from rows import LAYOUTS, assert_no_worse, in_memory, poison
+from rows import LAYOUTS, assert_no_worse, in_memory, patched, poison
 from torch import Tensor
 
 import flashproto
@@ -14,7 +15,8 @@ from flashproto import configs
 
 pytest.importorskip("triton")
 
-from flashproto.ops import softmax as ops
+from flashproto.ops import exchange
+from flashproto.ops.softmax import LogsumexpSettings, logsumexp
 
 OPERATORS = ("softmax", "log_softmax", "logsumexp")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -29,6 +31,10 @@ def outcomes(f, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
     x = x.detach().requires_grad_()
     y = f(x)
     return y.detach(), torch.autograd.grad(y, x, dy.to(y.dtype))[0]
+
+
+def function(operator: str):
+    return partial(getattr(flashproto, operator), impl="triton")
 
 
 def eager(name: str):
@@ -48,7 +54,7 @@ def check(device, operator: str, x: Tensor, layout: str = "contiguous") -> None:
     if layout != "contiguous":
         x = in_memory(x, layout)
         dy = in_memory(dy, layout) if dy.ndim == 2 else torch.stack([dy, dy], 1)[:, 0]
-    y, dx = outcomes(getattr(ops, operator), x, dy)
+    y, dx = outcomes(function(operator), x, dy)
     # Under the interpreter NumPy chooses the order of a sum: a few roundings of l are its own.
     own = exact[0].abs().max().item() if device == "cpu" else 0.0
     assert_no_worse("y", y, yardstick[0], exact[0], own)
@@ -59,7 +65,7 @@ def check(device, operator: str, x: Tensor, layout: str = "contiguous") -> None:
     else:
         # Of the logsumexp that the forward keeps; and of the exact one, of which dx shows a rounding
         # |y| times, eager's dx too.
-        lse = ops.logsumexp_forward(x)
+        lse = logsumexp((x,), LogsumexpSettings(torch.float32))
         same = gradient_from(lse, x.float(), dy).to(x.dtype)
         wanted = gradient_from(lse.double(), x.double(), dy.double())
         assert_no_worse("dx from lse", dx, same, wanted, wanted.abs().max().item())
@@ -91,27 +97,29 @@ def test_no_worse_than_eager_at_every_width(device, monkeypatch, N, dtype, opera
 def test_rows_wider_than_any_split(device, monkeypatch, operator) -> None:
     """Rows of more than 2^20 columns are looped over; here, narrower ones are."""
     poison(monkeypatch)
+    others = {}
     for name in ("softmax_forward", "softmax_backward", "logsumexp"):
         looped = getattr(configs, name)(2**20 + 1, 4)
         assert looped.looped
         assert not looped.split
-        monkeypatch.setattr(configs, name, lambda *_, looped=looped: looped)
-    for N in (5000, 8192):
-        check(device, operator, 3 * torch.randn(3, N, device=device))
+        others[name] = lambda *_, looped=looped: looped
+    with patched(configs, **others):
+        for N in (5000, 8192):
+            check(device, operator, 3 * torch.randn(3, N, device=device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("N", [50_257, 40_008, 131_072])
-def test_programs_that_do_not_wait_find_the_same(device, monkeypatch, N, operator) -> None:
+def test_programs_that_do_not_wait_find_the_same(device, N, operator) -> None:
     """A program that gives up on the others of its row does their work, to the same bits."""
     x, dy = (torch.randn(200, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     dy = dy if operator != "logsumexp" else dy[:, 0]
-    waited = outcomes(getattr(ops, operator), x, dy)
+    waited = outcomes(function(operator), x, dy)
     for polls in (0, 1):
-        monkeypatch.setattr(ops, "POLLS", polls)
-        for _ in range(20):
-            assert all(map(torch.equal, waited, outcomes(getattr(ops, operator), x, dy)))
+        with patched(exchange, POLLS=polls):
+            for _ in range(20):
+                assert all(map(torch.equal, waited, outcomes(function(operator), x, dy)))
 
 
 @pytest.mark.gpu
@@ -121,13 +129,13 @@ def test_rows_split_on_several_streams_at_once(device, N, operator) -> None:
     """More programs wait for one another than the GPU holds."""
     x, dy = (torch.randn(300, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     dy = dy if operator != "logsumexp" else dy[:, 0]
-    wanted = outcomes(getattr(ops, operator), x, dy)
+    wanted = outcomes(function(operator), x, dy)
     streams = [torch.cuda.Stream() for _ in range(8)]
     torch.cuda.synchronize()
     got = []
     for stream in streams:
         with torch.cuda.stream(stream):
-            got.append(outcomes(getattr(ops, operator), x[:40], dy[:40]))
+            got.append(outcomes(function(operator), x[:40], dy[:40]))
     torch.cuda.synchronize()
     for a in got:
         assert all(torch.equal(w[:40], g) for w, g in zip(wanted, a, strict=True))
@@ -145,7 +153,7 @@ def test_any_strides(device, monkeypatch, layout, operator) -> None:
 def test_many_dimensions_and_expanded_gradients(device, operator) -> None:
     x = torch.randn(3, 7, 4, 20, device=device).transpose(0, 2)
     got = []
-    for f in (getattr(ops, operator), eager(operator)):
+    for f in (function(operator), eager(operator)):
         leaf = x.detach().requires_grad_()
         y = f(leaf)
         got.append((y, torch.autograd.grad(y.sum(), leaf)[0]))
@@ -165,7 +173,7 @@ def test_infinities_and_nan_as_in_torch(device, N, operator) -> None:
     x[7] = -1e30
     dy = torch.randn(8, N, device=device)
     dy = dy if operator != "logsumexp" else dy[:, 0]
-    got, wanted = outcomes(getattr(ops, operator), x, dy), outcomes(eager(operator), x, dy)
+    got, wanted = outcomes(function(operator), x, dy), outcomes(eager(operator), x, dy)
     for a, b in zip(got, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-3, equal_nan=True)
 
@@ -196,7 +204,7 @@ def test_rows_do_not_depend_on_each_other_and_repeat_bitwise(device, N, operator
     M = 37 if N < 5000 else 4
     x, dy = (torch.randn(M, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     dy = dy if operator != "logsumexp" else dy[:, 0]
-    f = getattr(ops, operator)
+    f = function(operator)
     y, dx = outcomes(f, x, dy)
     for _ in range(1 if device == "cpu" else 100):
         assert all(map(torch.equal, (y, dx), outcomes(f, x, dy)))
@@ -222,10 +230,12 @@ def test_opcheck(device, dtype) -> None:
     x = torch.randn(3, 20, device=device, dtype=dtype, requires_grad=True)
     y, lse = torch.softmax(x, -1).detach(), torch.logsumexp(x, -1).detach().float()
     for log in (False, True):
-        torch.library.opcheck(op.softmax.default, (x, log))
-        torch.library.opcheck(op.softmax_backward.default, (y, y, log))
-    torch.library.opcheck(op.logsumexp.default, (x,))
-    torch.library.opcheck(op.logsumexp_backward.default, (lse, x.detach(), lse))
+        torch.library.opcheck(op.softmax.default, (x, log, torch.float32))
+        torch.library.opcheck(op.softmax_backward.default, (y, y, log, dtype, [True]))
+    for result in (torch.float32, torch.bfloat16):
+        torch.library.opcheck(op.logsumexp.default, (x, result))
+        arguments = (lse.to(result), x.detach(), lse, result, [True])
+        torch.library.opcheck(op.logsumexp_backward.default, arguments)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -280,7 +290,7 @@ def test_a_million_columns(device, monkeypatch, N, operator) -> None:
 @pytest.mark.gib(30)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_many_rows_and_more_than_2_to_31_elements(device, operator) -> None:
-    f = getattr(ops, operator)
+    f = function(operator)
     for shape in (
         (70_000, 8),
         (300_000, 3),
@@ -298,7 +308,7 @@ def test_many_rows_and_more_than_2_to_31_elements(device, operator) -> None:
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("N", [3000, 20_480, 131_072])
 def test_second_stream_and_cuda_graph(device, N, operator) -> None:
-    f = getattr(ops, operator)
+    f = function(operator)
     x = torch.randn(512, N, device=device, dtype=torch.bfloat16)
     dy = torch.randn_like(x) if operator != "logsumexp" else torch.randn_like(x[:, 0])
     wanted, late = outcomes(f, x, dy), torch.empty_like(x)

@@ -146,13 +146,13 @@ def test_opcheck_with_hooks(device) -> None:
     op = torch.ops.flashproto
     x, bias = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
     z = torch.randn(20, device=device, requires_grad=True)
-    made = ("scale_bias", [bias], [0.5], "multiply", [z], [])
-    torch.library.opcheck(op.hooked_softmax.default, (x, True, torch.float32, False, *made))
-    with torch.no_grad():
-        y, lse = op.hooked_softmax(x, True, torch.float32, False, *made)
-    made = ("scale_bias", [bias.detach()], [0.5], "multiply", [z.detach()], [])
-    arguments = (y, x.detach(), lse, True, False, *made, [True, False])
-    torch.library.opcheck(op.hooked_softmax_backward.default, arguments)
+    settings = (True, torch.float32, False, "scale_bias", [0.5], "multiply", [])
+    torch.library.opcheck(op.hooked_softmax.default, (x, [bias, z], *settings))
+    x, bias, z = (t.detach() for t in (x, bias, z))
+    y, lse = op.hooked_softmax(x, [bias, z], *settings)
+    for needs in ([True, True, False], [False, False, True]):
+        arguments = (y, x, lse, [bias, z], *settings, needs)
+        torch.library.opcheck(op.hooked_softmax_backward.default, arguments)
 
 
 def test_hooks_compile_in_one_graph(device) -> None:

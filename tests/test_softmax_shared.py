@@ -15,7 +15,7 @@ from flashproto import configs
 
 pytest.importorskip("triton")
 
-from flashproto.ops import softmax as ops
+from flashproto.ops import recipe, softmax_hopper
 
 OPERATORS = ("softmax", "log_softmax")
 DTYPES = (torch.float16, torch.bfloat16)
@@ -112,9 +112,8 @@ def test_gradients(device) -> None:
         x, dy = (scores(device, 40, 40_008, torch.bfloat16) for _ in range(2))
         leaf = x.clone().requires_grad_()
         (dx,) = torch.autograd.grad(function(operator)(leaf), leaf, dy)
-        assert torch.equal(
-            dx, ops.softmax_backward(dy, function(operator)(x), operator == "log_softmax")
-        )
+        y, log = function(operator)(x), operator == "log_softmax"
+        assert torch.equal(dx, torch.ops.flashproto.softmax_backward(dy, y, log, x.dtype, [True]))
 
 
 @pytest.mark.parametrize(("itemsize", "narrowest", "widest"), [(2, 16_392, 2**19), (4, 8196, 2**20)])
@@ -132,9 +131,9 @@ def test_chunks_are_whole_slices(itemsize, narrowest, widest) -> None:
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "padded"])
-def test_rows_are_handed_over_aligned(layout) -> None:
-    from flashproto.ops.softmax_hopper import forward_launch_hopper
-
+def test_rows_are_handed_over_aligned(monkeypatch, layout) -> None:
+    handed: list[Tensor] = []
+    monkeypatch.setattr(recipe, "launch", lambda _0, _1, named, _2: handed.append(named["x_ptr"]))
     for N, dtype in ((16_392, torch.bfloat16), (40_008, torch.bfloat16), (40_004, torch.float32)):
         x = torch.randn(3, N).to(dtype)
         if layout == "padded":
@@ -143,8 +142,12 @@ def test_rows_are_handed_over_aligned(layout) -> None:
             laid = in_memory(x, layout)
         config = configs.softmax_forward_shared(N, dtype.itemsize)
         assert config is not None
-        launch = forward_launch_hopper(ops.as_rows(laid), torch.empty_like(x), False, config)
-        handed = launch.arguments[0]
-        assert torch.equal(handed, x)
-        assert handed.data_ptr() % 16 == 0
-        assert handed.stride(0) % (16 // dtype.itemsize) == 0
+        steps = recipe.Recipe(x.device)
+        rows = steps.input(laid).rows()
+        y = steps.make(recipe.New.contiguous(x.shape, dtype, x.device))
+        softmax_hopper.launch_forward_hopper(steps, rows, y, False, config)
+        steps.execute(laid)
+        assert torch.equal(handed[-1], x)
+        assert handed[-1].data_ptr() % 16 == 0
+        assert handed[-1].stride(0) % (16 // dtype.itemsize) == 0
+    assert len(handed) == 3

@@ -14,10 +14,12 @@ from flashproto import configs, reference
 
 pytest.importorskip("triton")
 
-from flashproto.ops.softmax_topk import softmax_topk
-
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INF, NAN = math.inf, math.nan
+
+
+def softmax_topk(x: Tensor, k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return flashproto.softmax_topk(x, k, renormalize=renormalize, dtype=dtype, impl="triton")
 
 
 def outcomes(f, x: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -196,8 +198,8 @@ def test_opcheck(device, renormalize) -> None:
     x = torch.randn(3, 20, device=device, requires_grad=True)
     torch.library.opcheck(op.softmax_topk.default, (x, 4, renormalize, torch.float32))
     with torch.no_grad():
-        values, indices, lse = op.softmax_topk(x, 4, renormalize, torch.float32)
-    arguments = (values, indices, x.detach(), lse, renormalize)
+        values, indices, states = op.softmax_topk(x, 4, renormalize, torch.float32)
+    arguments = (values, indices, x.detach(), states, 4, renormalize, torch.float32, [True])
     torch.library.opcheck(op.softmax_topk_backward.default, arguments)
 
 

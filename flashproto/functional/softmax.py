@@ -12,20 +12,21 @@ from torch import log_softmax as torch_log_softmax
 from torch import logsumexp as torch_logsumexp
 from torch import softmax as torch_softmax
 
-from .. import backends, hooks, plans, reference
+from .. import backends, hooks, reference
 from ..backends import Reason
 from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
 from . import masks
 from .autocast import autocast_float32
+from .cached import cached
 from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
-    from ..ops import hooked_softmax as hooked_softmax_op
+    from ..ops import hooked_softmax as hooked_op
     from ..ops import softmax as softmax_op
-    from ..ops import softmax_plan
-    from ..ops import softmax_topk as softmax_topk_op
+    from ..ops import softmax_topk as topk_op
 
 
+@cached
 def softmax(
     x: Tensor,
     *,
@@ -69,6 +70,7 @@ def softmax(
     return _hooked("softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
 
 
+@cached
 def log_softmax(
     x: Tensor,
     *,
@@ -91,6 +93,7 @@ def log_softmax(
     return _hooked("log_softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
 
 
+@cached
 def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
     """log(sum(exp(x))) over the last dimension: [..., N] to [...], in x's dtype.
 
@@ -99,6 +102,7 @@ def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
     return _softmax("logsumexp", x, None, impl)
 
 
+@cached
 def softmax_topk(
     x: Tensor,
     k: int,
@@ -134,7 +138,8 @@ def softmax_topk(
         dtype = _autocast_dtype("softmax", x)
     backend = backends.choose("softmax_topk", impl, [x], lambda b: _topk_reasons(b, x, k, dtype))
     if backend == "triton":
-        return softmax_topk_op.softmax_topk(x, k, renormalize, dtype)
+        settings = topk_op.Settings(k, renormalize, dtype)
+        return topk_op.softmax_topk.ready((x,), settings, (0, 1))
     if backend == "reference":
         return reference.softmax_topk(x, k, renormalize, dtype)
     values, indices = torch_softmax(x, -1, dtype=reference.compute_dtype(x.dtype)).topk(k)
@@ -145,27 +150,22 @@ def _topk_reasons(backend, x, k, dtype) -> Iterator[Reason]:
     yield from float64_reasons(backend, [x])
     if backend == "triton" and dtype == torch.float64 != x.dtype:
         yield "the values' dtype is float64; the kernels compute in float32"
-    if backend == "triton" and k > softmax_topk_op.MAX_K:
-        yield "k is {}; the kernels keep up to {}", k, softmax_topk_op.MAX_K
+    if backend == "triton" and k > topk_op.MAX_K:
+        yield "k is {}; the kernels keep up to {}", k, topk_op.MAX_K
 
 
 def _softmax(operator, x, dtype, impl):
-    key = None
-    if operator != "logsumexp":
-        kind = operator, dtype, impl
-        if (plan := plans.find(kind, (x,))) is not None:
-            return plan(x)
-        key = plans.key(kind, (x,))
     check_rows(operator, x)
     check_dtype(operator, dtype)
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     elif dtype != x.dtype and (dtype != torch.float32 or x.dtype == torch.float64):
-        x, key = x.to(dtype), None  # only float32 holds whatever 16 bits hold
+        x = x.to(dtype)  # only float32 holds whatever 16 bits hold
     backend = backends.choose(operator, impl, [x], lambda b: float64_reasons(b, [x]))
     if backend == "triton":
-        plans.keep(key, lambda: softmax_plan.plan(x, operator == "log_softmax", dtype))
-        return getattr(softmax_op, operator)(x, dtype)
+        if operator == "logsumexp":
+            return softmax_op.logsumexp.ready((x,), softmax_op.LogsumexpSettings(dtype))
+        return softmax_op.softmax.ready((x,), softmax_op.Settings(operator == "log_softmax", dtype))
     if backend == "reference":
         return getattr(reference, operator)(x.to(dtype))
     if operator == "logsumexp":
@@ -184,6 +184,7 @@ def _autocast_dtype(operator: str, x: Tensor) -> torch.dtype:
 
 def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl):
     check_rows(operator, x)
+    as_given = not causal and prologue is None and epilogue is None
     if prologue is None:
         prologue = masks.scores(operator, x, scale, mask, causal)
     elif scale is not None or mask is not None or causal:
@@ -199,8 +200,11 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
     hooks.check_dtype(operator, dtype, tensors)
     backend = backends.choose(operator, impl, tensors, lambda b: _hook_reasons(b, tensors, dtype))
     if backend == "triton":
-        return hooked_softmax_op.hooked_softmax(
-            x, operator == "log_softmax", dtype, split_rows, prologue, epilogue
+        log = operator == "log_softmax"
+        inputs, settings = hooked_op.arguments_of(x, log, dtype, split_rows, prologue, epilogue)
+        # A call that is kept takes the tensors of this function.
+        return (hooked_op.hooked_softmax.ready if as_given else hooked_op.hooked_softmax)(
+            inputs, settings
         )
     x = hooks.define(prologue, x.to(reference.compute_dtype(x.dtype)))
     return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)

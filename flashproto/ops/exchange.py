@@ -2,22 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backends, configs
-from .launch import cdiv, multiprocessors
+from .device import cdiv, multiprocessors
+from .recipe import Exchange, Recipe
 
 # How often a program looks for the others of its row, about a microsecond each, before it does their
 # work.  The interpreter runs one program after another: there is nothing to wait for.
 POLLS = 1 if backends.INTERPRETED else 1024
 
 
-def exchange(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int, Tensor, int]:
-    """(splits, words, LANES) for M rows of N columns split by `config`; words are zero."""
+def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, int]:
+    """(splits, count of words, LANES) for rows of N columns split by `config`."""
     splits = cdiv(N, config.columns)
-    words = x.new_zeros((M, splits), dtype=torch.int64)
-    return splits, words, configs.power_of_two(splits)
+    return splits, rows * splits, configs.power_of_two(splits)
+
+
+def exchange_words(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int, Tensor, int]:
+    """`exchange` with the words themselves, all zero, for M rows."""
+    splits, _, lanes = exchange(N, config, M)
+    return splits, x.new_zeros((M, splits), dtype=torch.int64), lanes
+
+
+def launch_splits(
+    recipe: Recipe,
+    kernel: Any,
+    config: configs.RowConfig,
+    tensors: tuple[Any, ...],
+    numbers: tuple[Any, ...],
+    clears: bool = False,
+) -> None:
+    """The launch of a kernel for rows that `config` splits, which takes `tensors`, the first of them
+    [M, N], words, if it `clears` also those of the launch before, and `numbers`."""
+    M, N = tensors[0].shape
+    splits, count, lanes = exchange(N, config, M)
+    words = (Exchange(count), Exchange(count, used=True)) if clears else (Exchange(count),)
+    recipe.launch(
+        kernel, M * splits, *tensors, *words, *numbers,
+        C=config.columns, LANES=lanes, POLLS=POLLS,
+        num_warps=config.num_warps, maxnreg=config.max_registers,
+    )  # fmt: skip
 
 
 def programs_at_once(device: torch.device, config: configs.RowConfig) -> int:

@@ -42,7 +42,7 @@ def attention_qkv_forward_flops(qkv: Shape, *rest: Any, **_: Any) -> int:
 def attention_qkv_backward_flops(
     dout: Shape | None, dlse: Shape | None, qkv: Shape, *rest: Any, **_: Any
 ) -> int:
-    *_, q_heads, k_heads, _ = rest
+    q_heads, k_heads, _ = rest[-3:]
     return attention_backward_flops(dout, dlse, *_heads(qkv, q_heads, k_heads), (True, True, True))
 
 

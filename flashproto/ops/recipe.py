@@ -459,9 +459,7 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
         x.variable
         for step in recipe.steps
         if isinstance(step, Launch)
-        for argument in step.arguments.values()
-        if isinstance(argument, (Operand, Boxed))
-        for x in operands_in(argument)
+        for x in operands_in(tuple(step.arguments.values()))
     }
 
     def whole(x: Operand) -> bool:
@@ -552,7 +550,7 @@ def _launch_source(
 
     def nested(x: Any) -> str:
         if isinstance(x, Operand):
-            return tensor(x)
+            return address(x)
         if type(x) is tuple:
             return f"({''.join(nested(y) + ', ' for y in x)})"
         return constant(x)

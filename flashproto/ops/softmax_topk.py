@@ -1,5 +1,4 @@
-"""The k largest of a softmax over the last dimension: launches of the kernels, autograd.Function and
-torch.library ops.
+"""The k largest of a softmax over the last dimension: the operator's recipes.
 
 Legend: x, dx [..., N], seen as [M, N]; values, indices, dvalues [..., k]; states [2, ...] float32, the
 rows' m and l.
@@ -7,8 +6,9 @@ rows' m and l.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
 
 from .. import configs
 from ..kernels.softmax_topk import (
@@ -17,153 +17,92 @@ from ..kernels.softmax_topk import (
     softmax_topk_kernel,
     softmax_topk_split_kernel,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
-from .launch import cdiv, launcher
-from .rows import as_rows
+from .call import Operator
+from .device import cdiv
+from .recipe import New, Recipe
 
 MAX_K = 64
 
-launch_rows = launcher(softmax_topk_kernel, tensors=4)
-launch_split = launcher(softmax_topk_split_kernel, tensors=3)
-launch_join = launcher(softmax_topk_join_kernel, tensors=6)
-launch_backward = launcher(softmax_topk_backward_kernel, tensors=5)
+
+class Settings(NamedTuple):
+    """dtype: that of the values."""
+
+    k: int
+    renormalize: bool
+    dtype: torch.dtype
 
 
-def softmax_topk(x: Tensor, k: int, renormalize: bool, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Values in `dtype` and int64 indices, computed in float32."""
-    apply = torch.ops.flashproto.softmax_topk if use_op() else SoftmaxTopkFunction.apply
-    values, indices, _ = apply(x, k, renormalize, dtype)
-    return values, indices
+def makes(settings: Settings, x: Any) -> tuple[New, New, New]:
+    shape = (*x.shape[:-1], settings.k)
+    return (
+        New.contiguous(shape, settings.dtype, x.device),
+        New.contiguous(shape, torch.int64, x.device),
+        New.contiguous((2, *x.shape[:-1]), torch.float32, x.device),
+    )
 
 
-# --- launches ------------------------------------------------------------------------------------
-
-
-def softmax_topk_forward(
-    x: Tensor, k: int, renormalize: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward kernels; returns values, indices and states."""
-    values, indices, states = _results(x, k, dtype)
+def forward(recipe: Recipe, settings: Settings, inputs, outputs) -> None:
+    (x,), k = inputs, settings.k
     if x.numel() == 0:
-        return values, indices, states
-    x = as_rows(x)
+        return
+    outputs = [
+        recipe.make(new) if made is None else made
+        for made, new in zip(outputs, makes(settings, x), strict=True)
+    ]
+    x = x.rows()
     M, N = x.shape
     KP = configs.power_of_two(k)
     config = configs.softmax_topk(N, x.element_size(), k)
     if not config.split:
-        launch_rows(
-            cdiv(M, config.rows), x, values, indices, states, x.stride(0), M, N, k, renormalize,
+        recipe.launch(
+            softmax_topk_kernel, cdiv(M, config.rows),
+            x, *outputs, x.stride(0), M, N, k, settings.renormalize,
             R=config.rows, C=config.columns, W=config.block, PART=config.part, KP=KP, SORT=config.sort,
             num_warps=config.num_warps,
         )  # fmt: skip
-        return values, indices, states
+        return
     span = configs.softmax_topk_span(N, k)
     splits = cdiv(N, span)
-    keys = x.new_empty(M, splits, k, dtype=torch.int64)
-    words = x.new_empty(M, splits, dtype=torch.int64)
-    launch_split(
-        M * splits, x, keys, words, x.stride(0), M, N, k,
+    keys = recipe.make(New.contiguous((M, splits, k), torch.int64, x.device))
+    words = recipe.make(New.contiguous((M, splits), torch.int64, x.device))
+    recipe.launch(
+        softmax_topk_split_kernel, M * splits, x, keys, words, x.stride(0), M, N, k,
         SPAN=span, C=config.columns, KP=KP, num_warps=config.num_warps,
     )  # fmt: skip
     config = configs.softmax_topk_join(splits, k)
-    launch_join(
-        M, x, keys, words, values, indices, states, M, k, splits, renormalize,
+    recipe.launch(
+        softmax_topk_join_kernel, M, x, keys, words, *outputs, M, k, splits, settings.renormalize,
         LANES=configs.power_of_two(splits), C=config.columns, KP=KP, SORT=config.sort,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return values, indices, states
 
 
-def _results(x: Tensor, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    shape = (*x.shape[:-1], k)
-    values, indices = x.new_empty(shape, dtype=dtype), x.new_empty(shape, dtype=torch.int64)
-    return values, indices, x.new_empty((2, *x.shape[:-1]), dtype=torch.float32)
+def saves(settings: Settings, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+    _, indices, states = outputs
+    return [indices, *inputs, states]
 
 
-def softmax_topk_backward(
-    dvalues: Tensor, indices: Tensor, x: Tensor, states: Tensor, renormalize: bool
-) -> Tensor:
-    """Launch the backward kernel; indices and states are what the forward returned."""
-    dx = x.new_empty(x.shape)
+def gradients(settings: Settings, grads, saved, needs) -> tuple[New]:
+    _, x, _ = saved
+    return (New.contiguous(x.shape, x.dtype, x.device),)
+
+
+def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
+    (dvalues,), (indices, x, states), (dx,), k = grads, saved, made, settings.k
     if dx.numel() == 0:
-        return dx
-    x = as_rows(x)
+        return
+    x = x.rows()
     M, N = x.shape
-    k = indices.shape[-1]
     config = configs.softmax_topk_backward(N, x.element_size())
-    launch_backward(
-        cdiv(M, config.rows) * cdiv(N, config.columns),
+    recipe.launch(
+        softmax_topk_backward_kernel, cdiv(M, config.rows) * cdiv(N, config.columns),
         dvalues.contiguous(), indices.contiguous(), x, states.contiguous(), dx, x.stride(0), M, N, k,
-        renormalize, R=config.rows, C=config.columns, KP=configs.power_of_two(k),
+        settings.renormalize, R=config.rows, C=config.columns, KP=configs.power_of_two(k),
         num_warps=config.num_warps,
     )  # fmt: skip
-    return dx
 
 
-# --- eager: autograd.Functions, without a jvp, so that forward-mode differentiation raises -------
-
-
-class SoftmaxTopkFunction(KernelFunction):
-    """softmax_topk; returns values, indices and states, of which values alone have a gradient."""
-
-    @staticmethod
-    def forward(x, k, renormalize, dtype):
-        return softmax_topk_forward(x, k, renormalize, dtype)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        x, _, ctx.renormalize, _ = inputs
-        _, indices, states = output
-        ctx.mark_non_differentiable(indices, states)
-        ctx.save_for_backward(indices, x, states)
-
-    @staticmethod
-    def backward(ctx, dvalues, dindices, dstates):
-        dx = SoftmaxTopkBackwardFunction.apply(dvalues, *ctx.saved_tensors, ctx.renormalize)
-        return dx, None, None, None
-
-
-class SoftmaxTopkBackwardFunction(FirstDerivative):
-    """softmax_topk_backward."""
-
-    @staticmethod
-    def forward(*args):
-        return softmax_topk_backward(*args)
-
-
-# --- compile: torch.library ops ------------------------------------------------------------------
-
-softmax_topk_op = kernel_op(
-    "flashproto::softmax_topk",
-    softmax_topk_forward,
-    schema="(Tensor x, SymInt k, bool renormalize, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-)
-softmax_topk_backward_op = kernel_op(
-    "flashproto::softmax_topk_backward",
-    softmax_topk_backward,
-    schema="(Tensor dvalues, Tensor indices, Tensor x, Tensor states, bool renormalize) -> Tensor",
-)
-
-
-@fake_of(softmax_topk_op)
-def _(x, k, renormalize, dtype):
-    return _results(x, k, dtype)
-
-
-@fake_of(softmax_topk_backward_op)
-def _(dvalues, indices, x, states, renormalize):
-    return x.new_empty(x.shape)
-
-
-def _setup_context(ctx, inputs, output):
-    x, _, ctx.renormalize, _ = inputs
-    _, indices, states = output
-    ctx.save_for_backward(indices, x, states)
-
-
-def _backward(ctx, dvalues, dindices, dstates):
-    dx = torch.ops.flashproto.softmax_topk_backward(dvalues, *ctx.saved_tensors, ctx.renormalize)
-    return dx, None, None, None
-
-
-softmax_topk_op.register_autograd(_backward, setup_context=_setup_context)
+softmax_topk = Operator(
+    "softmax_topk", inputs="x", outputs=3, settings=Settings, makes=makes, forward=forward,
+    saved="indices, x, states", saves=saves, gradients=gradients, backward=backward,
+)  # fmt: skip
