@@ -67,9 +67,10 @@ def qk_norm(
     if cos is not None and refuses_values(impl, backend):
         check_table_rows(name, cos.shape[0], q.shape[2], positions, offset)
     if backend == "triton":
-        rows = table_rows(positions, offset)
-        q, k = qk_norm_op.qk_norm(q, k, q_weight, k_weight, cos, sin, rows, interleaved, eps, casting)
-        return q if k is None else (q, k)
+        positions, rows = table_rows(positions, offset)
+        inputs = q, k, q_weight, k_weight, cos, sin, positions
+        settings = qk_norm_op.Settings(*rows, interleaved, eps, casting)
+        return qk_norm_op.qk_norm(inputs, settings, (0,) if k is None else (0, 1))
     how = (cos, sin, positions, offset, eps)
     q = reference.qk_norm(q, q_weight, *how, interleaved=interleaved, casting=casting)
     if k is None:
@@ -111,10 +112,10 @@ def qk_norm_qkv(
     if cos is not None and refuses_values(impl, backend):
         check_table_rows(name, cos.shape[0], qkv.shape[1], positions, offset)
     if backend == "triton":
-        return qk_norm_op.qk_norm_packed(
-            qkv, n_heads, n_kv_heads, q_weight, k_weight, cos, sin, table_rows(positions, offset),
-            interleaved, eps, casting,
-        )  # fmt: skip
+        positions, rows = table_rows(positions, offset)
+        inputs = qkv, q_weight, k_weight, cos, sin, positions
+        settings = qk_norm_op.PackedSettings(n_heads, n_kv_heads, *rows, interleaved, eps, casting)
+        return qk_norm_op.qk_norm_packed(inputs, settings, (0, 1, 2))
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     how = (cos, sin, positions, offset, eps)
     q = reference.qk_norm(q, q_weight, *how, interleaved=interleaved, casting=casting)

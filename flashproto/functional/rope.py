@@ -95,11 +95,14 @@ def rope(
                 t.copy_(rotated)
             out = given
     elif inplace:
-        rope_op.rope_in_place(q, k, cos, sin, table_rows(positions, offset), interleaved)
+        positions, rows = table_rows(positions, offset)
+        torch.ops.flashproto.rope_(q, k, cos, sin, positions, *rows, interleaved)
         out = given
     else:
-        q, k = rope_op.rope(q, k, cos, sin, table_rows(positions, offset), interleaved)
-        out = [q] if k is None else [q, k]
+        positions, rows = table_rows(positions, offset)
+        settings = rope_op.Settings(*rows, interleaved)
+        returns = (0,) if k is None else (0, 1)
+        return rope_op.rope((q, k, cos, sin, positions), settings, returns)
     return out[0] if len(out) == 1 else (out[0], out[1])
 
 
@@ -130,8 +133,9 @@ def rope_qkv(
     if refuses_values(impl, backend):
         check_table_rows(name, cos.shape[0], qkv.shape[1], positions, offset)
     if backend == "triton":
-        rows = table_rows(positions, offset)
-        return rope_op.rope_packed(qkv, n_heads, n_kv_heads, cos, sin, rows, interleaved)
+        positions, rows = table_rows(positions, offset)
+        settings = rope_op.PackedSettings(n_heads, n_kv_heads, *rows, interleaved)
+        return rope_op.rope_packed((qkv, cos, sin, positions), settings, (0, 1, 2))
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     q, k = (reference.rope(t, cos, sin, positions, offset, interleaved=interleaved) for t in (q, k))
     return q, k, v
@@ -152,10 +156,12 @@ def choose_with_tables(
     return backends.choose(operator, impl, [*tensors, *tables], reasons)
 
 
-def table_rows(positions: Tensor | None, offset: int | Tensor) -> rope_op.Rows:
-    """What the kernels know of positions and offset."""
+def table_rows(
+    positions: Tensor | None, offset: int | Tensor
+) -> tuple[Tensor | None, tuple[int, bool]]:
+    """(positions, Rows of ops/rope.py): what the kernels know of positions and offset."""
     if isinstance(offset, Tensor):
-        return rope_op.Rows(offset[:, None], 0, True)
+        return offset[:, None], (0, True)
     if positions is not None and positions.ndim == 1:
         positions = positions[None]
-    return rope_op.Rows(positions, offset, False)
+    return positions, (offset, False)

@@ -63,6 +63,8 @@ class Operator:
     gives_away: the number of what is saved that the first backward may write over; others get None.
     no_gradient: why there is no backward, for the error.
     backward_name: of the backward's op, by default NAME_backward.
+    again(context, grads, saved): the gradients by calls that have gradients themselves, for an operator
+        that can be differentiated more than once.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Operator:
     gives_away: int | None = None
     no_gradient: str = ""
     backward_name: str = ""
+    again: Callable[..., tuple[Tensor | None, ...]] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -445,10 +448,12 @@ def backward_visibly(
     """The gradients of all inputs: by the op where something wants to see it, else by a Function."""
     if operator.gives_away is not None:  # what may be written over is for eager calls alone
         tensors = without(tensors, operator.differentiable + operator.gives_away)
-    if not through_op(tensors):
-        return FirstDerivative.apply(backward_now, operator, context, needs, *tensors)
     n = operator.differentiable
     grads, saved = tensors[:n], tensors[n:]
+    if operator.again is not None:
+        return operator.again(context, grads, saved)
+    if not through_op(tensors):
+        return FirstDerivative.apply(backward_now, operator, context, needs, *tensors)
     op = getattr(torch.ops.flashproto, backward_name(operator))
     assert operator.saved is not None
     results = op(*grads, *packed(operator.saved, saved), *plain_values(context), needs)
@@ -472,6 +477,14 @@ def backward_now(
 
 class OperatorFunction(torch.autograd.Function):
     """A call under a transform of torch.func.  It has no jvp: forward-mode differentiation raises."""
+
+    @classmethod
+    def apply(cls, *args):
+        return super().apply(*alive(args))
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return one_after_another(OperatorFunction, info, in_dims, arguments)
 
     @staticmethod
     def forward(operator, settings, *inputs):
@@ -508,8 +521,7 @@ class FirstDerivative(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args):
-        # A pullback of torch.func.vjp that is called late finds tensors of a transform that has ended.
-        return super().apply(*[unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in args])
+        return super().apply(*alive(args))
 
     @staticmethod
     def forward(function, *arguments):
@@ -524,22 +536,31 @@ class FirstDerivative(torch.autograd.Function):
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
     @staticmethod
-    def vmap(info, in_dims, function, *arguments):
-        """One after another, as torch.func.jacrev asks for rows of a Jacobian."""
-        dims = in_dims[1:]
-        rows = [
-            FirstDerivative.apply(
-                function,
-                *[
-                    x.select(d, i) if isinstance(x, Tensor) and d is not None else x
-                    for x, d in zip(arguments, dims, strict=True)
-                ],
-            )
-            for i in range(info.batch_size)
-        ]
-        columns = list(zip(*rows, strict=True))
-        made = tuple(None if column[0] is None else torch.stack(column) for column in columns)
-        return made, tuple(None if x is None else 0 for x in made)
+    def vmap(info, in_dims, *arguments):
+        return one_after_another(FirstDerivative, info, in_dims, arguments)
+
+
+def alive(arguments: Sequence[Any]) -> list[Any]:
+    """A pullback of torch.func.vjp that is called late finds tensors of a transform that has ended."""
+    return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in arguments]
+
+
+def one_after_another(
+    function: Any, info: Any, in_dims: Sequence[int | None], arguments: Sequence[Any]
+) -> tuple[Any, Any]:
+    """A rule for torch.func.vmap, which torch.func.jacrev takes for the rows of a Jacobian."""
+    rows = [
+        function.apply(
+            *[
+                x.select(d, i) if isinstance(x, Tensor) and d is not None else x
+                for x, d in zip(arguments, in_dims, strict=True)
+            ]
+        )
+        for i in range(info.batch_size)
+    ]
+    columns = list(zip(*rows, strict=True))
+    made = tuple(None if column[0] is None else torch.stack(column) for column in columns)
+    return made, tuple(None if x is None else 0 for x in made)
 
 
 # --- ops of torch.library -------------------------------------------------------------------------

@@ -1,95 +1,109 @@
-"""Rotary position embedding: launches of the kernel, its autograd.Functions and torch.library ops.
+"""Rotary position embedding: the operators' recipes.
 
 Legend: q [B, Hq, S, D], k, v [B, Hkv, S, D]; qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k
 and v side by side; cos, sin [length, R], 2 R the dimensions that are rotated.  The rows of the tables
-are said by Rows.
+are said by positions and by Rows.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
 
 from .. import configs
 from ..configs import HeadConfig
 from ..kernels.rope import rope_kernel
-from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
-from .launch import cdiv, launcher
+from .attention import split_heads
+from .call import Gradient, Operator, kernel_op, steps
+from .device import cdiv
+from .recipe import New, Operand, Recipe
 
-launch_rope = launcher(rope_kernel, tensors=9)
+Heads = tuple[Operand | None, Operand | None, Operand | None]
+"""q, k and v, None for one that is not there."""
 
 
 class Rows(NamedTuple):
     """Token s of sequence b has row offset + s of the tables, or offset + positions[b, s], or if
     `count_up` offset + positions[b, 0] + s; a positions of one row or column serves all."""
 
-    positions: Tensor | None
     offset: int
     count_up: bool
 
 
-def rope(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows, interleaved: bool
-) -> tuple[Tensor, Tensor | None]:
-    """q and k rotated, in memory laid out as q and k are: tokens or heads first."""
-    apply = torch.ops.flashproto.rope if use_op() else RopeFunction.apply
-    q_out, k_out = apply(q, k, cos, sin, *rows, interleaved, False)
-    return q_out, None if k is None else k_out
+class Settings(NamedTuple):
+    """Rows, and: inverse, whether to rotate back."""
+
+    offset: int
+    count_up: bool
+    interleaved: bool
+    inverse: bool = False
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.offset, self.count_up)
 
 
-def rope_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rows: Rows, interleaved: bool
-) -> None:
-    """Rotate q and k where they are; they carry no gradient."""
-    apply = torch.ops.flashproto.rope_ if use_op() else rope_inplace_forward
-    apply(q, k, cos, sin, *rows, interleaved)
+class PackedSettings(NamedTuple):
+    q_heads: int
+    k_heads: int
+    offset: int
+    count_up: bool
+    interleaved: bool
 
-
-def rope_packed(
-    qkv: Tensor, q_heads: int, k_heads: int, cos: Tensor, sin: Tensor, rows: Rows, interleaved: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of qkv, q and k rotated, in memory of their own; the gradient of qkv is one tensor."""
-    apply = torch.ops.flashproto.rope_packed if use_op() else RopePackedFunction.apply
-    return apply(qkv, q_heads, k_heads, cos, sin, *rows, interleaved)
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.offset, self.count_up)
 
 
 # --- heads in memory -------------------------------------------------------------------------------
 
 
-def empty_heads(x: Tensor) -> Tensor:
-    """An uninitialised tensor of x's shape [B, H, S, D], heads or tokens first as in x."""
+def heads_like(x: Any) -> New:
+    """Memory of x's shape [B, H, S, D], heads or tokens first as in x."""
     B, H, S, D = x.shape
     if x.stride(1) < x.stride(2):
-        return x.new_empty(B, S, H, D).transpose(1, 2)
-    return x.new_empty(B, H, S, D)
+        return New((B, H, S, D), (S * H * D, D, H * D, 1), x.dtype, x.device)
+    return New.contiguous(x.shape, x.dtype, x.device)
 
 
-def unit_columns(x: Tensor) -> Tensor:
+def heads_in(qkv: Any, q_heads: int, k_heads: int) -> list[New]:
+    """q, k and v, each in memory of its own, tokens first."""
+    B, S, width = qkv.shape
+    D = width // (q_heads + 2 * k_heads)
+    return [
+        New((B, H, S, D), (S * H * D, D, H * D, 1), qkv.dtype, qkv.device)
+        for H in (q_heads, k_heads, k_heads)
+    ]
+
+
+def packed_like(grads: Sequence[Any], q_heads: int, k_heads: int) -> New:
+    """qkv of which these are the gradients of the heads, None for one that has none."""
+    x = next(g for g in grads if g is not None)
+    B, _, S, D = x.shape
+    return New.contiguous((B, S, (q_heads + 2 * k_heads) * D), x.dtype, x.device)
+
+
+def zeros_for_none(recipe: Recipe, grads: Sequence[Any], like: Sequence[New]) -> list[Operand]:
+    """The gradients, unit_columns; zeros for one that is None."""
+    return [
+        recipe.make(new).zero_() if g is None else unit_columns(g)
+        for g, new in zip(grads, like, strict=True)
+    ]
+
+
+def unit_columns(x: Operand) -> Operand:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def split_heads(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Views q, k, v [B, H, S, D] of qkv."""
-    B, S, width = qkv.shape
-    D = width // (q_heads + 2 * k_heads)
-    stride_b, stride_s, stride_d = qkv.stride()
-    views, first = [], qkv.storage_offset()
-    for heads in (q_heads, k_heads, k_heads):
-        strides = (stride_b, D * stride_d, stride_s, stride_d)
-        views.append(qkv.as_strided((B, heads, S, D), strides, first))
-        first += heads * D * stride_d
-    return views[0], views[1], views[2]
-
-
-def strides_of(*tensors: Tensor | None) -> list[int]:
+def strides_of(*tensors: Operand | None) -> list[int]:
     """The strides over batch, heads and tokens of each, zeros for None."""
     return [n for t in tensors for n in ((0, 0, 0) if t is None else t.stride()[:3])]
 
 
-def table_strides(cos: Tensor | None, sin: Tensor | None, positions: Tensor | None) -> list[int]:
+def table_strides(cos: Operand | None, sin: Operand | None, positions: Operand | None) -> list[int]:
     """Row strides of cos and sin, and strides of positions over batch and tokens, 0 along one of 1."""
     over = [0, 0]
     if positions is not None:
@@ -102,20 +116,18 @@ def groups_of(config: HeadConfig, B: int, S: int, *heads: int) -> int:
     return B * cdiv(S, config.tokens) * sum(cdiv(n, config.heads * config.steps) for n in heads)
 
 
-# --- launches ------------------------------------------------------------------------------------
+# --- recipes ----------------------------------------------------------------------------------------
 
 
 def launch(
-    inputs: tuple[Tensor, Tensor | None, Tensor | None],
-    outputs: tuple[Tensor, Tensor | None, Tensor | None],
-    cos: Tensor,
-    sin: Tensor,
-    rows: Rows,
-    interleaved: bool,
-    inverse: bool,
-) -> None:
-    """Rotate q and k, copy v: of `inputs` to `outputs`, all of unit column stride."""
+    recipe: Recipe, inputs: Heads, outputs: Heads, tables: Sequence[Operand | None], rows: Rows,
+    interleaved: bool, inverse: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k, copy v: of `inputs` to `outputs`, all of unit column stride; tables: cos, sin,
+    positions."""
+    cos, sin, positions = tables
     q, k, v = inputs
+    assert q is not None and cos is not None and sin is not None
     B, q_heads, S, D = q.shape
     k_heads = 0 if k is None else k.shape[1]
     cos, sin = unit_columns(cos), unit_columns(sin)
@@ -124,221 +136,135 @@ def launch(
     programs = groups_of(config, B, S, q_heads, k_heads, 0 if v is None else k_heads)
     if programs == 0 or D == 0:
         return
-    launch_rope(
-        programs,
-        q, k, v, cos, sin, rows.positions, *outputs, *strides_of(*inputs, *outputs),
-        *table_strides(cos, sin, rows.positions), S, q_heads, k_heads, rows.offset, cos.shape[0],
+    recipe.launch(
+        rope_kernel, programs,
+        q, k, v, cos, sin, positions, *outputs, *strides_of(*inputs, *outputs),
+        *table_strides(cos, sin, positions), S, q_heads, k_heads, rows.offset, cos.shape[0],
         D=D, HALF=rotary_dim // 2, INTERLEAVED=interleaved, INVERSE=inverse, COUNT=rows.count_up,
         T=config.tokens, H=config.heads, STEPS=config.steps, C=config.pairs, REST=config.rest,
         WHOLE=config.whole, num_warps=config.num_warps,
     )  # fmt: skip
 
 
-def rope_forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    count: bool,
-    interleaved: bool,
-    inverse: bool,
-) -> tuple[Tensor, Tensor]:
-    """(q, k) rotated, backwards if `inverse`; k of no elements where it is None."""
-    q_out, k_out = empty_rotated(q, k)
-    inputs = (unit_columns(q), None if k is None else unit_columns(k), None)
-    outputs = (q_out, None if k is None else k_out, None)
-    launch(inputs, outputs, cos, sin, Rows(positions, offset, count), interleaved, inverse)
-    return q_out, k_out
+def makes(settings: Settings, q: Any, k: Any, cos: Any, sin: Any, positions: Any) -> list[New | None]:
+    """q and k, in memory laid out as q and k are."""
+    return [heads_like(q), None if k is None else heads_like(k)]
 
 
-def empty_rotated(q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor]:
-    return empty_heads(q), q.new_empty(0) if k is None else empty_heads(k)
+def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
+    q, k, *tables = inputs
+    rotate(recipe, settings, (q, k), outputs, tables, settings.inverse)
 
 
-def rope_inplace_forward(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    count: bool,
-    interleaved: bool,
+def rotate(
+    recipe: Recipe, settings: Settings, given: Any, made: Any, tables: Any, inverse: bool
 ) -> None:
-    """Rotate q and k where they are."""
-    rotated_q, rotated_k = unit_columns(q), None if k is None else unit_columns(k)
-    tensors = (rotated_q, rotated_k, None)
-    launch(tensors, tensors, cos, sin, Rows(positions, offset, count), interleaved, False)
-    if rotated_q is not q:
-        q.copy_(rotated_q)
-    if k is not None and rotated_k is not None and rotated_k is not k:
-        k.copy_(rotated_k)
+    """The one or two that are given and wanted."""
+    pairs = [
+        (unit_columns(x), y)
+        for x, y in zip(given, made, strict=True)
+        if x is not None and y is not None
+    ]
+    if pairs:
+        (q, k), (q_out, k_out) = (([*x, None])[:2] for x in zip(*pairs, strict=True))
+        sources, results = (q, k, None), (q_out, k_out, None)
+        launch(recipe, sources, results, tables, settings.rows, settings.interleaved, inverse)
 
 
-def rope_packed_forward(
-    qkv: Tensor,
-    q_heads: int,
-    k_heads: int,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    count: bool,
-    interleaved: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(q, k, v) of qkv, q and k rotated."""
-    outputs = empty_split(qkv, q_heads, k_heads)
-    inputs = split_heads(unit_columns(qkv), q_heads, k_heads)
-    launch(inputs, outputs, cos, sin, Rows(positions, offset, count), interleaved, False)
-    return outputs
+def saves(settings: Any, inputs: Any, outputs: Any) -> list[Any]:
+    """The tables alone."""
+    return list(inputs[-3:])
 
 
-def empty_split(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    B, S, width = qkv.shape
-    D = width // (q_heads + 2 * k_heads)
-    q, k, v = (qkv.new_empty(B, S, n, D).transpose(1, 2) for n in (q_heads, k_heads, k_heads))
-    return q, k, v
+def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
+    dq, dk = (
+        heads_like(g) if g is not None and need else None
+        for g, need in zip(grads, needs[:2], strict=True)
+    )
+    return [dq, dk, None, None, None]
 
 
-def rope_packed_backward(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
-    offset: int,
-    count: bool,
-    interleaved: bool,
-) -> Tensor:
-    """The gradient of qkv, one tensor."""
-    dqkv = empty_packed(dq, dk)
-    inputs = (unit_columns(dq), unit_columns(dk), unit_columns(dv))
-    outputs = split_heads(dqkv, dq.shape[1], dk.shape[1])
-    launch(inputs, outputs, cos, sin, Rows(positions, offset, count), interleaved, True)
-    return dqkv
+def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
+    rotate(recipe, settings, grads, made[:2], saved, not settings.inverse)
 
 
-def empty_packed(q: Tensor, k: Tensor) -> Tensor:
-    B, q_heads, S, D = q.shape
-    return q.new_empty(B, S, (q_heads + 2 * k.shape[1]) * D)
+def rotate_back(settings: Settings, grads: Any, saved: Any) -> tuple[Tensor | None, ...]:
+    """The backward as calls of rope, which is linear."""
+    back, (dq, dk) = settings._replace(inverse=not settings.inverse), grads
+    if dq is None:
+        return None, rope((dk, None, *saved), back), None, None, None
+    if dk is None:
+        return rope((dq, None, *saved), back), None, None, None, None
+    return *rope((dq, dk, *saved), back, (0, 1)), None, None, None
 
 
-# --- autograd --------------------------------------------------------------------------------------
+rope = Operator(
+    "rope", inputs="q, k?, cos, sin, positions?", outputs=2, settings=Settings, makes=makes,
+    forward=forward, saved="cos, sin, positions?", saves=saves, gradients=gradients, backward=backward,
+    differentiable=2, again=rotate_back,
+)  # fmt: skip
 
 
-def setup_context(ctx, inputs, output) -> None:
-    ctx.has_k = inputs[1] is not None
-    ctx.save_for_backward(*inputs[2:5])
-    ctx.how = inputs[5:]
+# --- a fused projection -----------------------------------------------------------------------------
 
 
-def backward(ctx, apply, dq: Tensor, dk: Tensor):
-    """Gradients of rope's nine arguments: `apply`, which is rope itself, turns back."""
-    *rows_and_layout, inverse = ctx.how
-    dq, dk = apply(dq, dk if ctx.has_k else None, *ctx.saved_tensors, *rows_and_layout, not inverse)
-    need_dq, need_dk = ctx.needs_input_grad[:2]
-    return dq if need_dq else None, dk if need_dk else None, *(None,) * 7
+def makes_packed(settings: PackedSettings, qkv: Any, *tables: Any) -> list[New]:
+    return heads_in(qkv, settings.q_heads, settings.k_heads)
 
 
-class RopeFunction(KernelFunction):
-    """rope; linear, and so its backward pass is differentiable too."""
-
-    forward = staticmethod(rope_forward)
-    setup_context = staticmethod(setup_context)
-
-    @staticmethod
-    def backward(ctx, dq, dk):
-        return backward(ctx, RopeFunction.again, dq, dk)
-
-    @staticmethod
-    def again(*args):
-        # As FirstDerivative does: a pullback may be called late.
-        return RopeFunction.apply(*unwrap_dead_wrappers(args))
+def forward_packed(recipe: Recipe, settings: PackedSettings, inputs: Any, outputs: Any) -> None:
+    qkv, *tables = inputs
+    q, k, v = split_heads(unit_columns(qkv), *settings[:2])
+    launch(recipe, (q, k, v), outputs, tables, settings.rows, settings.interleaved, False)
 
 
-def packed_setup_context(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[3:6])
-    ctx.how = inputs[6:]
+def gradients_packed(settings: PackedSettings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
+    return [packed_like(grads, *settings[:2]) if needs[0] else None, None, None, None]
 
 
-def packed_backward(ctx, launch, dq: Tensor, dk: Tensor, dv: Tensor):
-    return launch(dq, dk, dv, *ctx.saved_tensors, *ctx.how), *(None,) * 8
+def backward_packed(
+    recipe: Recipe, settings: PackedSettings, grads: Any, saved: Any, made: Any
+) -> None:
+    dqkv, counts = made[0], settings[:2]
+    if dqkv is not None:
+        dq, dk, dv = zeros_for_none(recipe, grads, heads_in(dqkv, *counts))
+        outputs = split_heads(dqkv, *counts)
+        launch(recipe, (dq, dk, dv), outputs, saved, settings.rows, settings.interleaved, True)
 
 
-class RopePackedFunction(KernelFunction):
-    """rope_packed."""
-
-    forward = staticmethod(rope_packed_forward)
-    setup_context = staticmethod(packed_setup_context)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return packed_backward(ctx, RopePackedBackwardFunction.apply, *grads)
+rope_packed = Operator(
+    "rope_packed", inputs="qkv, cos, sin, positions?", outputs=3, settings=PackedSettings,
+    makes=makes_packed, forward=forward_packed, saved="cos, sin, positions?", saves=saves,
+    gradients=gradients_packed, backward=backward_packed, differentiable=3,
+)  # fmt: skip
 
 
-class RopePackedBackwardFunction(FirstDerivative):
-    """rope_packed_backward."""
-
-    forward = staticmethod(rope_packed_backward)
+# --- in place ---------------------------------------------------------------------------------------
 
 
-# --- compile: torch.library ops ------------------------------------------------------------------
+def rotate_in_place(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int,
+    count_up: bool, interleaved: bool,
+) -> None:  # fmt: skip
+    """Rotate q and k where they are; they carry no gradient."""
+    steps(_rotate_in_place, [q, k, cos, sin, positions], (offset, count_up, interleaved))
 
-TABLES = "Tensor cos, Tensor sin, Tensor? positions, SymInt offset, bool count, bool interleaved"
 
-rope_op = kernel_op(
-    "flashproto::rope",
-    rope_forward,
-    schema=f"(Tensor q, Tensor? k, {TABLES}, bool inverse) -> (Tensor, Tensor)",
-)
+def _rotate_in_place(recipe, tensors, offset, count_up, interleaved):
+    q, k, *tables = tensors
+    rotated = [None if x is None else unit_columns(x) for x in (q, k)]
+    heads = rotated[0], rotated[1], None
+    launch(recipe, heads, heads, tables, Rows(offset, count_up), interleaved, False)
+    for x, y in zip((q, k), rotated, strict=True):
+        if y is not x:
+            recipe.compute(torch.Tensor.copy_, x, y)
+
+
 rope_inplace_op = kernel_op(
     "flashproto::rope_",
-    rope_inplace_forward,
+    rotate_in_place,
+    "(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, SymInt offset, "
+    "bool count_up, bool interleaved) -> ()",
+    lambda *_: None,
     mutates_args=("q", "k"),
-    schema=f"(Tensor(a!) q, Tensor(b!)? k, {TABLES}) -> ()",
 )
-rope_packed_op = kernel_op(
-    "flashproto::rope_packed",
-    rope_packed_forward,
-    schema=f"(Tensor qkv, int q_heads, int k_heads, {TABLES}) -> (Tensor, Tensor, Tensor)",
-)
-rope_packed_backward_op = kernel_op(
-    "flashproto::rope_packed_backward",
-    rope_packed_backward,
-    schema=f"(Tensor dq, Tensor dk, Tensor dv, {TABLES}) -> Tensor",
-)
-
-
-@fake_of(rope_op)
-def _(q, k, *tables_and_inverse):
-    return empty_rotated(q, k)
-
-
-@fake_of(rope_inplace_op)
-def _(q, k, *tables):
-    return None
-
-
-@fake_of(rope_packed_op)
-def _(qkv, q_heads, k_heads, *tables):
-    return empty_split(qkv, q_heads, k_heads)
-
-
-@fake_of(rope_packed_backward_op)
-def _(dq, dk, dv, *tables):
-    return empty_packed(dq, dk)
-
-
-def _backward(ctx, dq, dk):
-    return backward(ctx, torch.ops.flashproto.rope, dq, dk)
-
-
-def _packed_backward(ctx, dq, dk, dv):
-    return packed_backward(ctx, torch.ops.flashproto.rope_packed_backward, dq, dk, dv)
-
-
-rope_op.register_autograd(_backward, setup_context=setup_context)
-rope_packed_op.register_autograd(_packed_backward, setup_context=packed_setup_context)
