@@ -260,17 +260,18 @@ def test_bad_input_is_refused(case) -> None:
 def test_opcheck(device) -> None:
     q, k = (torch.randn(2, 4, n, 8, device=device).transpose(1, 2) for n in (3, 1))
     w, qkv = torch.randn(8, device=device), torch.randn(2, 4, 40, device=device)
-    rotation = (*tables(9, 3, device), torch.tensor([[3], [1]], device=device), 0, True, False)
-    how, plain = (w, w, *rotation, EPS, "torch"), (None, None, None, None, None, 0, False, False)
-    library = torch.ops.flashproto
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), leaf(k), leaf(w), *how[1:]))
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), None, *plain, EPS, "llama"))
-    torch.library.opcheck(library.qk_norm_backward.default, (q, k, q, k, *how, True, True))
-    torch.library.opcheck(
-        library.qk_norm_backward.default, (q, None, q, None, *plain, EPS, "llama", False, False)
-    )
-    torch.library.opcheck(library.qk_norm_packed.default, (leaf(qkv), 3, 1, leaf(w), *how[1:]))
-    gradients = (q, k, k.clone(), qkv, *how, True, False)
+    tensors = (*tables(9, 3, device), torch.tensor([[3], [1]], device=device))
+    how, plain, rest = (0, True, False, EPS, "torch"), (None,) * 5, (0, False, False, EPS, "llama")
+    library, no = torch.ops.flashproto, [False] * 3
+    torch.library.opcheck(library.qk_norm.default, (leaf(q), leaf(k), leaf(w), w, *tensors, *how))
+    torch.library.opcheck(library.qk_norm.default, (leaf(q), None, *plain, *rest))
+    saved = q, k, w, w, *tensors
+    torch.library.opcheck(library.qk_norm_backward.default, (q, k, *saved, *how, [True] * 4 + no))
+    needs = [True, False, False, False, *no]
+    torch.library.opcheck(library.qk_norm_backward.default, (q, None, q, None, *plain, *rest, needs))
+    packed = (leaf(w), w, *tensors, 3, 1, *how)
+    torch.library.opcheck(library.qk_norm_packed.default, (leaf(qkv), *packed))
+    gradients = (q, k, k.clone(), qkv, w, w, *tensors, 3, 1, *how, [True, True, False, *no])
     torch.library.opcheck(library.qk_norm_packed_backward.default, gradients)
 
 

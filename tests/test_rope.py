@@ -274,10 +274,13 @@ def test_opcheck(device) -> None:
     plain = (q.detach(), k.detach())
     torch.library.opcheck(torch.ops.flashproto.rope_.default, (*plain, cos, sin, *rows, True))
     qkv = torch.randn(2, 4, 40, device=device, requires_grad=True)
-    packed = (qkv, 3, 1, cos, sin, *rows, False)
-    torch.library.opcheck(torch.ops.flashproto.rope_packed.default, packed)
-    gradients = (*plain, plain[1], cos, sin, *rows, False)
+    how = (cos, sin, rows[0], 3, 1, *rows[1:], False)
+    torch.library.opcheck(torch.ops.flashproto.rope_packed.default, (qkv, *how))
+    needs = [True, False, False, False]
+    gradients = (*plain, plain[1].clone(), *how, needs)
     torch.library.opcheck(torch.ops.flashproto.rope_packed_backward.default, gradients)
+    gradients = (*plain, cos, sin, *rows, False, False, [True, True, False, False, False])
+    torch.library.opcheck(torch.ops.flashproto.rope_backward.default, gradients)
 
 
 def test_compiles_in_one_graph(device) -> None:
