@@ -6,18 +6,23 @@ import torch
 from torch import Tensor
 
 from .. import backends, configs
-from .launch import cdiv, multiprocessors
+from .device import cdiv, multiprocessors
 
 # How often a program looks for the others of its row, about a microsecond each, before it does their
 # work.  The interpreter runs one program after another: there is nothing to wait for.
 POLLS = 1 if backends.INTERPRETED else 1024
 
 
-def exchange(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int, Tensor, int]:
-    """(splits, words, LANES) for M rows of N columns split by `config`; words are zero."""
+def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, int]:
+    """(splits, count of words, LANES) for rows of N columns split by `config`."""
     splits = cdiv(N, config.columns)
-    words = x.new_zeros((M, splits), dtype=torch.int64)
-    return splits, words, configs.power_of_two(splits)
+    return splits, rows * splits, configs.power_of_two(splits)
+
+
+def exchange_words(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int, Tensor, int]:
+    """`exchange` with the words themselves, all zero, for M rows."""
+    splits, _, lanes = exchange(N, config, M)
+    return splits, x.new_zeros((M, splits), dtype=torch.int64), lanes
 
 
 def programs_at_once(device: torch.device, config: configs.RowConfig) -> int:

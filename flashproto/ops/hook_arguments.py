@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from .. import hooks
 from .launch import Launcher, launcher
+from .recipe import New, Operand
 
 HOOKS = (
     "str prologue, Tensor[] prologue_operands, float[] prologue_scalars, "
@@ -27,13 +29,19 @@ def named(made: hooks.Call | None) -> tuple[str, tuple[Tensor, ...], tuple[float
     return ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
 
 
+def parts_of(prologue: str, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The operands of a prologue, "" for none, and behind them those of an epilogue."""
+    n = hooks.get(prologue).operands if prologue else 0
+    return operands[:n], operands[n:]
+
+
 class HookArguments(NamedTuple):
     """What the kernels take for one hook, see kernels/hooks.py; gradients only in the backward."""
 
     forward: Any = None
     backward: Any = None
     arguments: tuple[Any, Any] | None = None
-    gradients: tuple[Tensor | None, ...] | None = None
+    gradients: tuple[Tensor | Operand | None, ...] | None = None
 
 
 NO_HOOK = HookArguments()
@@ -46,16 +54,16 @@ def launchers(kernel: Any, tensors: int) -> tuple[Launcher, Launcher]:
     return launcher(kernel, tensors=tensors), launcher(kernel, tensors=tensors, tuples=tuples)
 
 
-def operand_rows(t: Tensor, shape: torch.Size, normalized_ndim: int) -> tuple[Any, ...]:
+def operand_rows(t: Tensor | Operand, shape: Sequence[int], normalized_ndim: int) -> tuple[Any, ...]:
     """(tensor, row stride, column stride) of an operand that broadcasts to `shape`, see
     kernels/hooks.py."""
     lead = len(shape) - normalized_ndim
     padded = (1,) * (len(shape) - t.ndim) + tuple(t.shape)
-    t = t.reshape(padded)
+    t = t.reshape(*padded)
     by_row, by_column = math.prod(padded[:lead]) != 1, math.prod(padded[lead:]) != 1
     M, N = math.prod(shape[:lead]), math.prod(shape[lead:])
     if by_row and by_column:
-        t = t.expand(shape).reshape(M, N)
+        t = t.expand(*shape).reshape(M, N)
         return t, t.stride(0), t.stride(1)
     if by_row:
         t = t.expand(*shape[:lead], *padded[lead:]).reshape(M)
@@ -68,14 +76,54 @@ def operand_rows(t: Tensor, shape: torch.Size, normalized_ndim: int) -> tuple[An
 
 def hook_arguments(
     name: str,
-    operands: Sequence[Tensor],
+    operands: Sequence[Tensor | Operand],
     scalars: Sequence[float],
-    shape: torch.Size,
+    shape: Sequence[int],
     normalized_ndim: int,
-    gradients: Sequence[Tensor | None] = (),
+    gradients: Sequence[Tensor | Operand | None] = (),
 ) -> HookArguments:
     if not name:
         return NO_HOOK
     hook = hooks.get(name)
     rows = tuple(operand_rows(t, shape, normalized_ndim) for t in operands)
     return HookArguments(hook.forward, hook.backward, (rows, tuple(scalars)), tuple(gradients))
+
+
+# --- gradients of operands ------------------------------------------------------------------------
+
+
+def gradients_like(operands: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
+    """Memory for the gradients of those operands that need one."""
+    return [
+        New.contiguous(x.shape, x.dtype, x.device) if need else None
+        for x, need in zip(operands, needs, strict=True)
+    ]
+
+
+def stores_of(gradients: Sequence[Operand | None], shape: Sequence[int]) -> list[Operand | None]:
+    """Where the kernels store these gradients of operands that broadcast to `shape`: one element for
+    each of `shape`, in float32 where they are still to be summed."""
+    return [
+        g if g is None or g.shape == tuple(shape)
+        else g.recipe.make(New.contiguous(shape, torch.float32, g.device))
+        for g in gradients
+    ]  # fmt: skip
+
+
+def summed(
+    stores: Sequence[Operand | None], gradients: Sequence[Operand | None]
+) -> list[Operand | None]:  # fmt: skip
+    """The gradients, of what the kernels have stored; to be returned in their place."""
+
+    def sum_up(store: Operand | None, gradient: Operand | None) -> Operand | None:
+        if store is None or gradient is None or store is gradient:
+            return gradient
+        shape, dtype = gradient.shape, gradient.dtype
+        like = New.contiguous(shape, dtype, gradient.device)
+        return store.recipe.compute(partial(sum_to, shape=shape, dtype=dtype), store, like=like)
+
+    return list(map(sum_up, stores, gradients))
+
+
+def sum_to(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return x.sum_to_size(shape).to(dtype)

@@ -16,7 +16,7 @@ from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
 from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
 from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
 from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
-from .exchange import POLLS, exchange, programs_at_once
+from .exchange import POLLS, exchange_words, programs_at_once
 from .launch import Launch, cdiv, launcher
 from .norm_launch import (
     How,
@@ -85,7 +85,7 @@ def forward_launch_hopper(
     if not config.split:
         arguments = (*tensors, *numbers, *constants)
         return Launch(launch_forward_shared, tiles, arguments, options, aligned=True)
-    splits, words, lanes = exchange(x, M, N, config)
+    splits, words, lanes = exchange_words(x, M, N, config)
     options |= {"LANES": lanes, "POLLS": POLLS}
     groups = tiles
     if unaligned:
@@ -117,7 +117,7 @@ def backward_launches_hopper(
     dx, dweight, dbias = gradients
     M, N = sizes(x, how.normalized_ndim)
     x, dy = (placed_rows(t, how.normalized_ndim) for t in (x, dy))
-    splits, words, lanes = exchange(x, M, N, config)
+    splits, words, lanes = exchange_words(x, M, N, config)
     P = min(max(programs_at_once(x.device, config) // splits, 1), M)
     partials = partial_sums(P, N, dweight, dbias)
     tensors = (

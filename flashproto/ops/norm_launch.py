@@ -19,7 +19,7 @@ from ..kernels.norm_backward import (
     norm_backward_kernel,
     norm_backward_split_kernel,
 )
-from .exchange import POLLS, exchange, programs_at_once
+from .exchange import POLLS, exchange_words, programs_at_once
 from .hook_arguments import NO_HOOK, HookArguments, launchers
 from .launch import (
     Launch,
@@ -182,7 +182,7 @@ def launch_of_rows(
     if not config.split:
         options |= tile_options(config, N)
         return Launch(whole, cdiv(M, config.rows), (*tensors, *numbers), options)
-    splits, words, lanes = exchange(tensors[0], exchanges * M, N, config)
+    splits, words, lanes = exchange_words(tensors[0], exchanges * M, N, config)
     options |= {"WHOLE": N % config.columns == 0, "LANES": lanes, "POLLS": POLLS}
     return Launch(split, M * splits, (*tensors, words, *numbers), options, words)
 
@@ -342,7 +342,7 @@ def backward_launches(
         options["maxnreg"] = 128
     programs = programs_at_once(x.device, config)
     if config.split:
-        splits, words, lanes = exchange(x, M, N, config)
+        splits, words, lanes = exchange_words(x, M, N, config)
         P = min(max(programs // splits, 1), M)
         partials = partial_sums(P, N, dweight, dbias)
         launch = launch_backward_split_hooked if hooked else launch_backward_split
