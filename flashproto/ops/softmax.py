@@ -26,7 +26,7 @@ from ..kernels.softmax import (
     softmax_forward_split_kernel,
 )
 from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
-from .exchange import POLLS, exchange
+from .exchange import POLLS, exchange_words
 from .hook_arguments import NO_HOOK, HookArguments, launchers
 from .launch import Launch, Launcher, cdiv, has_hopper_kernels, launcher
 from .rows import as_rows
@@ -74,7 +74,7 @@ def launch_of_splits(
 ) -> Launch:
     """The launch of a kernel that takes `tensors`, the first of them [M, N], words, and `numbers`."""
     M, N = tensors[0].shape
-    splits, words, lanes = exchange(tensors[0], M, N, config)
+    splits, words, lanes = exchange_words(tensors[0], M, N, config)
     options = {
         "C": config.columns, "LANES": lanes, "POLLS": POLLS,
         "num_warps": config.num_warps, "maxnreg": config.max_registers,
