@@ -458,9 +458,7 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
         x.variable
         for step in recipe.steps
         if isinstance(step, Launch)
-        for argument in step.arguments.values()
-        if isinstance(argument, (Operand, Boxed))
-        for x in operands_in(argument)
+        for x in operands_in(tuple(step.arguments.values()))
     }
 
     def whole(x: Operand) -> bool:
