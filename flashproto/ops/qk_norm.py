@@ -11,8 +11,8 @@ from torch import Tensor
 from .. import configs
 from ..kernels.qk_norm import qk_norm_backward_kernel, qk_norm_forward_kernel
 from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
+from .column_sums import column_sums_of
 from .launch import launcher, multiprocessors
-from .norm_launch import column_sums, contiguous
 from .rope import (
     Rows,
     empty_packed,
@@ -24,6 +24,7 @@ from .rope import (
     table_strides,
     unit_columns,
 )
+from .rows import contiguous
 
 launch_forward = launcher(qk_norm_forward_kernel, tensors=11)
 launch_backward = launcher(qk_norm_backward_kernel, tensors=15)
@@ -129,7 +130,7 @@ def backward_launch(
         num_warps=config.num_warps,
     )  # fmt: skip
     if need_dq_weight or need_dk_weight:
-        column_sums(
+        column_sums_of(
             dq_partial, dk_partial,
             dq_weight if need_dq_weight else None, dk_weight if need_dk_weight else None,
         )  # fmt: skip
