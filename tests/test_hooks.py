@@ -118,29 +118,26 @@ def test_opcheck(device) -> None:
     p = problem(device, (3, 20), f32)
     for t in p.values():
         t.requires_grad_(t.is_floating_point())
-    after = ("silu_gate", [p["z"]], [])
-    before = ("dropout", [p["seed"]], [0.25])
-    args = (
-        p["x"],
-        p["residual"],
-        p["weight"],
-        p["bias"],
-        1,
-        EPS,
-        True,
-        "torch",
-        f32,
-        False,
-        *before,
-        *after,
-    )
+    names = "dropout", [0.25], "silu_gate", []
+    x, weight, bias, z, seed = (p[n] for n in ("x", "weight", "bias", "z", "seed"))
+    settings = 1, EPS, True, "torch", f32, False, *names
+    args = (x, p["residual"], weight, bias, [seed, z], *settings)
     torch.library.opcheck(torch.ops.flashproto.hooked_norm.default, args)
-    x, weight, bias, z = (p[n].detach() for n in ("x", "weight", "bias", "z"))
-    rstd = torch.rand(3, device=device)
+    x, weight, bias, z = (t.detach() for t in (x, weight, bias, z))
+    statistics = torch.rand(8, device=device)
+    settings = 1, True, "torch", False, *names, True, f32, f32, f32
     args = (
-        x, None, x, None, weight, bias, rstd, rstd, 1, True, "torch", False, *before,
-        "silu_gate", [z], [], True, f32, f32, f32, True, True, [False, True],
-    )  # fmt: skip
+        x,
+        None,
+        x,
+        None,
+        weight,
+        bias,
+        statistics,
+        [seed, z],
+        *settings,
+        [True] * 4 + [False, True],
+    )
     torch.library.opcheck(torch.ops.flashproto.hooked_norm_backward.default, args)
 
 

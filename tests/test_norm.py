@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from norms import fill, norm
 from rows import LAYOUTS, assert_no_worse, in_memory, poison
 from torch import Tensor
 
@@ -16,8 +18,7 @@ from flashproto.nn import RMSNorm
 
 pytest.importorskip("triton")
 
-from flashproto.ops import norm as ops
-from flashproto.ops import norm_launch
+from flashproto.ops import call_cache, norm_launch
 
 EPS = 1e-5
 f16, bf16, f32 = torch.float16, torch.bfloat16, torch.float32
@@ -89,7 +90,7 @@ def check(device, shape, combination, ndim=1, layout="contiguous", loc=0.0) -> N
     x, residual, weight, bias = (leaf(t) for t in (x, residual, weight, bias))
     inputs = given(x, residual, weight, bias)
 
-    result = ops.norm(x, residual, weight, bias, ndim, EPS, centered)
+    result = norm(x, residual, weight, bias, ndim, EPS, centered)
     y, total = (result, None) if residual is None else result
     got = torch.autograd.grad(given(y, total), inputs, given(dy, dtotal))
     y_eager, total_eager = eager(x, residual, weight, bias, ndim, centered)
@@ -157,7 +158,7 @@ def test_expanded_gradients_and_inputs(device) -> None:
     x = torch.randn(1, 40, device=device, requires_grad=True)
     weight = torch.randn(40, device=device, requires_grad=True)
     xs, out = x.expand(6, 40), []
-    for f in (ops.norm, lambda *a: flashproto.rms_norm(a[0], 40, a[2], EPS, impl="reference")):
+    for f in (norm, lambda *a: flashproto.rms_norm(a[0], 40, a[2], EPS, impl="reference")):
         y = f(xs, None, weight, None, 1, EPS, False)
         out.append((y, *torch.autograd.grad(y.sum(), (x, weight))))
     for a, b in zip(*out, strict=True):
@@ -168,7 +169,7 @@ def test_expanded_gradients_and_inputs(device) -> None:
 def test_large_mean_and_small_deviation(device, N) -> None:
     """E[x^2] - E[x]^2 in float32 gives a deviation of 0 to 3 here."""
     x = torch.randn(4, N, device=device) + 1e4
-    y = ops.norm(x, None, None, None, 1, 0.0, True)
+    y = norm(x, None, None, None, 1, 0.0, True)
     wanted = reference.norm(x.double(), [N], None, None, 0.0, centered=True)
     assert (y.double() - wanted).abs().max() < 4e-3  # the mean itself is rounded to 1e-3
     assert (y.double().std(-1, correction=0) - 1).abs().max() < 1e-4
@@ -193,7 +194,7 @@ def test_short_rows_of_nearly_equal_elements(device, monkeypatch, N) -> None:
         y = f(*leaves)
         return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
-    got = gradients(lambda x, w: ops.norm(x, None, w, None, 1, EPS, True), x, weight)
+    got = gradients(lambda x, w: norm(x, None, w, None, 1, EPS, True), x, weight)
     z, w = x.double(), weight.double()
     wanted = gradients(lambda x, w: reference.norm(x, [N], w, None, EPS, centered=True), z, w)
     rstd = (z.var(-1, correction=0) + EPS).rsqrt()[:, None]
@@ -211,7 +212,7 @@ def test_short_rows_of_nearly_equal_elements(device, monkeypatch, N) -> None:
 def test_nan_stays_in_its_row(device, N, centered) -> None:
     x = torch.randn(6, N, device=device)
     x[1, N // 2], x[4, N - 1] = float("nan"), float("inf")
-    y = ops.norm(x, None, None, None, 1, EPS, centered)
+    y = norm(x, None, None, None, 1, EPS, centered)
     assert y[1].isnan().all()
     assert y[4].isnan().any()
     assert not y[[0, 2, 3, 5]].isnan().any()
@@ -221,7 +222,7 @@ def test_nan_stays_in_its_row(device, N, centered) -> None:
 @pytest.mark.parametrize("centered", [True, False])
 def test_rows_of_zeros(device, N, centered) -> None:
     x, weight = torch.zeros(2, N, device=device, requires_grad=True), torch.randn(N, device=device)
-    y = ops.norm(x, None, weight, None, 1, EPS, centered)
+    y = norm(x, None, weight, None, 1, EPS, centered)
     assert not y.any()
     (dx,) = torch.autograd.grad(y, x, torch.zeros_like(y))
     assert not dx.any()
@@ -253,7 +254,7 @@ def check_rows(device, N, centered) -> None:
 
     def run(rows: slice) -> list[Tensor]:
         xs, w = x[rows].detach().requires_grad_(), weight.detach().requires_grad_()
-        y = ops.norm(xs, None, w, w, 1, EPS, centered)
+        y = norm(xs, None, w, w, 1, EPS, centered)
         return [y.detach(), *torch.autograd.grad(y, (xs, w), dy[rows])]
 
     y, dx, dweight = run(slice(None))
@@ -267,11 +268,11 @@ def test_only_some_gradients(device) -> None:
     x, residual = (torch.randn(5, 40, device=device) for _ in range(2))
     weight, bias = (torch.randn(40, device=device) for _ in range(2))
     bias.requires_grad_()
-    y, total = ops.norm(x, residual, weight, bias, 1, EPS, True)
+    y, total = norm(x, residual, weight, bias, 1, EPS, True)
     y.sum().backward()
     torch.testing.assert_close(bias.grad, torch.full_like(bias, 5.0))
     residual = residual.to(bf16).requires_grad_()
-    _, total = ops.norm(x, residual, weight, None, 1, EPS, True)  # y is unused
+    _, total = norm(x, residual, weight, None, 1, EPS, True)  # y is unused
     dtotal = torch.randn_like(total)
     (dresidual,) = torch.autograd.grad(total, residual, dtotal)
     assert torch.equal(dresidual, dtotal.to(bf16))
@@ -319,15 +320,14 @@ def test_opcheck(device, combination) -> None:
         None if d is None else torch.randn(s, device=device, dtype=d, requires_grad=True)
         for s, d in zip(shapes, dtypes, strict=True)
     ]
-    args = (*tensors, 1, EPS, centered)
-    torch.library.opcheck(torch.ops.flashproto.norm.default, args)
+    settings = 1, EPS, centered, "torch"
+    torch.library.opcheck(torch.ops.flashproto.norm.default, (*tensors, *settings))
     x = tensors[0].detach()
     residual_dtype = dtypes[1] or x.dtype
-    rstd = torch.rand(3, device=device)
-    mean = rstd if centered else rstd[:0]
     weight = None if tensors[2] is None else tensors[2].detach()
     dtypes = (x.dtype, residual_dtype, x.dtype)
-    args = (x, None, x, weight, mean, rstd, 1, EPS, centered, *dtypes, weight is not None, True)
+    needs = [True, residual_dtype != x.dtype, weight is not None, True]
+    args = (x, None, x, weight, None, *settings, tensors[1] is not None, *dtypes, needs)
     torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
 
 
@@ -415,11 +415,19 @@ def test_configurations() -> None:
                 assert config.programs >= 1
 
 
-@pytest.mark.parametrize("combination", [0, 1, 3, 5, 6])
-def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
-    """As on Hopper, where a GPU is not; as it is, where it is."""
+@pytest.fixture
+def clusters(device, monkeypatch) -> Iterator[None]:
+    """Tiles as on Hopper, where a GPU is not; as they are, where it is."""
     if device == "cpu":
         monkeypatch.setattr(norm_launch, "capability", lambda device: (9, 0))
+    call_cache.forget()
+    yield
+    call_cache.forget()
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("combination", [0, 1, 3, 5, 6])
+def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
     poison(monkeypatch)
     assert configs.norm_backward(8464, 2, True, True, (9, 0)).cluster == 4
     check(device, (5, 8464), COMBINATIONS[combination])
@@ -428,19 +436,17 @@ def test_rows_shared_by_clusters(device, monkeypatch, combination) -> None:
 @pytest.mark.parametrize("centered", [False, True])
 def test_variance_below_normal_numbers(device, centered) -> None:
     x = torch.randn(5, 256, device=device) * 1e-20
-    y, _, _, rstd = outputs = norm_launch.needed_outputs(x, None, 1, centered)
-    norm_launch.run_forward((x, None, None, None), outputs, norm_launch.How(1, 0.0, centered, "torch"))
-    assert rstd is not None
+    y, mean, rstd = torch.empty_like(x), *torch.empty(2, 5, device=device).unbind()
+    fill(x, y, mean if centered else None, rstd, 0.0)
     row = x.double() - x.double().mean(1, keepdim=True) * centered
     want = row.square().mean(1).rsqrt()
     torch.testing.assert_close(rstd.double(), want, rtol=1e-4, atol=0)
     torch.testing.assert_close(y.double(), row * want[:, None], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.usefixtures("clusters")
 @pytest.mark.parametrize("combination", [3, 6])
 def test_rows_and_residuals_shared_by_clusters(device, monkeypatch, combination) -> None:
-    if device == "cpu":
-        monkeypatch.setattr(norm_launch, "capability", lambda device: (9, 0))
     poison(monkeypatch)
     assert configs.norm_backward(14352, 2, True, True, (9, 0), True).cluster == 8
     check(device, (3, 14352), COMBINATIONS[combination])
@@ -490,7 +496,7 @@ def test_unaligned_wide_rows_are_as_aligned_ones(device, N, casting) -> None:
     weight, bias = torch.randn(2, N, device=device).unbind()
 
     def run(x, residual):
-        return ops.norm(x, residual, weight, bias, 1, EPS, True, casting)
+        return norm(x, residual, weight, bias, 1, EPS, True, casting)
 
     for got, wanted in zip(run(x, residual), run(x.contiguous(), residual.contiguous()), strict=True):
         assert torch.equal(got, wanted)
@@ -501,10 +507,10 @@ def test_unaligned_wide_rows_are_as_aligned_ones(device, N, casting) -> None:
 def test_many_rows(device) -> None:
     for shape in ((70_000, 8), (300_000, 3), (66_000, 17_000)):
         x = torch.randn(shape, device=device, dtype=bf16, requires_grad=True)
-        y = ops.norm(x, None, None, None, 1, EPS, False)
+        y = norm(x, None, None, None, 1, EPS, False)
         y.backward(y)
         tail = x.detach()[-5:].requires_grad_()
-        y_tail = ops.norm(tail, None, None, None, 1, EPS, False)
+        y_tail = norm(tail, None, None, None, 1, EPS, False)
         y_tail.backward(y_tail)
         assert torch.equal(y[-5:], y_tail)
         assert torch.equal(x.grad[-5:], tail.grad)
@@ -520,7 +526,7 @@ def test_more_than_2_to_31_elements(device, N) -> None:
 
     def run(x):
         x = x.detach().requires_grad_()
-        y, total = ops.norm(x, x.detach(), weight, None, 1, EPS, True)
+        y, total = norm(x, x.detach(), weight, None, 1, EPS, True)
         (dx,) = torch.autograd.grad((y, total), x, (x.detach(), x.detach()))
         return y.detach(), total.detach(), dx
 
@@ -532,14 +538,14 @@ def test_more_than_2_to_31_elements(device, N) -> None:
 def test_second_stream(device) -> None:
     x = torch.randn(4096, 4096, device=device, dtype=bf16)
     weight = torch.randn(4096, device=device, requires_grad=True)
-    wanted = ops.norm(x, None, weight, None, 1, EPS, False)
+    wanted = norm(x, None, weight, None, 1, EPS, False)
     stream = torch.cuda.Stream()
     late = torch.empty_like(x)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         late.copy_(x)
-        y = ops.norm(late, None, weight, None, 1, EPS, False)
+        y = norm(late, None, weight, None, 1, EPS, False)
     stream.synchronize()
     assert torch.equal(y, wanted)
 
@@ -552,7 +558,7 @@ def test_cuda_graph(device, N) -> None:
     inputs = (x, residual, weight)
 
     def run():
-        out = ops.norm(x, residual, weight, None, 1, EPS, True)
+        out = norm(x, residual, weight, None, 1, EPS, True)
         return [*out, *torch.autograd.grad(out, inputs, out)]
 
     stream = torch.cuda.Stream()

@@ -172,9 +172,9 @@ def test_compiles_in_one_graph(device) -> None:
 
 def test_opcheck(device) -> None:
     x, weight = torch.randn(3, 20, device=device), torch.randn(20, device=device)
-    no_hook = ("", [], [])
+    no_hooks = ("", [], "", [])
     for residual in (None, x):
-        args = (x, residual, weight, None, 1, EPS, False, "torch", FORMATS[1], *no_hook, *no_hook)
+        args = (x, residual, weight, None, [], 1, EPS, False, "torch", FORMATS[1], *no_hooks)
         torch.library.opcheck(torch.ops.flashproto.quantized_norm.default, args)
 
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from norms import fill, norm
 from rows import assert_no_worse, poison
 from torch import Tensor
 
 import flashproto
-from flashproto import configs, plans, reference
+from flashproto import configs, reference
 
 pytest.importorskip("triton")
 
-from flashproto.ops import norm as ops
-from flashproto.ops import norm_launch
+from flashproto.ops import call_cache
 
 EPS = 1e-5
 bf16, f16, f32 = torch.bfloat16, torch.float16, torch.float32
@@ -26,10 +26,10 @@ WIDTHS = [*range(12289, 12304, 2), 16366, 16367, 16369, 20001, 50257, 65535, 100
 
 
 @pytest.fixture(autouse=True)
-def no_plans() -> Iterator[None]:
-    plans.forget()
+def nothing_kept() -> Iterator[None]:
+    call_cache.forget()
     yield
-    plans.forget()
+    call_cache.forget()
 
 
 def exact(x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool) -> Tensor:
@@ -48,7 +48,7 @@ def eager(x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool)
 def check(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, centered: bool
 ) -> None:
-    result = ops.norm(x, residual, weight, bias, 1, EPS, centered)
+    result = norm(x, residual, weight, bias, 1, EPS, centered)
     y, total = (result, x) if residual is None else result
     if residual is not None:
         assert torch.equal(total, x + residual)
@@ -78,7 +78,7 @@ def test_against_float64(device, monkeypatch, N, dtype, parameters, centered) ->
 @pytest.mark.parametrize("N", [12289, 50257])
 def test_castings(device, N, casting) -> None:
     x, weight = torch.randn(5, N, device=device, dtype=bf16), torch.randn(N, device=device, dtype=bf16)
-    y = ops.norm(x, None, weight, None, 1, EPS, False, casting)
+    y = norm(x, None, weight, None, 1, EPS, False, casting)
     xhat = exact(x, None, None, False)
     if casting == "llama":
         xhat = xhat.to(bf16).double()
@@ -96,8 +96,8 @@ def test_bits_do_not_depend_on_timing_place_or_other_rows(device, monkeypatch, N
     weight = torch.randn(N, device=device)
 
     def run(x: Tensor, residual: Tensor) -> list[Tensor]:
-        y, total = ops.norm(x, residual, weight, weight, 1, EPS, centered)
-        return [y, total, ops.norm(x, None, weight, weight, 1, EPS, centered)]
+        y, total = norm(x, residual, weight, weight, 1, EPS, centered)
+        return [y, total, norm(x, None, weight, weight, 1, EPS, centered)]
 
     wanted = run(x, residual)
     for _ in range(50):
@@ -119,10 +119,10 @@ def test_bits_do_not_depend_on_timing_place_or_other_rows(device, monkeypatch, N
 def test_neighbours_that_are_not_finite(device, N) -> None:
     """Rows share their first and last 16 bytes with others."""
     x = torch.randn(17, N, device=device, dtype=bf16)
-    wanted = ops.norm(x, None, None, None, 1, EPS, True)
+    wanted = norm(x, None, None, None, 1, EPS, True)
     x[1::2, 0] = x[1::2, -1] = float("nan")
     x[3::4, -1] = float("inf")
-    y = ops.norm(x, None, None, None, 1, EPS, True)
+    y = norm(x, None, None, None, 1, EPS, True)
     assert torch.equal(y[::2], wanted[::2])
     assert y[1::2].isnan().all()
 
@@ -131,12 +131,11 @@ def test_neighbours_that_are_not_finite(device, N) -> None:
 @pytest.mark.parametrize("N", [20001, 50257])
 def test_writes_nothing_else(device, N) -> None:
     memory = torch.full((11 * N + 64,), 7.0, device=device, dtype=bf16)
-    outputs = memory[: 11 * N].view(11, N), None, None, torch.empty(11, device=device)
+    y = memory[: 11 * N].view(11, N)
     x = torch.randn(11, N, device=device, dtype=bf16)
-    how = norm_launch.How(1, EPS, False, "torch")
-    norm_launch.run_forward((x, None, None, None), outputs, how)
+    fill(x, y, None, torch.empty(11, device=device), EPS)
     assert (memory[11 * N :] == 7).all()
-    assert torch.equal(outputs[0], ops.norm(x, None, None, None, 1, EPS, False))
+    assert torch.equal(y, norm(x, None, None, None, 1, EPS, False))
 
 
 @pytest.mark.gpu

@@ -4,38 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import backends, hooks, reference
-from ..checks import as_shape, check_casting, check_known, check_norm, described, refuse
+from ..checks import as_shape, check_casting, check_norm, described, refuse
 from .norm import hook_reasons
 
 if backends.HAS_TRITON:
-    from ..ops import quantized_norm as quantized_norm_op
-
-
-class QuantizedNormOptions(TypedDict, total=False):
-    """What both norms take by name.
-
-    residual: of x's shape, added to x first, as in add_layer_norm.
-    dtype: torch.float8_e4m3fn, the default, or torch.float8_e5m2.
-    casting, prologue, epilogue: as in functional.norm.NormOptions.
-    impl: the backend by name; None chooses.
-    """
-
-    residual: Tensor | None
-    dtype: torch.dtype
-    casting: str
-    prologue: hooks.Call | None
-    epilogue: hooks.Call | None
-    impl: str | None
-
-
-OPTIONS = tuple(QuantizedNormOptions.__annotations__)
+    from ..ops.hook_arguments import with_hooks
+    from ..ops.quantized_norm import Settings, quantized_norm
 
 
 def layer_norm_fp8(
@@ -44,12 +25,19 @@ def layer_norm_fp8(
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     eps: float = 1e-5,
-    **options: Unpack[QuantizedNormOptions],
+    *,
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    casting: str = "torch",
+    prologue: hooks.Call | None = None,
+    epilogue: hooks.Call | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """layer_norm(x), quantized with a scale for each row that is found in the same pass.
 
     Args:
-        options: residual, dtype, casting, prologue, epilogue, impl; see QuantizedNormOptions.
+        residual: of x's shape, added to x first, as in add_layer_norm.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         The others as layer_norm.
 
     Returns: (out, scale), or with a residual (out, scale, x + residual).  out has x's shape; scale,
@@ -60,10 +48,12 @@ def layer_norm_fp8(
     Raises: TypeError, ValueError: an argument does not fit, or is differentiated, which out is not;
     BackendError: `impl` cannot run; the kernels need compute capability 8.9.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
+    Example: out, scale = flashproto.layer_norm_fp8(x, x.shape[-1], weight, bias)
     """
-    check_known("layer_norm_fp8", options, OPTIONS)
-    given = x, weight, bias
-    return _quantized_norm("layer_norm_fp8", given, normalized_shape, eps, True, **options)
+    return _quantized_norm(
+        "layer_norm_fp8", x, residual, normalized_shape, weight, bias, eps, True, dtype, casting,
+        prologue, epilogue, impl,
+    )  # fmt: skip
 
 
 def rms_norm_fp8(
@@ -73,25 +63,33 @@ def rms_norm_fp8(
     eps: float | None = None,
     *,
     bias: Tensor | None = None,
-    **options: Unpack[QuantizedNormOptions],
+    residual: Tensor | None = None,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+    casting: str = "torch",
+    prologue: hooks.Call | None = None,
+    epilogue: hooks.Call | None = None,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """rms_norm(x), quantized with a scale for each row; otherwise as layer_norm_fp8."""
-    check_known("rms_norm_fp8", options, OPTIONS)
-    given = x, weight, bias
-    return _quantized_norm("rms_norm_fp8", given, normalized_shape, eps, False, **options)
+    """rms_norm(x), quantized with a scale for each row; otherwise as layer_norm_fp8.
+
+    Example: out, scale = flashproto.rms_norm_fp8(x, x.shape[-1], weight)
+    """
+    return _quantized_norm(
+        "rms_norm_fp8", x, residual, normalized_shape, weight, bias, eps, False, dtype, casting,
+        prologue, epilogue, impl,
+    )  # fmt: skip
 
 
 def _quantized_norm(
-    operator, given, normalized_shape, eps, centered, *, residual=None, dtype=torch.float8_e4m3fn,
-    casting="torch", prologue=None, epilogue=None, impl=None,
+    operator, x, residual, normalized_shape, weight, bias, eps, centered, dtype, casting,
+    prologue, epilogue, impl,
 ):  # fmt: skip
-    x, weight, bias = given
     trailing = as_shape(operator, normalized_shape)
     shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
     check_norm(operator, x, shape, weight, bias, residual, eps)
     shape = list(x.shape[x.ndim - len(shape) :])
     check_casting(operator, casting)
-    tensors = [t for t in (*given, residual) if t is not None]
+    tensors = [t for t in (x, weight, bias, residual) if t is not None]
     for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
         hooks.check(operator, argument, made, x)
         tensors += () if made is None else made.operands
@@ -99,9 +97,10 @@ def _quantized_norm(
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
-        return quantized_norm_op.quantized_norm(
-            x, residual, weight, bias, len(shape), eps, centered, casting, dtype, prologue, epilogue
-        )
+        operands, named = with_hooks(prologue, epilogue)
+        settings = Settings(len(shape), eps, centered, casting, dtype, *named)
+        returns = (0, 1) if residual is None else (0, 1, 2)
+        return quantized_norm((x, residual, weight, bias, *operands), settings, returns)
     options: dict[str, Any] = {
         "centered": centered, "casting": casting, "dtype": reference.compute_dtype(x.dtype),
         "before": partial(hooks.define, prologue), "after": partial(hooks.define, epilogue),

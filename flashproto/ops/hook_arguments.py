@@ -29,6 +29,18 @@ def named(made: hooks.Call | None) -> tuple[str, tuple[Tensor, ...], tuple[float
     return ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
 
 
+def with_hooks(
+    prologue: hooks.Call | None, epilogue: hooks.Call | None
+) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """(operands, names and scalars) of two hooks, as Settings end in."""
+    operands: list[Tensor] = []
+    values: list[Any] = []
+    for made in (prologue, epilogue):
+        operands += () if made is None else made.operands
+        values += ("", ()) if made is None else (made.hook.name, made.scalars)
+    return operands, tuple(values)
+
+
 def parts_of(prologue: str, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """The operands of a prologue, "" for none, and behind them those of an epilogue."""
     n = hooks.get(prologue).operands if prologue else 0

@@ -1,45 +1,27 @@
-"""LayerNorm and RMSNorm that save y for the backward pass, not x or total; see kernels/norm_recover.py.
+"""LayerNorm and RMSNorm that save y for the backward pass, not x or total: the operator's recipes; see
+kernels/norm_recover.py.
 
-Legend: norm_launch.py.
+Legend: norm_types.py.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..kernels.norm_recover import (
     recoverable_weight_kernel,
     recovered,
     recovered_unweighted,
 )
-from .autograd import FirstDerivative, KernelFunction, fake_of, kernel_op, use_op
+from .call import Gradient, Operator
+from .device import cdiv
 from .hook_arguments import HookArguments, operand_rows
-from .launch import cdiv, launcher
-from .norm_launch import How, empty_gradients, empty_outputs, run_backward, run_forward
-
-launch_recoverable_weight = launcher(recoverable_weight_kernel, tensors=2)
-
-
-def memory_efficient_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    centered: bool,
-    casting: str,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """norm.norm without a bias, which keeps nothing as large as x but y."""
-    op = torch.ops.flashproto.memory_efficient_norm
-    apply = op if use_op() else MemoryEfficientNormFunction.apply
-    y, total, _ = apply(x, residual, weight, normalized_ndim, eps, centered, casting)
-    return y if residual is None else (y, total)
-
-
-# --- launches ------------------------------------------------------------------------------------
+from .norm import Context, Settings, context
+from .norm_launch import gradients_like, launch_backward, launch_forward, outputs_like
+from .norm_types import NormSettings, sizes, statistics_in, statistics_like
+from .recipe import New, Operand, Recipe
 
 
 def weight_shift(casting: str) -> float:
@@ -47,159 +29,71 @@ def weight_shift(casting: str) -> float:
     return 1.0 if casting == "gemma" else 0.0
 
 
-def recoverable_weight(weight: Tensor, casting: str) -> Tensor:
+def recoverable_weight(recipe: Recipe, weight: Operand, casting: str) -> Operand:
     """What xhat is multiplied by, float32."""
     weight = weight.contiguous()
-    out = torch.empty_like(weight, dtype=torch.float32)
+    out = recipe.make(New.contiguous(weight.shape, torch.float32, weight.device))
     N = out.numel()
-    if N:
-        launch_recoverable_weight(cdiv(N, 1024), weight, out, N, weight_shift(casting), C=1024)
+    shift = weight_shift(casting)
+    recipe.launch(recoverable_weight_kernel, cdiv(N, 1024), weight, out, N, shift, C=1024)
     return out
 
 
-def memory_efficient_norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    centered: bool,
-    casting: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the forward kernel; returns (y, total, rstd), total of no elements without a residual."""
+def makes(settings: Settings, x: Any, residual: Any, weight: Any) -> list[New | None]:
+    """y, total, rstd."""
+    rstd = statistics_like(x, settings.normalized_ndim, False)
+    return [*outputs_like(x, residual, x.dtype), rstd]
+
+
+def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Operand | None]) -> None:
+    x, residual, weight = inputs
+    y, total, rstd = outputs
+    assert y is not None
+    if y.numel() == 0:
+        if rstd is not None:
+            rstd.zero_()
+        return
+    ndim, eps, centered, casting = settings
     if weight is not None:
-        weight = recoverable_weight(weight, casting)
+        weight = recoverable_weight(recipe, weight, casting)
         casting = "torch" if casting == "gemma" else casting
-    y, total, mean, rstd = empty_outputs(x, residual, normalized_ndim, centered)
-    how = How(normalized_ndim, eps, centered, casting)
-    run_forward((x, residual, weight, None), (y, total, mean, rstd), how)
-    return y, total, rstd
+    filled = y, total, *statistics_in(rstd, sizes(x, ndim)[0], False)
+    how = NormSettings(ndim, eps, centered, casting)
+    launch_forward(recipe, (x, residual, weight, None), filled, how)
 
 
-def memory_efficient_norm_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    y: Tensor,
-    weight: Tensor | None,
-    rstd: Tensor,
-    normalized_ndim: int,
-    centered: bool,
-    casting: str,
-    x_dtype: torch.dtype,
-    residual_dtype: torch.dtype,
-    need_dweight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dresidual, dweight) as empty_gradients."""
-    gradients = empty_gradients(
-        y, weight, x_dtype, residual_dtype, x_dtype, normalized_ndim, need_dweight, False
-    )
-    lead = (*y.shape[: y.ndim - normalized_ndim], *(1,) * normalized_ndim)
-    operands = [rstd.view(lead), *([] if weight is None else [weight])]
-    rows = tuple(operand_rows(t, y.shape, normalized_ndim) for t in operands)
+def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
+    y, _, rstd = outputs
+    return [y, inputs[2], rstd]
+
+
+def gradients(context: Context, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
+    y, weight, _ = saved
+    dy = y if grads[0] is None else grads[0]  # without one it is 0
+    return gradients_like(y, weight, context, (dy, grads[1]), (*needs, False))[:3]
+
+
+def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any) -> None:
+    (dy, dtotal), (y, weight, rstd) = grads, saved
+    if dy is None:
+        dy = recipe.make(New.contiguous(y.shape, y.dtype, y.device)).zero_()
+    ndim, casting = context.normalized_ndim, context.casting
+    rstd = rstd.contiguous().part(0, torch.float32, sizes(y, ndim)[0])
+    lead = (*y.shape[: y.ndim - ndim], *(1,) * ndim)
+    operands = [rstd.reshape(*lead), *([] if weight is None else [weight])]
+    rows = tuple(operand_rows(t, y.shape, ndim) for t in operands)
     scalars = () if weight is None else (weight_shift(casting),)
     hook = recovered_unweighted if weight is None else recovered
     prologue = HookArguments(forward=hook, arguments=(rows, scalars))
-    how = How(normalized_ndim, 0.0, centered, casting, prologue)
-    run_backward(dy, dtotal, (y, None, weight, None, None, rstd), gradients, how)
-    return gradients[:3]
+    how = NormSettings(ndim, 0.0, context.centered, casting, prologue)
+    tensors = y, None, weight, None, None, rstd
+    launch_backward(
+        recipe, dy, dtotal if context.has_residual else None, tensors, (*made, None), how
+    )  # fmt: skip
 
 
-# --- autograd ------------------------------------------------------------------------------------
-
-
-class Settings(NamedTuple):
-    """What backward knows of a call beside the saved tensors; dtypes: of x and residual."""
-
-    normalized_ndim: int
-    centered: bool
-    casting: str
-    dtypes: tuple[torch.dtype, torch.dtype]
-    has_residual: bool
-
-
-def setup_context(ctx, inputs, output) -> None:
-    x, residual, weight, normalized_ndim, _, centered, casting = inputs
-    y, _, rstd = output
-    dtypes = x.dtype, x.dtype if residual is None else residual.dtype
-    ctx.settings = Settings(normalized_ndim, centered, casting, dtypes, residual is not None)
-    ctx.save_for_backward(y, weight, rstd)
-    ctx.set_materialize_grads(False)
-
-
-def backward(ctx, launch, dy: Tensor | None, dtotal: Tensor | None):
-    """Gradients of the seven arguments; `launch` calls memory_efficient_norm_backward."""
-    y, weight, rstd = ctx.saved_tensors
-    normalized_ndim, centered, casting, dtypes, has_residual = ctx.settings
-    dtotal = dtotal if has_residual else None
-    needs = ctx.needs_input_grad[:3]
-    if dy is None and dtotal is None:
-        return (None,) * 7
-    if dy is None:
-        dy = torch.zeros((), dtype=y.dtype, device=y.device).expand(y.shape)
-    dx, dresidual, dweight = launch(
-        dy, dtotal, y, weight, rstd, normalized_ndim, centered, casting, *dtypes, needs[2]
-    )
-    dresidual = dresidual if dresidual.numel() else dx
-    gradients = (dx, dresidual, dweight)
-    return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 4
-
-
-class MemoryEfficientNormFunction(KernelFunction):
-    """For eager calls.  It has no jvp: forward-mode differentiation raises."""
-
-    forward = staticmethod(memory_efficient_norm_forward)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        setup_context(ctx, inputs, output)
-        ctx.mark_non_differentiable(output[2])
-
-    @staticmethod
-    def backward(ctx, dy, dtotal, drstd):
-        return backward(ctx, MemoryEfficientNormBackwardFunction.apply, dy, dtotal)
-
-
-class MemoryEfficientNormBackwardFunction(FirstDerivative):
-    """memory_efficient_norm_backward."""
-
-    forward = staticmethod(memory_efficient_norm_backward)
-
-
-# --- compile: torch.library ops ------------------------------------------------------------------
-
-memory_efficient_norm_op = kernel_op(
-    "flashproto::memory_efficient_norm",
-    memory_efficient_norm_forward,
-    schema="(Tensor x, Tensor? residual, Tensor? weight, int normalized_ndim, float eps, "
-    "bool centered, str casting) -> (Tensor, Tensor, Tensor)",
-)
-memory_efficient_norm_backward_op = kernel_op(
-    "flashproto::memory_efficient_norm_backward",
-    memory_efficient_norm_backward,
-    schema="(Tensor dy, Tensor? dtotal, Tensor y, Tensor? weight, Tensor rstd, int normalized_ndim, "
-    "bool centered, str casting, ScalarType x_dtype, ScalarType residual_dtype, bool need_dweight) "
-    "-> (Tensor, Tensor, Tensor)",
-)
-
-
-@fake_of(memory_efficient_norm_op)
-def _(x, residual, weight, normalized_ndim, eps, centered, casting):
-    y, total, _, rstd = empty_outputs(x, residual, normalized_ndim, centered)
-    return y, total, rstd
-
-
-@fake_of(memory_efficient_norm_backward_op)
-def _(
-    dy, dtotal, y, weight, rstd, normalized_ndim, centered, casting, x_dtype, residual_dtype,
-    need_dweight,
-):  # fmt: skip
-    return empty_gradients(
-        y, weight, x_dtype, residual_dtype, x_dtype, normalized_ndim, need_dweight, False
-    )[:3]
-
-
-def _backward(ctx, dy, dtotal, drstd):
-    return backward(ctx, torch.ops.flashproto.memory_efficient_norm_backward, dy, dtotal)
-
-
-memory_efficient_norm_op.register_autograd(_backward, setup_context=setup_context)
+memory_efficient_norm = Operator(
+    "memory_efficient_norm", inputs="x, residual?, weight?", outputs=3, settings=Settings, makes=makes,
+    forward=forward, saved="y, weight?, rstd", saves=saves, context=context, context_type=Context,
+    gradients=gradients, backward=backward, differentiable=2,
+)  # fmt: skip

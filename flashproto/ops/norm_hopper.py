@@ -1,80 +1,63 @@
 """LayerNorm and RMSNorm of wide rows on Hopper: launches; see kernels/hopper/norm_forward.py,
 norm_forward_unaligned.py and norm_backward.py.
 
-Legend: norm_launch.py.
+Legend: norm_types.py.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
+from .. import backends, configs
+from .column_sums import column_sums, partial_sums
+from .device import cdiv
+from .exchange import POLLS, exchange, programs_at_once
+from .norm_types import Inputs, NormSettings, Outputs, Saved, sizes
+from .recipe import Exchange, Operand, Recipe
+from .rows import contiguous
 
-from .. import configs
-from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
-from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
-from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
-from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
-from .exchange import POLLS, exchange_words, programs_at_once
-from .launch import Launch, cdiv, launcher
-from .norm_launch import (
-    How,
-    Inputs,
-    Outputs,
-    Saved,
-    column_sums_launch,
-    contiguous,
-    partial_sums,
-    sizes,
-)
-from .rows import as_rows
-
-launch_forward_shared = launcher(norm_forward_shared_kernel, tensors=8)
-launch_forward_shared_split = launcher(norm_forward_shared_split_kernel, tensors=10)
-launch_forward_ring = launcher(norm_forward_ring_kernel, tensors=10)
-launch_forward_unaligned = launcher(norm_forward_unaligned_kernel, tensors=10)
-launch_backward_shared = launcher(norm_backward_shared_kernel, tensors=10)
+if not backends._gluon_reasons():  # otherwise no device takes these kernels
+    from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
+    from ..kernels.hopper.norm_forward import (
+        norm_forward_shared_kernel,
+        norm_forward_shared_split_kernel,
+    )
+    from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
+    from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
 
 # Rows between one whose partial results are made known and the one that is written in the same step.
 FORWARD_LAG, BACKWARD_LAG = 1, 2
 
 
-def placed_rows(x: Tensor, normalized_ndim: int) -> Tensor:
+def placed_rows(x: Operand, normalized_ndim: int) -> Operand:
     """x as [M, N] whose rows start as far behind multiples of 16 bytes as those of a contiguous tensor
     that starts at one: x itself or a copy.
 
     What a row gives shall not depend on where it lies.
     """
-    x = as_rows(x, normalized_ndim)
-    if x.data_ptr() % 16 != 0 or (x.stride(0) - x.shape[1]) * x.element_size() % 16 != 0:
-        x = x.clone(memory_format=torch.contiguous_format)
+    x = x.rows(normalized_ndim)
+    if not x.aligned or (x.stride(0) - x.shape[1]) * x.element_size() % 16 != 0:
+        x = x.clone()
     return x
 
 
-def forward_launch_hopper(
-    inputs: Inputs, outputs: Outputs, how: How, config: configs.RowConfig
-) -> Launch:
-    """The launch that fills the outputs, of some elements; x and residual are of one dtype."""
+def launch_forward_hopper(
+    recipe: Recipe, inputs: Inputs, outputs: Outputs, settings: NormSettings, config: configs.RowConfig
+) -> None:
+    """Add the launch that fills the outputs, of some elements; x and residual are of one dtype."""
     x, residual, weight, bias = inputs
-    y, total, mean, rstd = outputs
-    M, N = sizes(x, how.normalized_ndim)
-    x, residual_stride = placed_rows(x, how.normalized_ndim), 0
-    if residual is None:
-        total = None
-    else:
-        residual = placed_rows(residual, how.normalized_ndim)
+    M, N = sizes(x, settings.normalized_ndim)
+    x, residual_stride = placed_rows(x, settings.normalized_ndim), 0
+    if residual is not None:
+        residual = placed_rows(residual, settings.normalized_ndim)
         residual_stride = residual.stride(0)
-    tensors = (
-        x, residual, contiguous(weight), contiguous(bias),
-        y, total, mean if how.centered else None, rstd,
-    )  # fmt: skip
+    tensors = x, residual, contiguous(weight), contiguous(bias), *outputs
     per_unit = 16 // x.element_size()
     unaligned = N % per_unit != 0
     if unaligned:
         per_unit = 1
     numbers: tuple[int, ...] = (x.stride(0) // per_unit, residual_stride // per_unit, M, N // per_unit)
-    constants: tuple[Any, ...] = (how.eps, how.centered, how.casting)
+    constants: tuple[Any, ...] = (settings.eps, settings.centered, settings.casting)
     options: dict[str, Any] = {
         "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers,
     }  # fmt: skip
@@ -83,23 +66,24 @@ def forward_launch_hopper(
         options["R"] = config.rows
         constants = (*constants, N % config.columns == 0)
     if not config.split:
-        arguments = (*tensors, *numbers, *constants)
-        return Launch(launch_forward_shared, tiles, arguments, options, aligned=True)
-    splits, words, lanes = exchange_words(x, M, N, config)
+        kernel: Any = norm_forward_shared_kernel
+        recipe.launch(kernel, tiles, *tensors, *numbers, *constants, **options)
+        return
+    splits, words, lanes = exchange(N, config, M)
     options |= {"LANES": lanes, "POLLS": POLLS}
     groups = tiles
     if unaligned:
-        launch = launch_forward_unaligned
+        kernel = norm_forward_unaligned_kernel
         options |= {"C": config.columns + 8, "LANES": max(lanes, 32)}
     elif config.stages > 1:
-        launch = launch_forward_ring
+        kernel = norm_forward_ring_kernel
         options |= {"TURNS": config.stages, "LAG": FORWARD_LAG}
         groups = even_groups(tiles, programs_at_once(x.device, config) // splits)
         numbers = (*numbers, groups)
     else:
-        launch = launch_forward_shared_split
-    arguments = (*tensors, words, None, *numbers, *constants)
-    return Launch(launch, groups * splits, arguments, options, words, aligned=True, clears=True)
+        kernel = norm_forward_shared_split_kernel
+    pair = Exchange(words), Exchange(words, used=True)
+    recipe.launch(kernel, groups * splits, *tensors, *pair, *numbers, *constants, **options)
 
 
 def even_groups(tiles: int, most: int) -> int:
@@ -108,35 +92,27 @@ def even_groups(tiles: int, most: int) -> int:
     return cdiv(tiles, cdiv(tiles, max(most, 1)))
 
 
-def backward_launches_hopper(
-    dy: Tensor, saved: Saved, gradients: tuple[Tensor, Tensor | None, Tensor | None], how: How,
+def launch_backward_hopper(
+    recipe: Recipe, dy: Operand, saved: Saved,
+    gradients: tuple[Operand, Operand | None, Operand | None], settings: NormSettings,
     config: configs.RowConfig,
-) -> list[Launch]:  # fmt: skip
-    """backward_launches of norm_launch.py; gradients: (dx, dweight, dbias); dy is of the dtype of x."""
+) -> None:  # fmt: skip
+    """launch_backward of norm_launch.py; gradients: (dx, dweight, dbias); dy is of the dtype of x."""
     x, _, weight, _, mean, rstd = saved
     dx, dweight, dbias = gradients
-    M, N = sizes(x, how.normalized_ndim)
-    x, dy = (placed_rows(t, how.normalized_ndim) for t in (x, dy))
-    splits, words, lanes = exchange_words(x, M, N, config)
+    M, N = sizes(x, settings.normalized_ndim)
+    x, dy = (placed_rows(t, settings.normalized_ndim) for t in (x, dy))
+    splits, words, lanes = exchange(N, config, M)
     P = min(max(programs_at_once(x.device, config) // splits, 1), M)
-    partials = partial_sums(P, N, dweight, dbias)
-    tensors = (
-        dy, x, contiguous(weight),
-        contiguous(mean) if how.centered else None, contiguous(rstd), dx, *partials,
-    )  # fmt: skip
+    partials = partial_sums(recipe, P, N, (dweight, dbias))
     per_unit = 16 // x.element_size()
-    whole = N % config.columns == 0
-    numbers = (dy.stride(0) // per_unit, x.stride(0) // per_unit, M, N // per_unit, P)
-    arguments = (*tensors, words, None, *numbers, how.centered, how.casting)
-    options: dict[str, Any] = {
-        "C": config.columns, "WHOLE": whole, "TURNS": config.stages, "LAG": BACKWARD_LAG,
-        "LANES": lanes, "POLLS": POLLS,
-        "num_warps": config.num_warps, "maxnreg": config.max_registers,
-    }  # fmt: skip
-    first = Launch(
-        launch_backward_shared, P * splits, arguments, options,
-        words, aligned=True, clears=True,
+    recipe.launch(
+        norm_backward_shared_kernel, P * splits,
+        dy, x, contiguous(weight), mean, rstd, dx, *partials,
+        Exchange(words), Exchange(words, used=True),
+        dy.stride(0) // per_unit, x.stride(0) // per_unit, M, N // per_unit, P,
+        settings.centered, settings.casting,
+        C=config.columns, WHOLE=N % config.columns == 0, TURNS=config.stages, LAG=BACKWARD_LAG,
+        LANES=lanes, POLLS=POLLS, num_warps=config.num_warps, maxnreg=config.max_registers,
     )  # fmt: skip
-    if dweight is None and dbias is None:
-        return [first]
-    return [first, column_sums_launch(*partials, dweight, dbias)]
+    column_sums(recipe, partials, (dweight, dbias))

@@ -1,134 +1,73 @@
-"""LayerNorm and RMSNorm into 8-bit floats with a scale for each row: launches, autograd.Function and
-torch.library op.
+"""LayerNorm and RMSNorm into 8-bit floats with a scale for each row: the operator's recipe.
 
-Legend: norm_launch.py, hook_arguments.py; out of x's shape, scale [..., 1, ...] one number a row.
+Legend: norm_types.py, hook_arguments.py; out of x's shape, scale [..., 1, ...] one number a row.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
 
-from .. import configs, hooks
+from .. import configs
 from ..kernels.norm_quantize import norm_quantize_kernel, norm_quantize_split_kernel
-from .autograd import KernelFunction, fake_of, kernel_op, use_op
-from .hook_arguments import HOOKS, hook_arguments, launchers, named
-from .launch import capability
-from .norm_launch import How, forward_arguments, launch_of_rows, sizes
-
-WHOLE = launchers(norm_quantize_kernel, tensors=7)
-SPLIT = launchers(norm_quantize_split_kernel, tensors=8)
-
-
-def quantized_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_ndim: int,
-    eps: float,
-    centered: bool,
-    casting: str,
-    dtype: torch.dtype,
-    prologue: hooks.Call | None,
-    epilogue: hooks.Call | None,
-) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
-    """(out, scale), or with a residual (out, scale, total); forward only."""
-    before, after = named(prologue), named(epilogue)
-    options = (normalized_ndim, eps, centered, casting, dtype)
-    if use_op():
-        out, scale, total = torch.ops.flashproto.quantized_norm(
-            x, residual, weight, bias, *options, *before, *after
-        )
-    else:
-        out, scale, total = QuantizedNormFunction.apply(
-            x, residual, weight, bias, *options, before[0], before[2], after[0], after[2],
-            len(before[1]), *before[1], *after[1],
-        )  # fmt: skip
-    return (out, scale) if residual is None else (out, scale, total)
-
-
-def empty_quantized(
-    x: Tensor, residual: Tensor | None, normalized_ndim: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, scale, total), uninitialised; total of no elements without a residual."""
-    total = x.new_empty(0)
-    if residual is not None:
-        total = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, residual.dtype))
-    rows = (*x.shape[: x.ndim - normalized_ndim], *(1,) * normalized_ndim)
-    return x.new_empty(x.shape, dtype=dtype), x.new_empty(rows, dtype=torch.float32), total
-
-
-def quantized_norm_forward(
-    x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
-    prologue, prologue_operands, prologue_scalars, epilogue, epilogue_operands, epilogue_scalars,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the kernel; results as empty_quantized."""
-    outputs = empty_quantized(x, residual, normalized_ndim, dtype)
-    out, scale, total = outputs
-    if x.numel() == 0:
-        scale.fill_(SMALLEST_SCALE)
-        return outputs
-    before = hook_arguments(prologue, prologue_operands, prologue_scalars, x.shape, normalized_ndim)
-    after = hook_arguments(epilogue, epilogue_operands, epilogue_scalars, x.shape, normalized_ndim)
-    how = How(normalized_ndim, eps, centered, casting, before, after)
-    M, N = sizes(x, normalized_ndim)
-    rows, numbers = forward_arguments((x, residual, weight, bias), how)
-    tensors = (*rows, out, None if residual is None else total, scale)
-    # The whole row waits for its scale in float32: as much to hold as with a residual.
-    config = configs.norm_forward(N, 4, True, centered, capability(x.device))
-    launches = WHOLE[how.hooked], SPLIT[how.hooked]
-    numbers = (*numbers, torch.finfo(dtype).max)
-    launch_of_rows(launches, config, M, N, tensors, numbers, exchanges=2)()
-    return outputs
-
+from .call import Operator
+from .device import capability
+from .hook_arguments import hook_arguments, parts_of
+from .norm_launch import forward_arguments, launch_of_rows, outputs_like
+from .norm_types import NormSettings, sizes
+from .recipe import New, Operand, Recipe
 
 SMALLEST_SCALE = 2.0**-126
 
 
-# --- autograd ------------------------------------------------------------------------------------
+class Settings(NamedTuple):
+    """dtype: out's.  A hook is its name, "" for none, and its scalars."""
+
+    normalized_ndim: int
+    eps: float
+    centered: bool
+    casting: str
+    dtype: torch.dtype
+    prologue: str
+    prologue_scalars: tuple[float, ...]
+    epilogue: str
+    epilogue_scalars: tuple[float, ...]
 
 
-class QuantizedNormFunction(KernelFunction):
-    """For eager calls, the lists of operands flattened.  It has no jvp and no backward."""
-
-    @staticmethod
-    def forward(
-        x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
-        prologue, before_scalars, epilogue, after_scalars, n_before, *operands,
-    ):  # fmt: skip
-        return quantized_norm_forward(
-            x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype,
-            prologue, operands[:n_before], before_scalars,
-            epilogue, operands[n_before:], after_scalars,
-        )  # fmt: skip
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        """Keeps nothing: there is no derivative.  torch wants it where forward has no ctx."""
-
-    @staticmethod
-    def backward(ctx, *grads):
-        _backward(ctx, *grads)
+def makes(settings: Settings, x: Any, residual: Any, *_: Any) -> list[New | None]:
+    """out, scale, total."""
+    out, total = outputs_like(x, residual, settings.dtype)
+    ndim = settings.normalized_ndim
+    rows = (*x.shape[: x.ndim - ndim], *(1,) * ndim)
+    return [out, New.contiguous(rows, torch.float32, x.device), total]
 
 
-def _backward(ctx, *grads):
-    raise NotImplementedError("flashproto: norms into 8-bit floats have no gradient")
+def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Operand | None]) -> None:
+    x, residual, weight, bias, *operands = inputs
+    out, scale, total = outputs
+    assert out is not None and scale is not None
+    if x.numel() == 0:
+        scale.fill_(SMALLEST_SCALE)
+        return
+    ndim, eps, centered, casting, dtype, prologue, scalars, epilogue, after_scalars = settings
+    before, after = parts_of(prologue, operands)
+    how = NormSettings(
+        ndim, eps, centered, casting,
+        hook_arguments(prologue, before, scalars, x.shape, ndim),
+        hook_arguments(epilogue, after, after_scalars, x.shape, ndim),
+    )  # fmt: skip
+    M, N = sizes(x, ndim)
+    rows, numbers = forward_arguments((x, residual, weight, bias), how)
+    # The whole row waits for its scale in float32: as much to hold as with a residual.
+    config = configs.norm_forward(N, 4, True, centered, capability(x.device))
+    kernels = norm_quantize_kernel, norm_quantize_split_kernel
+    tensors, numbers = (*rows, out, total, scale), (*numbers, torch.finfo(dtype).max)
+    launch_of_rows(recipe, kernels, config, M, N, tensors, numbers, exchanges=2)
 
 
-# --- compile: torch.library op -------------------------------------------------------------------
-
-quantized_norm_op = kernel_op(
-    "flashproto::quantized_norm",
-    quantized_norm_forward,
-    schema="(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, int normalized_ndim, float eps, "
-    f"bool centered, str casting, ScalarType dtype, {HOOKS}) -> (Tensor, Tensor, Tensor)",
-)
-
-
-@fake_of(quantized_norm_op)
-def _(x, residual, weight, bias, normalized_ndim, eps, centered, casting, dtype, *_):
-    return empty_quantized(x, residual, normalized_ndim, dtype)
-
-
-quantized_norm_op.register_autograd(_backward)
+quantized_norm = Operator(
+    "quantized_norm", inputs="x, residual?, weight?, bias?, *operands", outputs=3, settings=Settings,
+    makes=makes, forward=forward, differentiable=3,
+    no_gradient="flashproto: norms into 8-bit floats have no gradient",
+)  # fmt: skip

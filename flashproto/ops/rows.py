@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch import Tensor
 
@@ -16,3 +17,8 @@ def as_rows(x: Tensor, ndim: int = 1) -> Tensor:
     N = math.prod(x.shape[x.ndim - ndim :])
     rows = x.reshape(M, N)
     return rows if N <= 1 or rows.stride(1) == 1 else rows.contiguous()
+
+
+def contiguous(x: Any) -> Any:
+    """x, or a contiguous copy; None for None."""
+    return None if x is None else x.contiguous()
