@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashproto.ops import call_cache, memory, private, recipe
+from flashproto.ops import call_cache, private, recipe
 
 
 def assert_no_worse(
@@ -59,8 +59,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, value: float = float("nan")) -> None
 
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
-    if memory.empty_strided_cuda is not None:
-        monkeypatch.setattr(memory, "empty_strided_cuda", poisoned(memory.empty_strided_cuda))
+    if private.empty_strided_cuda is not None:
         monkeypatch.setattr(private, "empty_strided_cuda", poisoned(private.empty_strided_cuda))
     call_cache.forget()
     monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))

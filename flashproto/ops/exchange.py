@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import backends, configs
 from .device import cdiv, multiprocessors
@@ -20,12 +19,6 @@ def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, in
     """(splits, count of words, LANES) for rows of N columns split by `config`."""
     splits = cdiv(N, config.columns)
     return splits, rows * splits, configs.power_of_two(splits)
-
-
-def exchange_words(x: Tensor, M: int, N: int, config: configs.RowConfig) -> tuple[int, Tensor, int]:
-    """`exchange` with the words themselves, all zero, for M rows."""
-    splits, _, lanes = exchange(N, config, M)
-    return splits, x.new_zeros((M, splits), dtype=torch.int64), lanes
 
 
 def launch_splits(

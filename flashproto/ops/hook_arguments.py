@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from .. import hooks
-from .launch import Launcher, launcher
 from .recipe import New, Operand
 
 HOOKS = (
@@ -57,13 +56,6 @@ class HookArguments(NamedTuple):
 
 
 NO_HOOK = HookArguments()
-
-
-def launchers(kernel: Any, tensors: int) -> tuple[Launcher, Launcher]:
-    """Launchers of a kernel: for calls without hooks, and for such with."""
-    names = ("prologue", "prologue_gradients", "epilogue", "epilogue_gradients")
-    tuples = [name for name in names if name in kernel.arg_names]
-    return launcher(kernel, tensors=tensors), launcher(kernel, tensors=tensors, tuples=tuples)
 
 
 def operand_rows(t: Tensor | Operand, shape: Sequence[int], normalized_ndim: int) -> tuple[Any, ...]:
