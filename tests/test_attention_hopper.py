@@ -19,16 +19,18 @@ from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
 
 import flashproto
-from flashproto import backends, configs, plans
-from flashproto.bench.search import forget_plans
+from flashproto import backends, configs
 from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import preprocess_kernel
-from flashproto.ops import attention_hopper
+from flashproto.ops import attention as attention_op
+from flashproto.ops import attention_hopper, call_cache
 from flashproto.ops.attention_hopper_reasons import hopper_attention_reasons
+from flashproto.ops.descriptors import tma_reads
+from flashproto.ops.recipe import Compute, Launch
 from flashproto.variant import Kind, Variant, pack
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
@@ -374,7 +376,7 @@ def test_table_holds_every_item_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
-    monkeypatch.setattr(attention_hopper, "apart", lambda make, device: make())
+    monkeypatch.setattr(attention_hopper, "outside_memory_pool", lambda make, device: make())
     config = configs.attention_forward_hopper(D, 8192, Kind(causal))
     assert config.W == 3
     order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
@@ -399,44 +401,42 @@ def late(t: Tensor) -> Tensor:
     return torch.empty(t.numel() + 1, dtype=t.dtype, device=t.device)[1:].view(t.shape).copy_(t)
 
 
-def test_planned_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each launch is planned for the strides that it is given, all of them such as TMA reads."""
+def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe launches for the strides that it is given, all of them such as TMA reads; what TMA
+    cannot read is copied, and nothing else."""
     q, k, v = (torch.randn(2, 30, heads, 64).bfloat16().transpose(1, 2) for heads in (4, 2, 2))
     out, lse = torch.randn_like(q), torch.randn(2, 4, 30)
-    planned, filled = [], []
-
-    def plan(q_shape, k_shape, settings, ordered, has_dlse, device, dtype, *strides):
-        planned.append((strides, ordered, has_dlse))
-
-        def fill(q, k, v, out, lse, dout, dlse, dq, dk, dv) -> None:
-            assert strides == tuple(t.stride() for t in (q, k, v, out, dout, dq, dk))
-            assert ordered == torch.are_deterministic_algorithms_enabled()
-            assert has_dlse == (dlse is not None)
-            assert dv.stride() == dk.stride() and (dq.shape, dk.shape) == (q_shape, k_shape)
-            assert lse.is_contiguous() and (dlse is None or dlse.is_contiguous())
-            filled.append((q, k, v, out, lse, dout, dlse))
-
-        return fill
-
-    monkeypatch.setattr(attention_hopper, "plan_backward", plan)
-    settings = attention_hopper.Settings(Variant(CAUSAL), 0.125, 0.125)
-    gradients = attention_hopper.plan_gradients(settings)
+    monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: 132)
     dout, one = torch.randn_like(q), torch.ones((), dtype=q.dtype)
-    for given in (
-        (q, k, v, out, lse, dout, None),
-        (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2)),
-        (q, k, v, out, lse, one.expand(q.shape), None),
-        (apart(q), k.contiguous(), apart(v), out, apart(lse), apart(dout), None),
+    settings = attention_op.Settings((0,), (), "causal//", 0.125, "hopper")
+    for copies, given in (
+        (0, (q, k, v, out, lse, dout, None)),
+        (1, (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2))),
+        (1, (q, k, v, out, lse, one.expand(q.shape), None)),
+        (1, (apart(q), k.contiguous(), apart(v), out, apart(lse), apart(dout), None)),
+        (1, (late(q), k, v, out, lse, dout, None)),
     ):
-        for ordered in (False, True, True):
+        for ordered in (False, True):
             with determinism() if ordered else contextlib.nullcontext():
-                gradients(*given, *(torch.empty_like(t) for t in (q, k, v)))
-            for a, b in zip(given, filled.pop(), strict=True):
-                assert (a is None) == (b is None)
-                torch.testing.assert_close(a, b, rtol=0, atol=0)
-    assert not filled
-    assert all(0 not in strides[4] for strides, _, _ in planned), "an expanded gradient is copied"
-    assert len(planned) == 2 + 2 + 3 + 2, "once for each kind, but each time where one is copied"
+                *saved, dout_given, dlse = given
+                tensors = dout_given, dlse, *saved
+                needs = (True, True, True)
+                recipe = attention_op.attention.backward_recipe(tensors, settings, needs, False)
+            made = [s for s in recipe.steps if isinstance(s, Compute)]
+            assert len(made) == copies
+            launches = [s for s in recipe.steps if isinstance(s, Launch)]
+            assert [x.kernel.__name__ for x in launches] == [
+                "preprocess_kernel", "attention_backward_kernel", "postprocess_kernel"
+            ]  # fmt: skip
+            main = launches[1].arguments
+            chosen = configs.attention_backward_hopper(64, 30, Kind(True), ordered, 4, 2)
+            assert main["CFG"] == chosen
+            boxed = [main[name] for name in ("q_desc", "do_desc", "k_desc", "v_desc")]
+            assert all(tma_reads(x.operand) for x in boxed)
+            for x in boxed:
+                assert tuple(x.boxes.first.shape) == tuple(x.operand.shape)
+            assert launches[0].arguments["HAS_DLSE"] == (dlse is not None)
+            assert main["dk_ptr"].strides == main["dv_ptr"].strides
 
 
 def test_heads_together_split_evenly() -> None:
@@ -834,10 +834,10 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
     """What configs chooses for every backward is its return_value."""
     chosen = mock.Mock()
     monkeypatch.setattr(configs, "attention_backward_hopper", chosen)
-    forget_plans()
+    call_cache.forget()
     yield chosen
     chosen.assert_called()
-    forget_plans()
+    call_cache.forget()
 
 
 @pytest.mark.gpu
@@ -1031,12 +1031,10 @@ def test_rows_past_the_end_do_not_matter(
         config = dataclasses.replace(config, SKIP=Sk >= 2048, IDLE=idle)
         with monkeypatch.context() as patched:
             patched.setattr(configs, "attention_forward_hopper", lambda *_, config=config: config)
-            attention_hopper.plan_forward.cache_clear()
-            plans.forget()
+            call_cache.forget()
             outputs = flashproto.attention(*inputs, return_lse=True, impl="hopper")
         found.append([t.detach() for t in outputs])
-    attention_hopper.plan_forward.cache_clear()
-    plans.forget()
+    call_cache.forget()
     for again in found[1:]:
         for a, b in zip(found[0], again, strict=True):
             assert torch.equal(a, b)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
-from flashproto.ops import attention_hopper
+from flashproto.ops import attention_hopper, recipe
 from flashproto.variant import Kind, Variant
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
@@ -200,78 +199,66 @@ def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_t
 
 # --- launches ------------------------------------------------------------------------------------
 
-Plan = Callable[..., tuple[configs.HopperForward, tuple[Any, ...], dict[int, tuple[Any, ...]]]]
+Planned = Callable[[Tensor, Tensor, bool], recipe.Launch]
 
 
 @pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Plan]:
-    """plan_forward of given shapes and q's strides: (configuration, what is bound, boxes by rank)."""
-    seen: dict[str, Any] = {}
-
-    def launcher(config):
-        seen["config"] = config
-        return SimpleNamespace(bind=lambda *bound: seen.update(bound=bound))
-
-    def boxes(index, dtype, shape, strides, box):
-        seen.setdefault("boxes", {})[len(shape)] = shape, strides, box
-        return {}
-
-    monkeypatch.setattr(attention_hopper, "forward_launcher", launcher)
-    monkeypatch.setattr(attention_hopper, "boxes", boxes)
+def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
+    """The forward's launch for given q and k, also v."""
     monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: MULTIPROCESSORS)
-    attention_hopper.plan_forward.cache_clear()
 
-    def plan(q: Tensor, k: Tensor, causal: bool):
-        seen.clear()
-        attention_hopper.plan_forward(
-            q.shape, k.shape, Variant(Kind(causal), k.shape[2] - q.shape[2]), 0.125, q.device, q.dtype,
-            q.stride(), k.stride(), k.stride(), q.stride(),
-        )  # fmt: skip
-        return seen["config"], seen["bound"], seen["boxes"]
+    def plan(q: Tensor, k: Tensor, causal: bool) -> recipe.Launch:
+        variant = Variant(Kind(causal), k.shape[2] - q.shape[2])
+        made = recipe.Recipe(q.device)
+        operands = [made.input(x) for x in (q, k, k)]
+        out, lse = map(made.make, ops.makes(None, *operands))
+        attention_hopper.forward(made, *operands, out, lse, variant, 0.125)
+        (launch,) = [step for step in made.steps if isinstance(step, recipe.Launch)]
+        return launch
 
-    yield plan
-    attention_hopper.plan_forward.cache_clear()
+    return plan
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_launch_of_packed_heads(causal: bool, planned: Plan) -> None:
+def test_launch_of_packed_heads(causal: bool, planned: Planned) -> None:
     B, Hq, Hkv, Sq, Sk, D = 20, 24, 8, 60, 700, 96
     group = Hq // Hkv
     qkv = torch.empty(B, Sq, 3, Hq, D, dtype=torch.bfloat16)
     q, k = qkv[:, :, 1].transpose(1, 2), torch.empty(B, Hkv, Sk, D, dtype=torch.bfloat16)
-    config, bound, boxes = planned(q, k, causal)
+    launch = planned(q, k, causal)
+    given, config = launch.arguments, launch.arguments["CFG"]
     assert (config.PACK, config.W, config.BQ) == (4, 2, 32)
-    programs, numbers = bound[0], bound[7:]
-    assert programs == MULTIPROCESSORS
-    total, tiles, heads, of_group, all_heads, together = numbers[:6]
-    assert (total, tiles, heads, of_group, all_heads) == (2 * B * Hkv, 2, Hkv, group, B * Hkv)
-    assert together == configs.heads_together_forward(config, B, Hq, Hkv, Sk) <= B * Hkv
-    shape, strides, extent = boxes[5]
-    assert extent == (1, 1, 16, 4, 128)
-    view = torch.as_strided(qkv, shape, strides, q.storage_offset())
+    assert launch.programs == MULTIPROCESSORS
+    counts = [given[name] for name in ("total", "NT", "H", "GROUP", "BH")]
+    assert counts == [2 * B * Hkv, 2, Hkv, group, B * Hkv]
+    assert given["HG"] == configs.heads_together_forward(config, B, Hq, Hkv, Sk) <= B * Hkv
+    box = given["q_desc"].boxes.first
+    assert tuple(box.block_shape) == (1, 1, 16, 4, 128)
+    view = torch.as_strided(qkv, tuple(box.shape), tuple(box.strides), q.storage_offset())
     expected = q.unflatten(1, (Hkv, group)).transpose(2, 3)
     assert (view.shape, view.stride()) == (expected.shape, expected.stride())
 
 
-def test_launch_of_many_queries_is_not_packed(planned: Plan) -> None:
+def test_launch_of_many_queries_is_not_packed(planned: Planned) -> None:
     q, k = (torch.empty(2, H, 1024, 128, dtype=torch.bfloat16) for H in (8, 2))
-    config, bound, boxes = planned(q, k, True)
-    assert config == configs.attention_forward_hopper(128, 1024, CAUSAL)
-    assert bound[7:12] == (8 * 16, 8, 8, 4, 16)
-    assert 5 not in boxes
+    given = planned(q, k, True).arguments
+    assert given["CFG"] == configs.attention_forward_hopper(128, 1024, CAUSAL)
+    counts = [given[name] for name in ("total", "NT", "H", "GROUP", "BH")]
+    assert counts == [8 * 16, 8, 8, 4, 16]
+    assert len(given["q_desc"].boxes.first.shape) == 4
 
 
-def test_launch_where_consumers_sit_out(planned: Plan) -> None:
+def test_launch_where_consumers_sit_out(planned: Planned) -> None:
     """The order of work is a table of int32, kept for the shape; elsewhere none is made."""
     for S, idle in ((1088, True), (960, False)):
         q = torch.empty(2, 6, S, 64, dtype=torch.bfloat16)
-        config, bound, _ = planned(q, q, False)
-        assert config == configs.attention_forward_hopper(64, S, FULL, S)
-        assert idle == config.IDLE
-        assert bound[6].dtype == (torch.int32 if idle else torch.float32)
-        total, tiles, heads, of_group, all_heads, together, Sq, Sk, offset = bound[7:16]
-        assert (total, tiles, heads, of_group, all_heads) == (12 * tiles, -(-S // 192), 6, 1, 12)
-        assert (together, Sq, Sk, offset) == (12, S, S, S)
+        given = planned(q, q, False).arguments
+        assert given["CFG"] == configs.attention_forward_hopper(64, S, FULL, S)
+        assert idle == given["CFG"].IDLE
+        assert isinstance(given["plan"], recipe.Table) == idle
+        tiles = -(-S // 192)
+        names = ("total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset")
+        assert [given[name] for name in names] == [12 * tiles, tiles, 6, 1, 12, 12, S, S, S]
 
 
 @pytest.mark.parametrize(("together", "Sq"), [(1, 33), (3, 64), (5, 1)])

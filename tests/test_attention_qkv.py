@@ -68,7 +68,7 @@ def test_opcheck(device: str) -> None:
     qkv = torch.randn(1, 9, 48, device=device, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flashproto.attention_qkv_forward.default,
-        (qkv, 2, 2, *pack(Variant(Kind(CAUSAL=True))), 0.5, "triton"),
+        (qkv, *pack(Variant(Kind(CAUSAL=True))), 0.5, "triton", 2, 2),
     )
 
 

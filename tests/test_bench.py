@@ -18,11 +18,12 @@ import pytest
 import torch
 
 from flashproto import attention as flash_attention
-from flashproto import backends, configs, plans
+from flashproto import backends, configs
 from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
 from flashproto.bench.timing import interleaved, wall_clock
+from flashproto.ops import call
 from flashproto.variant import Kind
 
 CPU = torch.device("cpu")
@@ -498,10 +499,9 @@ def test_search_has_candidates_that_fit(which: str) -> None:
         names = [search.difference(config, base) for config in found]
         assert names[0] == "present" and len(set(names)) == len(names)
         with search.Chosen(which) as chosen:
-            for _ in range(2):
-                plans.keep(("a call",), lambda: len)
+            call.OPERATORS["attention_forward"].keep("a call", len)
             chosen.set(found[1])
-            plans.keep(("a call",), lambda: pytest.fail("of another configuration"))
+            assert not call.OPERATORS["attention_forward"].kept, "of another configuration"
             assert not chosen.asked
             assert search.present(which, p) == found[1] and chosen.asked
         assert search.present(which, p) == base

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("triton")
 
-import flashproto  # noqa: F401, for its ops
+import flashproto
 
 OPS = torch.ops.flashproto
 
@@ -31,7 +31,7 @@ def test_attention_is_counted_as_torchs(device: str, causal: bool, requires_grad
     """A causal call as a full one.  The backward pass of plain products makes no scores again."""
     shapes = (2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 24)
     q, k, v = (torch.randn(s, device=device, requires_grad=requires_grad) for s in shapes)
-    got = flops(lambda q, k, v: OPS.attention_forward(q, k, v, causal, 0, 0.25, "triton"), q, k, v)
+    got = flops(lambda *x: flashproto.attention(*x, causal=causal, impl="triton"), q, k, v)
 
     def eager(q, k, v):
         return torch.bmm(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT), v.flatten(0, 1))
@@ -46,14 +46,14 @@ def test_attention_with_fewer_key_heads_and_fewer_gradients(device: str) -> None
     q = torch.randn(1, 4, 9, 16, device=device, requires_grad=True)
     k, v = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 24, device=device)
     forward = 2 * 4 * 9 * 7 * (16 + 24)
-    got = flops(lambda *x: OPS.attention_forward(*x, False, 0, 0.25, "triton"), q, k, v)
+    got = flops(lambda *x: flashproto.attention(*x, impl="triton"), q, k, v)
     assert got == forward + forward + 2 * 4 * 9 * 7 * 16
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_attention_qkv_is_counted_as_attention(device: str, requires_grad: bool) -> None:
     qkv = torch.randn(2, 5, 8 * 16, device=device, requires_grad=requires_grad)
-    got = flops(lambda x: OPS.attention_qkv_forward(x, 4, 2, True, 0.25, "triton"), qkv)
+    got = flops(lambda x: flashproto.attention_qkv(x, 4, 2, causal=True, impl="triton"), qkv)
     product = 2 * 2 * 4 * 5 * 5 * 16
     assert got == product * (2 + 5 * requires_grad)
 
@@ -65,9 +65,8 @@ def test_linear_cross_entropy(device: str, requires_grad: bool, reduction: str) 
     h = torch.randn(6, 8, device=device, requires_grad=requires_grad)
     weight = torch.randn(10, 8, device=device, requires_grad=requires_grad)
     t = torch.randint(10, (6,), device=device)
-    at_once = requires_grad and reduction == "mean"
-    options = (-100, 0.0, 0.0, 0.0, reduction, False, 4, False, at_once, at_once, False)
-    got = flops(lambda h, w: OPS.linear_cross_entropy(h, w, None, t, None, *options), h, weight)
+    options = {"reduction": reduction, "chunk_size": 4, "impl": "triton"}
+    got = flops(lambda h, w: flashproto.linear_cross_entropy(h, w, t, **options), h, weight)
     inputs = (x.detach().requires_grad_(requires_grad) for x in (h, weight))
     products = flops(lambda h, w: F.cross_entropy(F.linear(h, w), t, reduction=reduction), *inputs)
     product = 2 * 6 * 8 * 10
@@ -83,9 +82,8 @@ def test_as_much_as_torchs_fused_attention(causal: bool) -> None:
     q, k, v = (2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 24)
     q_, k_, v_ = (torch.empty(s, device="meta") for s in (q, k, v))
     lse, out = q_[..., 0], torch.empty(2, 4, 9, 24, device="meta")
-    settings = (causal, 0, 1.0, "triton")
+    settings = ([], [0], [], "causal//" if causal else "full//", 1.0, "triton")
     assert flop_registry[OPS.attention_forward](q_, k_, v_, *settings) == sdpa_flop_count(q, k, v)
-    got = flop_registry[OPS.attention_backward](
-        q_, k_, v_, out, lse, out, None, *settings, True, True
-    )  # fmt: skip
+    tensors, needs = (out, None, q_, k_, v_, out, lse), [True] * 3
+    got = flop_registry[OPS.attention_backward](*tensors, *settings, needs)
     assert got == sdpa_backward_flop_count(out.shape, q, k, v)

@@ -29,7 +29,7 @@ from .timing import host_microseconds
 
 LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
 TORCH_THERE = {"torch rms_norm": 7.4, "torch layer_norm": 8.3, "torch attention": 14}
-CALLS_TO_A_PLAN = 3  # of equal kind, see plans.py; the first ones go a longer way
+CALLS_TO_THE_QUICK_WAY = 3  # of equal kind, see ops/recipe.py; the first ones compile
 LAYERS = 16  # calls in one graph
 IN_ONE_GRAPH = f", each of {LAYERS} in one graph"
 FIRST_LIMITS = {"forward": 6, "backward": 10}
@@ -116,7 +116,7 @@ def backward_rows(
     """The gradients of a function by torch.autograd.grad, by that in one thread, by its node alone,
     called in this thread (all of the backward where that is one node, as of a kernel), and of several
     calls in one graph."""
-    *_, out = (function(*tensors) for _ in range(CALLS_TO_A_PLAN))
+    *_, out = (function(*tensors) for _ in range(CALLS_TO_THE_QUICK_WAY))
     dout = torch.ones_like(out)
     node = getattr(out.grad_fn, "apply", out.grad_fn)  # of a Function in Python, or torch's own
     grad = partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)

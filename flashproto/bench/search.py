@@ -26,11 +26,14 @@ from torch import Tensor
 
 import flashproto
 
-from .. import backends, configs, plans
+from .. import backends, configs
 from ..variant import Kind
 from .attention import TOKENS, WIDTH, Problem, Sampled, work
 from .measure import far_behind, one_line
 from .timing import interleaved, make_timer
+
+if backends.HAS_TRITON:
+    from ..ops import call_cache
 
 SHARED = 227 * 1024  # bytes a program may have
 CHOOSERS = {"forward": "attention_forward_hopper", "backward": "attention_backward_hopper"}
@@ -103,8 +106,9 @@ class Chosen:
 
     def set(self, config: Any) -> None:
         if config is not self.config:
+            # Calls keep what they worked out for a shape, the configuration among it.
             self.config, self.asked = config, False
-            forget_plans()
+            call_cache.forget()
 
     def __enter__(self) -> Chosen:
         self.kept = getattr(configs, self.name)
@@ -113,16 +117,7 @@ class Chosen:
 
     def __exit__(self, *_: object) -> None:
         setattr(configs, self.name, self.kept)
-        forget_plans()
-
-
-def forget_plans() -> None:
-    """Launches and calls keep what they worked out for a shape, the configuration among it."""
-    plans.forget()
-    launches = sys.modules.get("flashproto.ops.attention_hopper")
-    for name, function in vars(launches).items() if launches else ():
-        if name.startswith("plan_") and hasattr(function, "cache_clear"):
-            function.cache_clear()
+        call_cache.forget()
 
 
 class Cell:
@@ -144,7 +139,6 @@ class Cell:
 
     def call(self, config: Any, chosen: Chosen) -> Callable[[], Any]:
         """What is timed: a forward pass, or a backward pass of a graph kept for it."""
-        forget_plans()  # a call that follows one has a backward that keeps its configuration
         out = self.attend() if self.which == "backward" else None
 
         def run() -> Any:

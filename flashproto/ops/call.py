@@ -41,6 +41,16 @@ Gradient = New | int | None
 """Of an input: memory for it, the number of the input whose gradient is the same, or none."""
 
 OPERATORS: dict[str, Operator] = {}
+_forgotten = 0  # how often `forget` was called
+
+
+def forget() -> None:
+    """All recipes; for who changes at run time what they follow from."""
+    global _forgotten
+    _forgotten += 1
+    _steps.clear()
+    for operator in OPERATORS.values():
+        operator.kept.clear()
 
 
 @dataclass(frozen=True, eq=False)
@@ -397,7 +407,7 @@ def backward_of(
         if differentiates() or dispatch_modes():
             made = backward_visibly(operator, context, all_needs(needs), tensors)
             return made if complete else tuple(made[i] for i in given)
-        key = needs, facts(), *[None if x is None else x.stride() for x in tensors]
+        key = needs, facts(), _forgotten, *[None if x is None else x.stride() for x in tensors]
         run = ways.get(key)
         if run is None:
             run = operator.run_backward(tensors, context, all_needs(needs))

@@ -32,8 +32,8 @@ from torch.nn import Parameter
 
 from .. import backends
 from ..backends import autocast_dtype
-from . import exchange_buffers, private
-from .call import OPERATORS, Call
+from . import call, exchange_buffers, private
+from .call import Call
 from .private import TensorGuards, dispatch_modes, forward_ad, transforms_active
 
 KEPT = 4096  # calls, of some KiB each
@@ -99,12 +99,12 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
         return None
-    call = None if key is None else _calls.get(key)
-    if call is not None and private.GUARDED:
+    found = None if key is None else _calls.get(key)
+    if found is not None and private.GUARDED:
         if recent is None:
             recent = _recent[kind] = Recent()
-        recent.add(call, tensors)
-    return call
+        recent.add(found, tensors)
+    return found
 
 
 def key_of(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable | None:
@@ -152,8 +152,7 @@ def forget() -> None:
     tests do."""
     _calls.clear()
     _recent.clear()
-    for operator in OPERATORS.values():
-        operator.kept.clear()
+    call.forget()
     exchange_buffers.forget()
 
 
