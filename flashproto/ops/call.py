@@ -458,7 +458,7 @@ def backward_visibly(
     """The gradients of all inputs: by the op where something wants to see it, else by a Function."""
     if operator.gives_away is not None:  # what may be written over is for eager calls alone
         tensors = without(tensors, operator.differentiable + operator.gives_away)
-    n = operator.differentiable
+    tensors, n = alive(tensors), operator.differentiable
     grads, saved = tensors[:n], tensors[n:]
     if operator.again is not None:
         return operator.again(context, grads, saved)
