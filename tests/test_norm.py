@@ -331,6 +331,22 @@ def test_opcheck(device, combination) -> None:
     torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
 
 
+def test_gradients_where_nothing_reaches_y(device) -> None:
+    """They are that of the sum; an op's results may not lie in the memory of its arguments."""
+    x, residual = (torch.randn(5, 40, device=device, requires_grad=True) for _ in range(2))
+    dtotal = torch.randn(5, 40, device=device)
+    _, total = norm(x, residual, None, None, 1, EPS, True)
+    assert all(torch.equal(g, dtotal) for g in torch.autograd.grad(total, (x, residual), dtotal))
+    settings = 1, EPS, True, "torch", True, f32, f32, f32
+    needs = [True, True, False, False]
+    dx, *none = torch.ops.flashproto.norm_backward(
+        None, dtotal, total.detach(), None, None, *settings, needs
+    )
+    assert torch.equal(dx, dtotal)
+    assert dx.data_ptr() != dtotal.data_ptr()
+    assert not any(t.numel() for t in none)
+
+
 @pytest.mark.parametrize("combination", OP_CASES)
 def test_compiles_in_one_graph(device, combination) -> None:
     centered, x_dtype, *others = combination

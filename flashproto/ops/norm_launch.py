@@ -177,8 +177,8 @@ def through_sum(dtotal: Operand, made: Sequence[Operand | None]) -> list[Operand
 
 
 def converted(x: Operand, dtype: torch.dtype) -> Operand:
-    """A contiguous copy of this dtype."""
-    return x.clone() if x.dtype == dtype else x.to(dtype)
+    """In this dtype, and for an op in other memory."""
+    return x.clone() if x.dtype == dtype and x.recipe.functional else x.to(dtype)
 
 
 def launch_backward(
