@@ -331,6 +331,21 @@ def test_opcheck(device, combination) -> None:
     torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
 
 
+@pytest.mark.parametrize("centered", [True, False])
+def test_ops_return_nothing_that_is_not_written(device, monkeypatch, centered) -> None:
+    """Statistics of 3 rows, which are not whole 16 bytes."""
+    poison(monkeypatch)
+    x = torch.randn(3, 1000, device=device)
+    ops, settings = torch.ops.flashproto, (1, EPS, centered, "torch")
+    results = [
+        *ops.norm(x, None, None, None, *settings),
+        *ops.hooked_norm(x, None, None, None, [], *settings, f32, True, "", [], "", []),
+        *ops.memory_efficient_norm(x, None, None, *settings),
+    ]
+    assert sum(t.numel() > 0 for t in results) == 6
+    assert not any(t.isnan().any() for t in results)
+
+
 def test_gradients_where_nothing_reaches_y(device) -> None:
     """They are that of the sum; an op's results may not lie in the memory of its arguments."""
     x, residual = (torch.randn(5, 40, device=device, requires_grad=True) for _ in range(2))
