@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -114,16 +114,6 @@ def check_dtype(operator: str, dtype: object) -> None:
             operator, "dtype", described(dtype), "torch.float16, bfloat16, float32, float64 or None",
             "Pass None for that of x.", TypeError,
         )  # fmt: skip
-
-
-def check_known(operator: str, options: Iterable[str], known: Sequence[str]) -> None:
-    """No option but those that are known."""
-    for name in options:
-        if name not in known:
-            refuse(
-                operator, repr(name), "no option", ", ".join(known), "Leave it out, or spell it so.",
-                TypeError,
-            )  # fmt: skip
 
 
 def check_scale(operator: str, scale: float | None) -> float | None:

@@ -331,6 +331,37 @@ def test_opcheck(device, combination) -> None:
     torch.library.opcheck(torch.ops.flashproto.norm_backward.default, args)
 
 
+@pytest.mark.parametrize("centered", [True, False])
+def test_ops_return_nothing_that_is_not_written(device, monkeypatch, centered) -> None:
+    """Statistics of 3 rows, which are not whole 16 bytes."""
+    poison(monkeypatch)
+    x = torch.randn(3, 1000, device=device)
+    ops, settings = torch.ops.flashproto, (1, EPS, centered, "torch")
+    results = [
+        *ops.norm(x, None, None, None, *settings),
+        *ops.hooked_norm(x, None, None, None, [], *settings, f32, True, "", [], "", []),
+        *ops.memory_efficient_norm(x, None, None, *settings),
+    ]
+    assert sum(t.numel() > 0 for t in results) == 6
+    assert not any(t.isnan().any() for t in results)
+
+
+def test_gradients_where_nothing_reaches_y(device) -> None:
+    """They are that of the sum; an op's results may not lie in the memory of its arguments."""
+    x, residual = (torch.randn(5, 40, device=device, requires_grad=True) for _ in range(2))
+    dtotal = torch.randn(5, 40, device=device)
+    _, total = norm(x, residual, None, None, 1, EPS, True)
+    assert all(torch.equal(g, dtotal) for g in torch.autograd.grad(total, (x, residual), dtotal))
+    settings = 1, EPS, True, "torch", True, f32, f32, f32
+    needs = [True, True, False, False]
+    dx, *none = torch.ops.flashproto.norm_backward(
+        None, dtotal, total.detach(), None, None, *settings, needs
+    )
+    assert torch.equal(dx, dtotal)
+    assert dx.data_ptr() != dtotal.data_ptr()
+    assert not any(t.numel() for t in none)
+
+
 @pytest.mark.parametrize("combination", OP_CASES)
 def test_compiles_in_one_graph(device, combination) -> None:
     centered, x_dtype, *others = combination

@@ -26,7 +26,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Args beyond torch's: casting, how the weight is applied (with "gemma", which multiplies by
     1 + weight, it starts at zero); memory_efficient, which takes bias=False; split_rows; these as in
-    flashproto.functional.norm.NormOptions; impl, the backend by name, None chooses.  forward also takes
+    flashproto.layer_norm; impl, the backend by name, None chooses.  forward also takes
     prologue and epilogue, see flashproto.hooks.
     Shapes, dtypes, errors and source: flashproto.layer_norm and flashproto.add_layer_norm.
     """

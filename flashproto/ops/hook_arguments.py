@@ -1,7 +1,6 @@
 """Hooks as the kernels take them: see kernels/hooks.py.
 
-In the schema of an operator, which takes no functions, a hook is its name, its operands and its scalars
-(HOOKS); "" is none.
+In the settings of an operator, which hold no functions, a hook is its name and its scalars; "" is none.
 """
 
 from __future__ import annotations
@@ -17,11 +16,6 @@ from torch import Tensor
 from .. import hooks
 from .recipe import New, Operand
 
-HOOKS = (
-    "str prologue, Tensor[] prologue_operands, float[] prologue_scalars, "
-    "str epilogue, Tensor[] epilogue_operands, float[] epilogue_scalars"
-)
-
 
 def named(made: hooks.Call | None) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
     """A hook as the schema of an operator takes it."""
@@ -34,9 +28,9 @@ def with_hooks(
     """(operands, names and scalars) of two hooks, as Settings end in."""
     operands: list[Tensor] = []
     values: list[Any] = []
-    for made in (prologue, epilogue):
-        operands += () if made is None else made.operands
-        values += ("", ()) if made is None else (made.hook.name, made.scalars)
+    for name, tensors, scalars in map(named, (prologue, epilogue)):
+        operands += tensors
+        values += name, scalars
     return operands, tuple(values)
 
 

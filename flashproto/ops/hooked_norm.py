@@ -19,7 +19,7 @@ from .hook_arguments import (
     summed,
 )
 from .norm_launch import gradients_like, launch_backward, launch_forward, outputs_like
-from .norm_types import NormSettings, sizes, statistics_in, statistics_like
+from .norm_types import NormSettings, statistics_in, statistics_like
 from .recipe import New, Operand, Recipe
 
 
@@ -77,8 +77,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
         hook_arguments(epilogue, after, after_scalars, x.shape, ndim),
         split_rows,
     )  # fmt: skip
-    M, _ = sizes(x, ndim)
-    filled = y, total, *statistics_in(statistics, M, centered)
+    filled = y, total, *statistics_in(statistics, centered)
     launch_forward(recipe, (x, residual, weight, bias), filled, how)
 
 
@@ -126,8 +125,7 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
     elif prologue and hooks.get(prologue).needs_value:
         input = x
     how = NormSettings(ndim, 0.0, centered, casting, first, last, split_rows)
-    mean, rstd = statistics_in(statistics.contiguous(), sizes(x, ndim)[0], centered)
-    tensors = x, input, weight, bias, mean, rstd
+    tensors = x, input, weight, bias, *statistics_in(statistics, centered)
     dtotal = dtotal if context.has_residual else None
     launch_backward(recipe, dy, dtotal, tensors, made[:4], how)
     if x.numel() == 0:

@@ -20,7 +20,7 @@ from .device import cdiv
 from .hook_arguments import HookArguments, operand_rows
 from .norm import Context, Settings, context
 from .norm_launch import gradients_like, launch_backward, launch_forward, outputs_like
-from .norm_types import NormSettings, sizes, statistics_in, statistics_like
+from .norm_types import NormSettings, statistics_in, statistics_like
 from .recipe import New, Operand, Recipe
 
 
@@ -57,7 +57,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
     if weight is not None:
         weight = recoverable_weight(recipe, weight, casting)
         casting = "torch" if casting == "gemma" else casting
-    filled = y, total, *statistics_in(rstd, sizes(x, ndim)[0], False)
+    filled = y, total, *statistics_in(rstd, False)
     how = NormSettings(ndim, eps, centered, casting)
     launch_forward(recipe, (x, residual, weight, None), filled, how)
 
@@ -78,15 +78,15 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
     if dy is None:
         dy = recipe.make(New.contiguous(y.shape, y.dtype, y.device)).zero_()
     ndim, casting = context.normalized_ndim, context.casting
-    rstd = rstd.contiguous().part(0, torch.float32, sizes(y, ndim)[0])
+    own_rstd: Any = statistics_in(rstd, False)[1]
     lead = (*y.shape[: y.ndim - ndim], *(1,) * ndim)
-    operands = [rstd.reshape(*lead), *([] if weight is None else [weight])]
+    operands = [own_rstd.reshape(*lead), *([] if weight is None else [weight])]
     rows = tuple(operand_rows(t, y.shape, ndim) for t in operands)
     scalars = () if weight is None else (weight_shift(casting),)
     hook = recovered_unweighted if weight is None else recovered
     prologue = HookArguments(forward=hook, arguments=(rows, scalars))
     how = NormSettings(ndim, 0.0, context.centered, casting, prologue)
-    tensors = y, None, weight, None, None, rstd
+    tensors = y, None, weight, None, None, own_rstd
     launch_backward(
         recipe, dy, dtotal if context.has_residual else None, tensors, (*made, None), how
     )  # fmt: skip

@@ -59,8 +59,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
         if statistics is not None:
             statistics.zero_()
         return
-    M, _ = sizes(y, settings.normalized_ndim)
-    filled = y, total, *statistics_in(statistics, M, settings.centered)
+    filled = y, total, *statistics_in(statistics, settings.centered)
     launch_forward(recipe, inputs, filled, NormSettings(*settings))
 
 
@@ -86,11 +85,8 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
     dtotal = dtotal if context.has_residual else None
     if dy is None:
         return None if dtotal is None else [*through_sum(dtotal, made), None, None]
-    M, _ = sizes(x, context.normalized_ndim)
-    centered = context.centered
-    statistics = statistics_in(statistics and statistics.contiguous(), M, centered)
-    saved = x, None, weight, None, *statistics
-    settings = NormSettings(context.normalized_ndim, context.eps, centered, context.casting)
+    saved = x, None, weight, None, *statistics_in(statistics, context.centered)
+    settings = NormSettings(*context[:4])
     launch_backward(recipe, dy, dtotal, saved, made, settings)
     return None
 

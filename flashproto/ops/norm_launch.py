@@ -49,24 +49,22 @@ def launch_forward(recipe: Recipe, inputs: Inputs, outputs: Outputs, settings: N
     M, N = sizes(x, settings.normalized_ndim)
     shared = shared_config(inputs, N, settings)
     if shared is not None:
-        outputs = with_statistics(recipe, outputs, M, settings)
+        outputs = with_statistics(recipe, outputs, settings)
         return launch_forward_hopper(recipe, inputs, outputs, settings, shared)
     config = forward_config(x, residual, N, settings)
     if config.split:
-        outputs = with_statistics(recipe, outputs, M, settings)
+        outputs = with_statistics(recipe, outputs, settings)
     rows, numbers = forward_arguments(inputs, settings)
     kernels = norm_forward_kernel, norm_forward_split_kernel
     launch_of_rows(recipe, kernels, config, M, N, (*rows, *outputs), numbers)
 
 
-def with_statistics(
-    recipe: Recipe, outputs: Outputs, M: int, settings: NormSettings
-) -> Outputs:  # fmt: skip
+def with_statistics(recipe: Recipe, outputs: Outputs, settings: NormSettings) -> Outputs:
     """The outputs with statistics, which kernels of wide rows always write: it costs them nothing, and
     calls with and without a backward share one compiled kernel."""
     y, total, mean, rstd = outputs
     memory = recipe.make(statistics_like(y, settings.normalized_ndim, settings.centered))
-    own_mean, own_rstd = statistics_in(memory, M, settings.centered)
+    own_mean, own_rstd = statistics_in(memory, settings.centered)
     return y, total, mean or own_mean, rstd or own_rstd
 
 
@@ -177,8 +175,8 @@ def through_sum(dtotal: Operand, made: Sequence[Operand | None]) -> list[Operand
 
 
 def converted(x: Operand, dtype: torch.dtype) -> Operand:
-    """A contiguous copy of this dtype."""
-    return x.clone() if x.dtype == dtype else x.to(dtype)
+    """In this dtype, and for an op in other memory."""
+    return x.clone() if x.dtype == dtype and x.recipe.functional else x.to(dtype)
 
 
 def launch_backward(

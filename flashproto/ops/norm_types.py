@@ -52,25 +52,22 @@ def sizes(x: Any, normalized_ndim: int) -> tuple[int, int]:
     return math.prod(x.shape[:lead]), math.prod(x.shape[lead:])
 
 
-# --- statistics: one piece of memory, mean behind rstd, each of whole 16 bytes ----------------------
+# --- statistics: one tensor [1 or 2, M], rstd and behind it mean ------------------------------------
 
 
 def statistics_like(x: Any, normalized_ndim: int, centered: bool) -> New:
-    """Memory for the statistics of x."""
+    """Memory for the statistics of x.  Both rows start at multiples of 16 bytes, so that kernels are
+    compiled once for all M."""
     M, _ = sizes(x, normalized_ndim)
-    return New.contiguous(((1 + centered) * padded(M),), torch.float32, x.device)
+    return New((1 + centered, M), (4 * cdiv(M, 4), 1), torch.float32, x.device)
 
 
-def statistics_in(
-    memory: Operand | None, M: int, centered: bool
-) -> tuple[Operand | None, Operand | None]:
-    """(mean, rstd) of M rows in this memory."""
+def statistics_in(memory: Operand | None, centered: bool) -> tuple[Operand | None, Operand | None]:
+    """(mean, rstd); hooks of saved tensors may have given them other strides."""
     if memory is None:
         return None, None
-    mean = memory.part(4 * padded(M), torch.float32, M) if centered else None
-    return mean, memory.part(0, torch.float32, M)
-
-
-def padded(count: int) -> int:
-    """float32 of whole 16 bytes that hold `count` of them."""
-    return 4 * cdiv(count, 4)
+    if memory.strides[1] != 1:
+        memory = memory.clone()
+    rows, M = memory.strides[0], memory.shape[1]
+    mean = memory.as_strided((M,), (1,), rows) if centered else None
+    return mean, memory.as_strided((M,), (1,))
