@@ -248,9 +248,14 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not autocasts():
         return None
     device = x.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _has_autocast(device) or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)
+
+
+@constant_under_compile
+def _has_autocast(device: str) -> bool:
+    return torch.amp.is_autocast_available(device)
 
 
 def _log_once(operator: str, backend: str, device: torch.device, automatic: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral, Real
 from typing import Any, NoReturn
 
@@ -22,15 +22,17 @@ def refuse(
     operator: str,
     argument: str,
     got: object,
-    takes: str,
+    takes: str | Callable[[], str],
     do: str,
     kind: type[Exception] = ValueError,
 ) -> NoReturn:
     """Raise `kind` with the one form that every message of the library has.
 
-    got: words, or a value, which is described.
+    got: words, or a value, which is described.  takes: words, or a function that makes them, where they
+    have sizes in them: torch.compile fixes a size that is written down.
     """
     words = shortened(got) if isinstance(got, str) else described(got)
+    takes = takes if isinstance(takes, str) else takes()
     raise kind(f"{operator}: {argument} is {words}; it takes {takes}. {do}")
 
 
@@ -79,7 +81,7 @@ def check_number(
 
 
 def check_integer(
-    operator: str, argument: str, x: Any, low: int, high: int, takes: str, do: str
+    operator: str, argument: str, x: Any, low: int, high: int, takes: str | Callable[[], str], do: str
 ) -> int:
     """x, an integer from `low` to `high`, as one of Python's where it is one of numpy's."""
     if not is_integer(x):

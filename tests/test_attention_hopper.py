@@ -1202,7 +1202,7 @@ def test_opcheck(causal: bool, hopper: None) -> None:
     arguments = (*pack(Variant(Kind(causal), -20)), 0.125, "hopper")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
     out, lse = torch.ops.flashproto.attention_forward(*inputs, *arguments)
-    saved = [t.detach() for t in (*inputs, out, lse, dout, dlse)]
+    saved = [t.detach() for t in (dout, dlse, *inputs, out, lse)]
     backward = torch.ops.flashproto.attention_backward.default
     # dq differs in its last bits from run to run
-    torch.library.opcheck(backward, (*saved, *arguments, True, True), atol=1e-3, rtol=2.0**-6)
+    torch.library.opcheck(backward, (*saved, *arguments, [True] * 3), atol=1e-3, rtol=2.0**-6)

@@ -22,7 +22,7 @@ from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
 from flashproto.ops import attention_hopper, recipe
-from flashproto.variant import Kind, Variant
+from flashproto.variant import Kind, Variant, pack
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
@@ -318,7 +318,9 @@ def check(problem: Aligned) -> dict[str, Tensor]:
     doubled = [t.detach().double().requires_grad_() for t in inputs]
     exact = reference.attention(*doubled, causal=problem.causal, causal_offset=problem.offset)
     plain = [t.detach().requires_grad_() for t in inputs]
-    outputs = ops.attention(*inputs, Variant(Kind(problem.causal), problem.offset), scale, "hopper")
+    tensors, ints, floats, text = pack(Variant(Kind(problem.causal), problem.offset))
+    settings = ops.Settings(tuple(ints), tuple(floats), text, scale, "hopper")
+    outputs = ops.attention((*inputs, *tensors), settings, (0, 1))
     got = results(outputs, inputs, gradients)
     assert_within_bound(
         got,

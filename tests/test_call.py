@@ -200,7 +200,9 @@ def alignment_changes(base: Base) -> None:
                 got = base.again(None, **{name: late})
             with launches() as seen_aligned:
                 base.again(None)
-            assert seen[0].kernel != seen_aligned[0].kernel
+            # Backend "triton" has kernels of its own for rows of the backward.
+            names = [{launch.kernel for launch in each} for each in (seen, seen_aligned)]
+            assert names[0] != names[1]
         else:
             got = base.again(base.impl, **{name: late})
         base.assert_equal(got.outputs, base.results.outputs)

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashproto
 from flashproto import reference
-from flashproto.ops import autograd
+from flashproto.ops import private
 from flashproto.variant import Kind, Variant, pack
 
 IMPLS = ("triton", "torch", "reference")
@@ -172,7 +172,7 @@ def test_inductor_knows_an_op_before_it_would_write_its_arguments(
     caplog.set_level(logging.INFO, graph.log.name)
 
     def compiled(tells: bool) -> Tensor:
-        monkeypatch.setattr(autograd, "WRITES_ARGUMENTS", tells)
+        monkeypatch.setattr(private, "WRITES_ARGUMENTS", tells)
         monkeypatch.delitem(lowering.lowerings, op, raising=False)
         written.clear()
         with config.patch(force_disable_caches=True):
@@ -195,10 +195,11 @@ def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) ->
     settings = (*pack(Variant(Kind(causal), -2)), 0.25, "triton")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, *settings))
     out, lse = torch.ops.flashproto.attention_forward(q, k, k, *settings)
-    saved = [t.detach() for t in (q, k, k, out, lse, torch.randn_like(out), torch.randn_like(lse))]
+    grads = torch.randn_like(out), torch.randn_like(lse)
+    saved = [t.detach() for t in (*grads, q, k, k, out, lse)]
     torch.library.opcheck(
         torch.ops.flashproto.attention_backward.default,
-        (*saved, *settings, True, requires_grad),
+        (*saved, *settings, [True, requires_grad, requires_grad]),
     )
 
 
@@ -233,7 +234,7 @@ def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
     ops = torch.ops.flashproto
     for call in (
         lambda q: ops.attention_forward(q, q, q, *pack(Variant()), 1.0, "triton")[0],
-        lambda q: ops.norm(q, None, None, None, 1, 1e-5, True)[0],
+        lambda q: ops.norm(q, None, None, None, 1, 1e-5, True, "torch")[0],
         lambda q: ops.softmax(q, False, q.dtype),
         lambda q: ops.logsumexp(q, q.dtype)[0],
     ):
@@ -257,30 +258,30 @@ def test_an_op_goes_straight_to_its_function_where_nobody_else_wants_to_see_it(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     straight: list[bool] = []
-    goes = autograd.goes_straight
+    goes = private.goes_straight
 
     def noting(keyset: object) -> bool:
         straight.append(goes(keyset))
         return straight[-1]
 
-    monkeypatch.setattr(autograd, "goes_straight", noting)
+    monkeypatch.setattr(private, "goes_straight", noting)
     x = torch.randn(3, 8, device=device, requires_grad=True)
     softmax = torch.ops.flashproto.softmax
     with torch.no_grad():
-        y = softmax(x, False)
+        y = softmax(x, False, x.dtype)
         assert straight == [True]
         assert y.grad_fn is None
         assert not y.requires_grad
         with Seen() as seen:
-            torch.testing.assert_close(softmax(x, False), y)
+            torch.testing.assert_close(softmax(x, False, x.dtype), y)
         assert straight == [True, False]
         assert "flashproto::softmax" in seen.names
         with FakeTensorMode() as fake:
-            assert type(softmax(fake.from_tensor(x), False)) is FakeTensor
+            assert type(softmax(fake.from_tensor(x), False, x.dtype)) is FakeTensor
         assert straight == [True, False, False]
-        mapped = torch.func.functionalize(lambda x: softmax(x, False))(x.detach())
+        mapped = torch.func.functionalize(lambda x: softmax(x, False, x.dtype))(x.detach())
         torch.testing.assert_close(mapped, y)
-    recorded = softmax(x, False)
+    recorded = softmax(x, False, x.dtype)
     assert recorded.requires_grad
     torch.testing.assert_close(recorded, y)
 

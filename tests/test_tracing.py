@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import flashproto
 from flashproto import backends, hooks, nn
 from flashproto.functional.attention import _attention_reasons
+from flashproto.variant import Kind, Variant
 
 IMPLS = ("triton", "torch", "reference")
 LENGTHS = (5, 8, 11)
@@ -252,6 +253,10 @@ def test_inductor_compiles_symbols(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def causal(offset: int) -> Variant:
+    return Variant(Kind(CAUSAL=True), offset)
+
+
 LAYOUTS: dict[str, Callable[[int], Tensor]] = {
     "contiguous": lambda S: torch.zeros(2, 4, S, 64, dtype=torch.bfloat16),
     "tokens first": lambda S: torch.zeros(2, S, 4, 64, dtype=torch.bfloat16).transpose(1, 2),
@@ -277,7 +282,7 @@ def test_hopper_is_asked_without_fixing_sizes(
             "attention",
             None,
             [q, k],
-            lambda b: _attention_reasons(b, q, k, k, True, k.shape[2] - q.shape[2], False),
+            lambda b: _attention_reasons(b, causal(k.shape[2] - q.shape[2]), q, k, k, False),
         )
         return q.new_full((), backends.BACKENDS.index(backend))
 
@@ -492,7 +497,7 @@ def test_fake_tensors_of_a_gpu_choose_by_what_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backends, "INTERPRETED", False)
     with FakeTensorMode():
         q = torch.empty(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
-    reasons = lambda b: _attention_reasons(b, q, q, q, True, 0, False)  # noqa: E731
+    reasons = lambda b: _attention_reasons(b, causal(0), q, q, q, False)  # noqa: E731
     for capability, wanted in (
         ((9, 0), "hopper"),
         ((8, 0), "triton"),

@@ -131,7 +131,8 @@ def softmax_topk(
     """
     check_rows("softmax_topk", x)
     N = x.shape[-1]
-    k = check_integer("softmax_topk", "k", k, 1, N, f"1 to the width of x, {N}", "Pass a smaller k.")
+    takes = lambda: f"1 to the width of x, {N}"  # noqa: E731
+    k = check_integer("softmax_topk", "k", k, 1, N, takes, "Pass a smaller k.")
     renormalize = check_flag("softmax_topk", "renormalize", renormalize)
     check_dtype("softmax_topk", dtype)
     if dtype is None:
