@@ -1,6 +1,7 @@
 """flashproto: fused attention, norms and softmax in Python alone (Triton and Gluon)."""
 
 from .backends import BackendError
+from .explain import explain
 from .functional import (
     add_layer_norm,
     add_rms_norm,
@@ -35,6 +36,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "cross_entropy",
+    "explain",
     "geglu",
     "gelu",
     "layer_norm",

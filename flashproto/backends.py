@@ -15,12 +15,13 @@ traced, writing a size down would fix it, and every other length would compile a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.util
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ Reason = str | tuple[Any, ...]
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str | torch.device]] = set()
+_watchers: list[Callable[[str, str, dict[str, list[str]]], None]] = []
 _default: str | None = os.environ.get("FLASHPROTO_IMPL") or None
 
 
@@ -217,9 +219,41 @@ def choose(
     else:
         assert wanted is not None  # the reference runs everything
         _raise(operator, wanted, impl is None, device, unfit, call_reasons)
+    if not compiling and _watchers:
+        _tell(operator, chosen, device, unfit, call_reasons)
     if not compiling and (operator, chosen, device) not in _logged:
         _log_once(operator, chosen, device, wanted is None)
     return chosen
+
+
+def _tell(
+    operator: str,
+    chosen: str,
+    device: torch.device,
+    unfit: tuple[str, str] | None,
+    call_reasons: Callable[[str], Iterable[Reason]],
+) -> None:
+    """Tell who watches of a choice, with the reasons against the other backends."""
+    against = {}
+    for backend in BACKENDS:
+        if backend != chosen:
+            misfits = [unfit[0]] if unfit is not None and backend in KERNELS else []
+            reasons = [*misfits, *device_reasons(backend, device), *texts(call_reasons(backend))]
+            earlier = BACKENDS.index(backend) < BACKENDS.index(chosen)
+            why = f"{chosen!r} was asked for" if earlier else f"it comes behind {chosen!r}"
+            against[backend] = reasons or [f"it can run this call, but {why}"]
+    for watcher in _watchers:
+        watcher(operator, chosen, against)
+
+
+@contextlib.contextmanager
+def watch_choices(watcher: Callable[[str, str, dict[str, list[str]]], None]) -> Iterator[None]:
+    """watcher(operator, chosen backend, reasons against each other one) at each choice meanwhile."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def _raise(

@@ -145,6 +145,10 @@ ALSO = {
     "key": "query, key or value", "value": "query, key or value",
 }  # fmt: skip
 
+on_the_cpu = pytest.mark.skipif(
+    backends.HAS_TRITON and not backends.INTERPRETED, reason="needs kernels on the CPU: the interpreter"
+)
+
 
 def assert_one_line(message: str, function: str) -> None:
     assert message.startswith(f"{function}: "), message
@@ -157,7 +161,11 @@ CASES = [(function, argument) for function, (_, wrong) in TABLE.items() for argu
 
 
 def test_the_table_has_every_argument() -> None:
-    functions = {n for n in flashproto.__all__ if inspect.isfunction(getattr(flashproto, n))}
+    functions = {
+        n
+        for n in flashproto.__all__
+        if getattr(flashproto, n).__module__.startswith("flashproto.functional")
+    }
     assert set(TABLE) == functions
     for name, (_, wrong) in TABLE.items():
         parameters = inspect.signature(getattr(flashproto, name)).parameters
@@ -214,6 +222,7 @@ def test_a_value_of_a_wrong_type_is_refused_after_equal_right_ones(function: str
             call(**right | {argument: value})
 
 
+@on_the_cpu
 def test_flags_may_be_numbers_that_equal_them() -> None:
     numpy = pytest.importorskip("numpy")
     for yes, no in ((1, 0), (numpy.True_, numpy.False_)):
@@ -226,6 +235,7 @@ def test_flags_may_be_numbers_that_equal_them() -> None:
         assert torch.equal(got, flashproto.softmax(X, causal=True))
 
 
+@on_the_cpu
 def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     half, four = numpy.float32(0.5), numpy.int64(4)
@@ -372,6 +382,7 @@ OUT_OF_RANGE: dict[str, tuple[Callable[..., Tensor], str]] = {
 }  # fmt: skip
 
 
+@on_the_cpu
 @pytest.mark.parametrize("case", OUT_OF_RANGE)
 def test_indices_out_of_range_are_refused_on_a_cpu(case: str) -> None:
     """The first time and the fourth; a backend that makes NaN of them does so where it is named."""
@@ -436,6 +447,7 @@ def test_values_are_not_looked_at_where_that_would_show(monkeypatch: pytest.Monk
 # --- functions of torch that a user replaces -------------------------------------------------------
 
 
+@on_the_cpu
 def test_flashproto_may_take_the_place_of_torchs_functions(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in code that was written for torch, on every backend: none looks up what was replaced."""
 
@@ -488,6 +500,7 @@ def test_flashproto_may_take_the_place_of_torchs_functions(monkeypatch: pytest.M
 # --- another default dtype, and scales that are not positive ---------------------------------------
 
 
+@on_the_cpu
 @pytest.mark.parametrize("default", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
 def test_results_do_not_follow_torchs_default_dtype(impl: str, default: torch.dtype) -> None:

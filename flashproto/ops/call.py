@@ -16,8 +16,9 @@ FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward i
 
 from __future__ import annotations
 
+import contextlib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ Gradient = New | int | None
 """Of an input: memory for it, the number of the input whose gradient is the same, or none."""
 
 OPERATORS: dict[str, Operator] = {}
+_watchers: list[Callable[..., None]] = []
 _forgotten = 0  # how often `forget` was called
 
 
@@ -51,6 +53,16 @@ def forget() -> None:
     _steps.clear()
     for operator in OPERATORS.values():
         operator.kept.clear()
+
+
+@contextlib.contextmanager
+def watch_calls(watcher: Callable[..., None]) -> Iterator[None]:
+    """watcher(operator, inputs, settings, returns) before each eager call that is made ready."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,6 +123,8 @@ class Operator:
             return picked((results,) if self.outputs == 1 else results, returns)
         if transforms_active() or private.forward_mode():
             return picked(OperatorFunction.apply(self, settings, *inputs), returns)
+        for watcher in _watchers:
+            watcher(self, inputs, settings, returns)
         key = "call", settings, returns, metadata(inputs), facts()
         return self.kept.get(key) or self.keep(key, Call(self, inputs, settings, returns))
 

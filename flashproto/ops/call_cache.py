@@ -19,9 +19,10 @@ can forget an argument.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -145,6 +146,21 @@ def is_plain(kind: Hashable) -> bool:
     if isinstance(kind, tuple):
         return all(map(is_plain, kind))
     return kind is None or isinstance(kind, (int, float, str, torch.dtype, torch.device, type))
+
+
+@contextlib.contextmanager
+def set_aside() -> Iterator[None]:
+    """Calls meanwhile find none of those that are kept, which come back afterwards."""
+    calls, recent = dict(_calls), dict(_recent)
+    _calls.clear()
+    _recent.clear()
+    try:
+        yield
+    finally:
+        _calls.clear()
+        _recent.clear()
+        _calls.update(calls)
+        _recent.update(recent)
 
 
 def forget() -> None:

@@ -1,0 +1,58 @@
+"""explain: what a call does, as text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import flashproto
+
+pytest.importorskip("triton")
+
+
+def test_tells_backend_kernels_tiles_and_why_no_other(device: str, capsys) -> None:
+    x, w = torch.randn(4, 64, device=device, requires_grad=True), torch.randn(64, device=device)
+    for _ in range(3):  # also of a call that is kept
+        flashproto.rms_norm(x, 64, w, impl="triton")
+        text = flashproto.explain(flashproto.rms_norm, x, 64, w, impl="triton")
+        assert capsys.readouterr().out == text + "\n"
+        lines = text.split("\n")
+        assert lines[0] == "rms_norm: backend triton"
+        assert "  not hopper: " in text and "not written for this operator" in text
+        assert "  not torch: it can run this call, but it comes behind 'triton'" in lines
+        forward, backward = (
+            [line for line in lines if line.startswith(f"  {direction}: ")]
+            for direction in ("forward", "backward")
+        )
+        assert len(forward) == 1 and "norm_forward_kernel" in forward[0] and " programs: " in forward[0]
+        assert "R=" in forward[0] and "num_warps=" in forward[0]
+        assert "norm_backward_kernel" in backward[0]
+    with torch.no_grad():
+        assert "backward" not in flashproto.explain(flashproto.rms_norm, x, 64, w, impl="triton")
+
+
+def test_tells_what_is_copied(device: str) -> None:
+    x = torch.randn(64, 4, device=device).t()
+    text = flashproto.explain(flashproto.softmax, x, impl="triton")
+    assert "  forward: contiguous_copy of [4, 64], torch.float32" in text
+    assert "copy" not in flashproto.explain(flashproto.softmax, x.contiguous(), impl="triton")
+
+
+def test_tells_of_every_operator_of_a_function(device: str) -> None:
+    x = torch.randn(2, 3, 8, 16, device=device)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return flashproto.swiglu(flashproto.attention(x, x, x, causal=True, impl="reference"))
+
+    text = flashproto.explain(layer, x)
+    assert text.index("attention: backend reference") < text.index("swiglu: backend")
+    assert "  not triton: it can run this call, but 'reference' was asked for" in text.split("\n")
+    assert flashproto.explain(torch.relu, x) == "No operator of flashproto was called."
+
+
+def test_errors_are_those_of_the_call(device: str) -> None:
+    with pytest.raises(ValueError, match="swiglu: gate is"):
+        flashproto.explain(flashproto.swiglu, torch.randn(3, device=device))
+    q = torch.randn(1, 1, 4, 8, device=device, dtype=torch.float64)
+    with pytest.raises(flashproto.BackendError, match="float64"):
+        flashproto.explain(flashproto.attention, q, q, q, impl="triton")
