@@ -214,7 +214,7 @@ def choose(
             continue
         if device_reasons(chosen, device) if compiling else chosen not in _usable(device, INTERPRETED):
             continue
-        if not any(map(bool, call_reasons(chosen))):
+        if not _any(call_reasons(chosen)):
             break
     else:
         assert wanted is not None  # the reference runs everything
@@ -224,6 +224,12 @@ def choose(
     if not compiling and (operator, chosen, device) not in _logged:
         _log_once(operator, chosen, device, wanted is None)
     return chosen
+
+
+def _any(reasons: Iterable[Reason]) -> bool:
+    for _ in reasons:
+        return True
+    return False
 
 
 def _tell(
