@@ -155,6 +155,22 @@ def test_opcheck_with_hooks(device) -> None:
         torch.library.opcheck(op.hooked_softmax_backward.default, arguments)
 
 
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (3, 0, 8)])
+def test_no_elements(device, monkeypatch, shape) -> None:
+    """The gradient of what is broadcast to no element is 0, and the logsumexp of none -inf."""
+    poison(monkeypatch)
+    x = torch.randn(shape, device=device, requires_grad=True)
+    factor = torch.randn(1, device=device, requires_grad=True)
+    y = flashproto.softmax(x, prologue=hooks.call("multiply", factor), impl="triton")
+    dx, dfactor = torch.autograd.grad(y.sum(), (x, factor))
+    assert y.shape == dx.shape == shape
+    assert dfactor.tolist() == [0.0]
+    settings = (False, torch.float32, False, "multiply", [], "", [])
+    _, lse = torch.ops.flashproto.hooked_softmax(x.detach(), [factor.detach()], *settings)
+    assert lse.shape == shape[:-1]
+    assert (lse == -INF).all()
+
+
 def test_hooks_compile_in_one_graph(device) -> None:
     x, dy = (torch.randn(2, 6, 40, device=device) for _ in range(2))
     mask = torch.randn(40, device=device) > -1

@@ -88,6 +88,8 @@ def fill_result(
 ) -> None:
     """Fill y and lse; hooks and split_rows want an lse."""
     if y.numel() == 0:
+        if lse is not None:
+            lse.fill_(-math.inf)
         return
     x = x.rows()
     M, N = x.shape
