@@ -29,7 +29,7 @@ from .timing import host_microseconds
 
 LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
 TORCH_THERE = {"torch rms_norm": 7.4, "torch layer_norm": 8.3, "torch attention": 14}
-CALLS_TO_THE_QUICK_WAY = 3  # of equal kind, see ops/recipe.py; the first ones compile
+CALLS_BEFORE = 2  # of equal kind: the first compiles, the second is the first of the quick path
 LAYERS = 16  # calls in one graph
 IN_ONE_GRAPH = f", each of {LAYERS} in one graph"
 FIRST_LIMITS = {"forward": 6, "backward": 10}
@@ -116,7 +116,7 @@ def backward_rows(
     """The gradients of a function by torch.autograd.grad, by that in one thread, by its node alone,
     called in this thread (all of the backward where that is one node, as of a kernel), and of several
     calls in one graph."""
-    *_, out = (function(*tensors) for _ in range(CALLS_TO_THE_QUICK_WAY))
+    *_, out = (function(*tensors) for _ in range(CALLS_BEFORE))
     dout = torch.ones_like(out)
     node = getattr(out.grad_fn, "apply", out.grad_fn)  # of a Function in Python, or torch's own
     grad = partial(torch.autograd.grad, out, tensors, dout, retain_graph=True)
@@ -128,6 +128,16 @@ def backward_rows(
     }
 
 
+def torch_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def torch_attention_qkv(qkv: Tensor, heads: int) -> Tensor:
+    """Causal, on views [B, H, S, D] of qkv [B, S, 3 H D]."""
+    q, k, v = (x.unflatten(2, (heads, -1)).transpose(1, 2) for x in qkv.chunk(3, 2))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls on tiny inputs, without and with gradients, beside PyTorch's own; of attention alone on
     backend "hopper", which has no other."""
@@ -137,20 +147,41 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
     }
     rows: dict[str, Callable[[], Any]] = {}
     for suffix, wants in (("", False), (" with grad", True)):
-        x = torch.randn(8, 256, **like).requires_grad_(wants)
-        w, b = (torch.ones(256, **like).requires_grad_(wants) for _ in range(2))
-        q, k, v = (torch.randn(1, 2, 16, 64, **like).requires_grad_(wants) for _ in range(3))
+
+        def randn(*shape: int, wants: bool = wants) -> Tensor:
+            return torch.randn(shape, **like).requires_grad_(wants)
+
+        for columns in (256, 4096):
+            x, w, b = randn(8, columns), randn(columns), randn(columns)
+            ending = suffix if columns == 256 else f", {columns} columns{suffix}"
+            rows |= {
+                f"flashproto.rms_norm{ending}": partial(flashproto.rms_norm, x, columns, w, impl=impl),
+                f"torch rms_norm{ending}": partial(F.rms_norm, x, (columns,), w),
+                f"flashproto.layer_norm{ending}": partial(
+                    flashproto.layer_norm, x, columns, w, b, impl=impl
+                ),
+                f"torch layer_norm{ending}": partial(F.layer_norm, x, (columns,), w, b),
+            }
+        x, up = randn(8, 256), randn(8, 256)
+        targets = torch.randint(256, (8,), device=device)
+        q, k, v, qkv = *(randn(1, 2, 16, 64) for _ in range(3)), randn(1, 16, 6 * 64)
         attention = partial(flashproto.attention, causal=True, impl=impl)
         torch_attention = partial(F.scaled_dot_product_attention, is_causal=True)
         rows |= {
-            f"flashproto.rms_norm{suffix}": partial(flashproto.rms_norm, x, 256, w, impl=impl),
-            f"torch rms_norm{suffix}": partial(F.rms_norm, x, (256,), w),
-            f"flashproto.layer_norm{suffix}": partial(flashproto.layer_norm, x, 256, w, b, impl=impl),
-            f"torch layer_norm{suffix}": partial(F.layer_norm, x, (256,), w, b),
             f"flashproto.softmax{suffix}": partial(flashproto.softmax, x, impl=impl),
             f"torch softmax{suffix}": partial(torch.softmax, x, -1),
+            f"flashproto.swiglu{suffix}": partial(flashproto.swiglu, x, up, impl=impl),
+            f"torch swiglu{suffix}": partial(torch_swiglu, x, up),
+            f"flashproto.cross_entropy{suffix}": partial(
+                flashproto.cross_entropy, x, targets, impl=impl
+            ),
+            f"torch cross_entropy{suffix}": partial(F.cross_entropy, x, targets),
             f"flashproto.attention{suffix}": partial(attention, q, k, v),
             f"torch attention{suffix}": partial(torch_attention, q, k, v),
+            f"flashproto.attention_qkv{suffix}": partial(
+                flashproto.attention_qkv, qkv, 2, 2, causal=True, impl=impl
+            ),
+            f"torch attention_qkv{suffix}": partial(torch_attention_qkv, qkv, 2),
         }
         if wants:
             for name, function in (
