@@ -121,6 +121,26 @@ def test_errors_are_raised_every_time(device: str, eps: Any) -> None:
             flashproto.rms_norm(x, 16, eps=eps, impl="triton")
 
 
+def test_numbers_in_sequences_are_told_apart(device: str) -> None:
+    x = torch.randn(4, 1, device=device)
+    for _ in range(3):
+        for right in (1, (1,), [1]):
+            flashproto.rms_norm(x, right, impl="triton")
+        for wrong in ((True,), [True]):
+            with pytest.raises(ValueError, match="normalized_shape is"):
+                flashproto.rms_norm(x, wrong, impl="triton")
+
+
+def test_what_no_gradient_can_have_is_refused_after_calls_without(device: str) -> None:
+    x, targets = torch.randn(3, 5, device=device), torch.ones(3, dtype=torch.int64, device=device)
+    weight = torch.ones(5, device=device, requires_grad=True)
+    for _ in range(5):
+        with torch.no_grad():
+            flashproto.cross_entropy(x, targets, weight=weight, impl="triton")
+        with pytest.raises(ValueError, match="weight is "):
+            flashproto.cross_entropy(x, targets, weight=weight, impl="triton")
+
+
 def test_lists_and_tensors_as_options(device: str) -> None:
     x = torch.randn(4, 16, device=device)
     wanted = flashproto.rms_norm(x, 16, impl="triton")

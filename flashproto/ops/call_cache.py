@@ -34,7 +34,7 @@ from torch.nn import Parameter
 from .. import backends
 from ..backends import autocast_dtype
 from . import call, exchange_buffers, private
-from .call import Call
+from .call import Call, wants_grad
 from .private import TensorGuards, dispatch_modes, forward_ad, transforms_active
 
 KEPT = 4096  # calls, of some KiB each
@@ -49,14 +49,13 @@ _recent: dict[Hashable, Recent] = {}
 
 class Recent:
     """The last calls found of one kind, up to RECENT of them, the last one first: each a function that
-    says whether tensors are like those it was found for (which of them need gradients included), the
-    call, whether one of the tensors needs a gradient, and the call's two functions once they are there.
-    """
+    says whether tensors are like those it was found for (which of them need gradients included), and
+    the call's function of these."""
 
     __slots__ = ("found", "missed")
 
     def __init__(self) -> None:
-        self.found: list[list[Any]] = []
+        self.found: list[tuple[Callable[..., bool], Callable[..., Any]]] = []
         self.missed: Call | None = None
 
     def add(self, call: Call, tensors: Sequence[Tensor]) -> None:
@@ -67,14 +66,16 @@ class Recent:
         elif len(set(map(id, tensors))) == len(tensors):
             sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
             made = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            needs = any(x.requires_grad for x in tensors)
-            self.found = [[made.check, None, None, call, needs], *self.found[: RECENT - 1]]
+            function = call.function(wants_grad(tensors), tensors)
+            self.found = [(made.check, function), *self.found[: RECENT - 1]]
 
 
 def facts(x: Tensor) -> tuple[Hashable, ...]:
-    """All that a call depends on beside its arguments: the default backend, the dtype of autocast,
-    whether products of float32 may be rounded to tf32, whether results have to be deterministic."""
+    """All that a call depends on beside its arguments: whether gradients are wanted, the default
+    backend, the dtype of autocast, whether products of float32 may be rounded to tf32, whether results
+    have to be deterministic."""
     return (
+        is_grad_enabled(),
         backends.get_default(),
         autocast_dtype(x),
         x.dtype is torch.float32 and private.allows_tf32(),
@@ -90,12 +91,8 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
         kind = kind, facts(tensors[0])
         recent = _recent.get(kind)
         if recent is not None:
-            for entry in recent.found:
-                if entry[0](*tensors):  # none passes under torch.func
-                    recording = entry[4] and is_grad_enabled()
-                    function = entry[1 + recording]
-                    if function is None:
-                        function = entry[1 + recording] = entry[3].function(recording, tensors)
+            for fits, function in recent.found:
+                if fits(*tensors):  # none does under torch.func
                     return function
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
@@ -211,7 +208,8 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
             return call(*tensors)
         return resolve(kind, tensors, function, x, scale, impl=impl)
 
-    Numbers are told from others that are equal to them, as 1 from True, by their types.
+    Numbers, those in sequences too, are told from others that are equal to them, as 1 from True, by
+    their types.
     """
     parameters = list(inspect.signature(function).parameters.values())
     head, passed, options = [], [], [repr(f"{function.__module__}.{function.__qualname__}")]
@@ -228,10 +226,8 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
         elif annotation == "Tensor | None":
             optional.append(p.name)
         else:
-            listed = "Sequence" in annotation
-            options.append(
-                f"tuple({p.name}) if {p.name}.__class__ is list else {p.name}" if listed else p.name
-            )
+            elements = f"(*{p.name}, *map(type, {p.name})) if isinstance({p.name}, (list, tuple)) else "
+            options.append((elements if "Sequence" in annotation else "") + p.name)
             if any(kind in annotation for kind in ("bool", "int", "float")):
                 options.append(f"{p.name}.__class__")
     order = [p.name for p in parameters if p.name in (*given, *optional)]
