@@ -278,7 +278,7 @@ class Recipe:
         options = {name: named.pop(name) for name in OPTIONS if name in named}
         options = {name: value for name, value in options.items() if value is not None}
         given = dict(zip(names, arguments, strict=False)) | named
-        clears = any(isinstance(x, Exchange) and x.used for x in arguments)
+        clears = any(isinstance(x, Exchange) and x.used for x in given.values())
         self.steps.append(Launch(kernel, programs, given, options, clears))
 
     def _variable(
@@ -342,10 +342,9 @@ class Recipe:
         ):
             return value
         if x.dtype != whole.dtype:
-            value = value.reshape(-1).view(torch.uint8)[x.offset :]
-            size = x.dtype.itemsize
-            value = value[: value.numel() // size * size].view(x.dtype)
-            return value.as_strided(x.shape, x.strides)
+            start = (value.storage_offset() * value.itemsize + x.offset) // x.dtype.itemsize
+            view = torch.empty(0, dtype=x.dtype, device=value.device)
+            return view.set_(value.untyped_storage(), start, x.shape, x.strides)
         start = value.storage_offset() + x.offset // x.dtype.itemsize
         return value.as_strided(x.shape, x.strides, start)
 
@@ -356,7 +355,7 @@ class Recipe:
         if pair is not None:
             words, used = pair.fresh, pair.used
         elif count:
-            words = torch.zeros(count, dtype=torch.int64, device=self.device)
+            words = exchange_buffers.zeros(self.device, count)
 
         def real(x: Any) -> Any:
             if isinstance(x, Operand):
@@ -502,7 +501,7 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
                 body.append(f"stream = current_stream({constant(recipe.device.index)})")
             k = len(launches)
             launches.append(step)
-            body += _launch_source(step, k, constant, tensor, address)
+            body += _launch_source(step, k, recipe.device, constant, address)
     inputs = [f"t{i}" for i in range(recipe.inputs)]
     given = [i for i in range(recipe.inputs) if i in addressed]
     conditions = [f"entry{k} is None" for k in range(min(len(launches), 1))]
@@ -538,7 +537,7 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
 
 
 def _launch_source(
-    step: Launch, k: int, constant: Callable[[Any], str], tensor: Callable[[Operand], str],
+    step: Launch, k: int, device: torch.device, constant: Callable[[Any], str],
     address: Callable[[Operand], str],
 ) -> list[str]:  # fmt: skip
     """The lines that launch: arguments in the order of the kernel's parameters, plain ones together."""
@@ -561,11 +560,11 @@ def _launch_source(
 
     pair = next((x for x in step.arguments.values() if isinstance(x, Exchange)), None)
     if pair is not None:
-        device, count = constant(step_device(step)), constant(pair.words)
+        wanted = f"{constant(device)}, {constant(pair.words)}"
         if step.clears:
-            lines.append(f"pair = take({device}, {count})")
+            lines.append(f"pair = take({wanted})")
         else:
-            lines.append(f"words = {constant(exchange_buffers.zeros)}({device}, {count})")
+            lines.append(f"words = {constant(exchange_buffers.zeros)}({wanted})")
     for p in step.kernel.params:
         x = step.arguments.get(p.name, p.default)
         if isinstance(x, (Operand, Boxed, Table, Exchange)) or operands_in(x):
@@ -573,7 +572,7 @@ def _launch_source(
         if isinstance(x, Operand):
             handed.append(address(x))
         elif isinstance(x, Boxed):
-            name = f"box{k}_{boxes}"
+            name = f"{p.name}_{k}"
             lines.append(f"{name} = {constant(x.boxes)}[{address(x.operand)}]")
             if private.ENCODES:
                 encode = f"{name}.encode(encoding{k}[{boxes}])"
@@ -581,8 +580,8 @@ def _launch_source(
             handed.append(f"*{name}.encoded" if private.ENCODES else name)
             boxes += 1
         elif isinstance(x, Table):
-            lines.append(f"table{k} = {constant(x.make)}()")
-            handed.append(f"table{k}.data_ptr()")
+            lines.append(f"{p.name}_{k} = {constant(x.make)}()")
+            handed.append(f"{p.name}_{k}.data_ptr()")
         elif isinstance(x, Exchange):
             words = ("pair.used" if x.used else "pair.fresh") if step.clears else "words"
             handed.append(f"{words}.data_ptr()")
@@ -597,10 +596,6 @@ def _launch_source(
     if step.clears:
         lines.append("give(pair)")
     return lines
-
-
-def step_device(step: Launch) -> torch.device:
-    return next(x.device for x in operands_in(tuple(step.arguments.values())))
 
 
 # --- strides --------------------------------------------------------------------------------------
