@@ -18,6 +18,10 @@ disassembled.  These are
                  numbered in the order in which the code reads them: arguments have moved;
     different    otherwise, and then the script ends with 1; so too where a case has no partner.
 
+Triton does not always compile to the same code: of one tree, one sm_100 kernel was two in nine
+processes with 3.6.0.  So what is different is compiled again by new processes, ATTEMPTS times in all;
+it is equal if some code is what both trees gave.
+
 --only takes the cases that a regular expression finds, "hopper 90 forward-64-causal-...".
 """
 
@@ -33,7 +37,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -45,6 +49,8 @@ JOBS = (("attention", 80), ("attention", 90), ("attention", 100), ("hopper", 90)
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16}) \*/")
 REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
 ARGUMENT = re.compile(r"c\[0x0\]\[0x[0-9a-f]+\]")
+RELATIONS = "equal", "renumbered", "different"
+ATTEMPTS = 6
 
 
 class Code(NamedTuple):
@@ -151,32 +157,46 @@ def shown(tree: str, only: str, code: bool) -> dict[str, Any]:
     return dict(map(json.loads, printed.stdout.splitlines()))
 
 
+def shown_of_each(trees: Sequence[str], only: str, code: bool) -> list[dict[str, Any]]:
+    with ThreadPoolExecutor(len(trees)) as pool:
+        return list(pool.map(lambda tree: shown(tree, only, code), trees))
+
+
 def exactly(names: Iterable[str]) -> str:
     """The regular expression of these."""
     return f"^({'|'.join(map(re.escape, names))})$"
 
 
+def relation(ours: set[Code], theirs: set[Code]) -> str:
+    """Of a kernel's codes in two trees, one of RELATIONS."""
+    if ours & theirs:
+        return "equal"
+    return "renumbered" if {x.text for x in ours} & {x.text for x in theirs} else "different"
+
+
 def compare(other: str, only: str, code: bool) -> list[str]:
     """Print how many kernels are equal, and how; returns what is wrong, a line each."""
     trees = str(HERE), other
-    with ThreadPoolExecutor(2) as pool:
-        ours, theirs = pool.map(lambda tree: shown(tree, only, False), trees)
+    ours, theirs = shown_of_each(trees, only, code=False)
     wrong = [f"{name}: in one tree only" for name in sorted(ours.keys() ^ theirs.keys())]
     both = sorted(ours.keys() & theirs.keys())
     same = [name for name in both if ours[name] == theirs[name]]
     rest = both if code else [name for name in both if ours[name] != theirs[name]]
     print(f"{len(both)} kernels, {len(same)} of them with the same representation", flush=True)
-    counts = {"equal": 0, "renumbered": 0, "different": 0}
-    if rest:
-        with ThreadPoolExecutor(2) as pool:
-            codes = list(pool.map(lambda tree: shown(tree, exactly(rest), True), trees))
-        for name in rest:
-            a, b = (Code(*found[name]) for found in codes)
-            how = "equal" if a == b else "renumbered" if a.text == b.text else "different"
-            counts[how] += 1
-            if how == "different":
-                wrong.append(f"{name}: different, {a.count} and {b.count} instructions")
-    print(f"{len(rest)} disassembled: {', '.join(f'{n} {how}' for how, n in counts.items())}")
+    # codes that a kernel was compiled to, in each tree
+    codes: list[dict[str, set[Code]]] = [{name: set() for name in rest} for _ in trees]
+    how = dict.fromkeys(rest, "different")
+    for _ in range(ATTEMPTS):
+        left = [name for name in rest if how[name] == "different"]
+        if not left:
+            break
+        for seen, found in zip(codes, shown_of_each(trees, exactly(left), code=True), strict=True):
+            for name in left:
+                seen[name].add(Code(*found[name]))
+        how |= {name: relation(*(seen[name] for seen in codes)) for name in left}
+    wrong += [f"{name}: different" for name in rest if how[name] == "different"]
+    counts = (f"{list(how.values()).count(which)} {which}" for which in RELATIONS)
+    print(f"{len(rest)} disassembled: {', '.join(counts)}")
     return wrong
 
 
