@@ -50,8 +50,10 @@ def watched(lines: list[str]) -> Iterator[None]:
         recipe, saves = operator.run(inputs, settings, returns, recorded)[1:]
         lines.extend(lines_of("forward", recipe))
         if recorded:
-            outputs = [recipe.whole[x.variable] for x in recipe.returns[: operator.differentiable]]
-            grads = [*outputs, *[None] * (operator.differentiable - len(outputs))]
+            returned = {
+                i: recipe.whole[x.variable] for i, x in zip(returns, recipe.returns, strict=False)
+            }
+            grads = [returned.get(i) for i in range(operator.differentiable)]
             needs = tuple(x is not None and x.requires_grad for x in inputs)
             tensors = (*grads, *saves)
             context = operator.context(settings, inputs)

@@ -8,6 +8,7 @@ import torch
 import flashproto
 
 pytest.importorskip("triton")
+from flashproto.ops import call
 
 
 def test_tells_backend_kernels_tiles_and_why_no_other(device: str, capsys) -> None:
@@ -29,6 +30,46 @@ def test_tells_backend_kernels_tiles_and_why_no_other(device: str, capsys) -> No
         assert "norm_backward_kernel" in backward[0]
     with torch.no_grad():
         assert "backward" not in flashproto.explain(flashproto.rms_norm, x, 64, w, impl="triton")
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_backward_is_that_of_the_gradients_of_what_is_returned(
+    device: str, with_lse, monkeypatch
+) -> None:
+    q = torch.randn(1, 2, 16, 16, device=device, requires_grad=True)
+    logits, targets = (
+        torch.randn(4, 33, device=device, requires_grad=True),
+        torch.arange(4, device=device),
+    )
+
+    def attend() -> list[torch.Tensor]:
+        made = flashproto.attention(q, q, q, return_lse=with_lse, impl="triton")
+        return list(made) if with_lse else [made]
+
+    def lose() -> list[torch.Tensor]:  # the part of the z loss, without a gradient, is behind lse
+        return list(
+            flashproto.cross_entropy(
+                logits, targets, reduction="none", z_loss=0.1, impl="triton",
+                return_lse=with_lse, return_z_loss=True,
+            )
+        )  # fmt: skip
+
+    plain, given = call.Operator.backward_recipe, []
+
+    def noted(self, tensors, *others):
+        given.append([x is not None for x in tensors])
+        return plain(self, tensors, *others)
+
+    for function in attend, lose:
+        call.forget()
+        given.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(call.Operator, "backward_recipe", noted)
+            flashproto.explain(function)
+            told = list(given)
+            given.clear()
+            sum(x.sum() for x in function() if x.requires_grad).backward()
+        assert told == given and len(given) == 1
 
 
 def test_tells_what_is_copied(device: str) -> None:
