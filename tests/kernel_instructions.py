@@ -19,8 +19,8 @@ disassembled.  These are
     different    otherwise, and then the script ends with 1; so too where a case has no partner.
 
 Triton does not always compile to the same code: of one tree, one sm_100 kernel was two in nine
-processes with 3.6.0.  So what is different is compiled again by new processes, ATTEMPTS times in all;
-it is equal if some code is what both trees gave.
+processes with 3.6.0.  So what is different is compiled again by new processes, ATTEMPTS times in all,
+until the other tree has given every code that this one gave.
 
 --only takes the cases that a regular expression finds, "hopper 90 forward-64-causal-...".
 """
@@ -50,7 +50,7 @@ INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16
 REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
 ARGUMENT = re.compile(r"c\[0x0\]\[0x[0-9a-f]+\]")
 RELATIONS = "equal", "renumbered", "different"
-ATTEMPTS = 6
+ATTEMPTS = 12
 
 
 class Code(NamedTuple):
@@ -169,9 +169,9 @@ def exactly(names: Iterable[str]) -> str:
 
 def relation(ours: set[Code], theirs: set[Code]) -> str:
     """Of a kernel's codes in two trees, one of RELATIONS."""
-    if ours & theirs:
+    if ours <= theirs:
         return "equal"
-    return "renumbered" if {x.text for x in ours} & {x.text for x in theirs} else "different"
+    return "renumbered" if {x.text for x in ours} <= {x.text for x in theirs} else "different"
 
 
 def compare(other: str, only: str, code: bool) -> list[str]:
