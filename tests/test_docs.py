@@ -6,6 +6,8 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import torch
 
 import flashproto
 from flashproto import backends, hooks, nn
+from flashproto.bench import __main__ as bench
 from flashproto.bench import api, docs, plots
 
 RESULTS = docs.machines(docs.ROOT)
@@ -60,6 +63,32 @@ def test_pages_name_no_commit_and_no_run() -> None:
     for text in docs.texts(docs.ROOT).values():
         for commit in commits:
             assert text is None or commit is None or commit[:7] not in text
+
+
+def test_command_writes_what_is_stale(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "docs" / "results" / "card"
+    results.mkdir(parents=True)
+    for name in ("block.json", "norm.json", "launch.json"):
+        shutil.copy(docs.ROOT / "docs" / "results" / "h200" / name, results)
+    readme = tmp_path / "README.md"
+    readme.write_text("# flashproto\n")
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    bench.main(["docs"])
+    assert "README.md has no block" in capsys.readouterr().out
+    assert readme.read_text() == "# flashproto\n"
+    readme.write_text(f"# flashproto\n{docs.BEGIN}\n{docs.END}\n")
+    with pytest.raises(SystemExit, match=r"stale: README\.md"):
+        bench.main(["docs", "--check"])
+    bench.main(["docs"])
+    assert "| Transformer block" in readme.read_text()
+    page = (tmp_path / "docs" / "speed.md").read_text()
+    assert re.findall(r"pictures/(\w+)\.png", page) == ["norm"]
+    assert [path.name for path in (tmp_path / "docs" / "pictures").iterdir()] == ["norm.png"]
+    with pytest.raises(SystemExit) as caught:
+        bench.main(["docs", "--check"])
+    assert not caught.value.code
 
 
 def cell(unit: str, passes: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -123,7 +152,7 @@ def test_contenders_of_a_plot_have_colours_of_their_own() -> None:
 
 
 def test_plot_has_a_panel_for_each_pass_and_no_lines(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import matplotlib.figure
 

@@ -204,7 +204,7 @@ def groups() -> Iterator[tuple[str, str, dict[str, Any]]]:
     for other in others:
         _, _, rest = inspect.cleandoc(other.__doc__ or "").partition("\n\n")
         things = {f"{other.__name__}.{name}": thing for name, thing in public(other).items()}
-        introduction = "\n\n".join([headline(other) + ".", *map(escaped, rest.split("\n\n"))])
+        introduction = "\n\n".join([headline(other) + ".", *map(escaped, filter(None, [rest]))])
         yield f"`{other.__name__}`", introduction, things
 
 

@@ -29,7 +29,7 @@ PLACES = (
     "sdpa-efficient", "torch", "compile", "liger", "quack", "cut-cross-entropy",
 )  # fmt: skip
 COLOURS = (
-    "#d62728", "#d62728", "#ff9896", "#1f77b4", "#2ca02c", "#9467bd", "#7f7f7f",
+    "#d62728", "#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#7f7f7f",
     "#c7c7c7", "#7f7f7f", "#9467bd", "#2ca02c", "#1f77b4", "#8c564b",
     "#e377c2", "#bcbd22", "#17becf", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5",
 )  # fmt: skip
@@ -91,7 +91,7 @@ def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = s
             if len(here) * per_row <= NUMBERED:
                 axis.bar_label(bars, fmt="%.0f" if unit != "ms" else "%.2f", fontsize=7, padding=1)
         axis.set_title(which, fontsize=10, loc="left")
-        axis.set_ylabel("speed, ours = 1" if unit == "ms" else unit, fontsize=9)
+        axis.set_ylabel("speed, flashproto = 1" if unit == "ms" else unit, fontsize=9)
         axis.set_ylim(bottom=0)
         axis.set_xlim(-0.5, per_row - 0.5)
         labels = ["\n".join(textwrap.wrap(label(key), max(8, 96 // per_row))) for key in shown]
