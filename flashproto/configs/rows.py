@@ -129,7 +129,7 @@ def norm_forward(
 def norm_keeps_statistics(N: int) -> bool:
     """Whether the forward of the norms keeps the mean and rstd of each row for the backward.
 
-    Of narrow rows the backward works them out again, in about the same time (docs/hopper.md has figures);
+    Of narrow rows the backward works them out again, in about the same time (figures: docs/hopper.md);
     memory for them, asked for and kept, takes the host a tenth of a small call.
     """
     return N > WIDEST_WITHOUT_STATISTICS
