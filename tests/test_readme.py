@@ -117,6 +117,27 @@ def test_environment_is_as_shown(tmp_path: Path) -> None:
     assert shown in python("from flashproto.env import main; main([])", tmp_path)
 
 
+def options(text: str) -> set[str]:
+    return set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text)) - {"--help"}
+
+
+def test_options_of_the_trainer_are_documented() -> None:
+    """All of train_gpt.py and generate.py, and none that there is not."""
+    scripts = ("train_gpt.py", "generate.py", "compare_losses.py")
+    of_script = []
+    for script in scripts:
+        command = [sys.executable, str(ROOT / "examples" / script), "--help"]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        of_script.append(options(done.stdout))
+    training, generating, _ = of_script
+    documented = options((ROOT / "docs" / "training.md").read_text())
+    assert training | generating <= documented
+    assert documented <= set().union(*of_script)
+    section = README.read_text().split("## Train a small GPT")[1].split("\n## ")[0]
+    assert options(section) <= training | generating
+
+
 def table(heading: str) -> list[list[str]]:
     """The cells of the table behind a heading of README, without its first two lines."""
     rows = README.read_text().split(f"\n{heading}\n", 1)[1].split("\n|", 1)[1].split("\n\n", 1)[0]
