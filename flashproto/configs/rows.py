@@ -104,8 +104,6 @@ def norm_forward(
             return RowConfig(1, 4096, 4, split=True)
         return RowConfig(1, 4096, 8, split=True, max_registers=80)
     columns, chunks = (N // 4, 4) if N in (8192, 16384) else _chunks(N, 2048, (3, 5, 6, 7))
-    if N == 16384 and itemsize == 4 and centered:  # two tiles of partial sums, which are smaller then
-        columns, chunks = 2048, 8
     if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
         few = columns <= 256 or (columns <= 1024 and chunks < 7 and not centered)
         warps = min(max(columns * itemsize // (32 * (8 if few else 16)), 1), MAX_ROW_WARPS)
@@ -123,6 +121,8 @@ def norm_forward(
     rows = min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS)
     # The cap, above its needs, has the compiler load all rows before it adds up the first.
     cap = 64 if columns == 256 and itemsize == 2 and not centered else None
+    if centered and itemsize == 4 and columns == 2048:  # eight programs a multiprocessor
+        cap = 32
     return RowConfig(rows, columns, warps, max_registers=cap)
 
 
