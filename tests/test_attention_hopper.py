@@ -194,7 +194,7 @@ def test_three_consumers_where_they_have_less_to_do(
 ) -> None:
     config = configs.attention_forward_hopper(128, 8192, Kind(causal), Sq, heads, group)
     assert (config.W == 3) == (("causal" if causal else "full") in three)
-    assert (config.W == 2) == config.TURNS
+    assert (config.W == 2) == config.PINGPONG
     assert (0 if config.W == 3 else 96) == config.KEPT
     for Sk in (1000, 2047 if not causal else 6143):
         assert configs.attention_forward_hopper(128, Sk, Kind(causal), Sq, heads, group).W == 2

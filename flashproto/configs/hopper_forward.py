@@ -141,7 +141,7 @@ class HopperForward:
         return 128 + 32 * self.PRODUCERS
 
     @property
-    def TURNS(self) -> bool:
+    def PINGPONG(self) -> bool:
         """Whether the consumers take turns to issue products; more than two are faster without, if they
         can issue P V of one tile and the scores of the next together."""
         return self.W == 2 or (self.W == 3 and not self.OVERLAP)
@@ -161,7 +161,7 @@ class HopperForward:
 
     @property
     def PB(self) -> int:
-        return self.QB - self.W * self.TURNS
+        return self.QB - self.W * self.PINGPONG
 
 
 def attention_forward_hopper(

@@ -58,7 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .attention_backward_consumers import consumer, put_terms, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
-from .attention_backward_sums import count_item, hand_back, pass_turn, send_tile, take_turn
+from .attention_backward_sums import count_item, hand_back, release_dq_turn, send_tile, wait_for_dq_turn
 from .attention_backward_work import (
     PENDING,
     first_head,
@@ -193,7 +193,7 @@ def producer(args, CFG: gl.constexpr):
                     send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
-                    pass_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, place2, CFG)
                 load_q(
                     q_desc, ld_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
@@ -224,10 +224,10 @@ def producer(args, CFG: gl.constexpr):
             if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
-                    take_turn(turns_ptr, tile1, place1, CFG)
+                    wait_for_dq_turn(turns_ptr, tile1, place1, CFG)
             if CFG.DQ:
                 if g >= 2:
-                    pass_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, place2, CFG)
             tile1, tile2 = (b * H + h) * M + m, tile1
             place1, place2 = place(m, n, up, NB, M, offset, CFG), place1
             began = begins

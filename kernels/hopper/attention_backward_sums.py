@@ -21,12 +21,14 @@ producer; turns are the business of three of them, so that none holds up what an
 
 Why the order holds, in terms of PTX's memory model:
 
-    pass_turn   Bulk adds: the thread that issued them waits until they are complete, not only read
+    release_dq_turn
+                Bulk adds: the thread that issued them waits until they are complete, not only read
                 (wait_group without .read), which makes them visible to it; DONE puts them before what
                 the thread that counts does.  Atomics: the consumers issued theirs before they arrived
                 at QB, where the producer has waited.  Either way they happen before the increment of
                 the counter, since its release is cumulative.
-    take_turn   Warp 1 reads the counter with acquire, so that the earlier adds happen before what
+    wait_for_dq_turn
+                Warp 1 reads the counter with acquire, so that the earlier adds happen before what
                 follows.  Bulk adds go through the asynchronous proxy: the proxy fence puts them behind
                 what was acquired, and warp 0 issues them behind a barrier (OB) at which warp 1 arrives
                 after that.  Consumers with atomics meet warp 1 at EMPTY before theirs.
@@ -145,9 +147,9 @@ def hand_back(g, CFG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def taking(CFG):
-    """PTX of take_turn: the second warp looks until the counter $1 says $2 at least, then tells the
-    consumers whose adds are atomics."""
+def wait_for_dq_turn_ptx(CFG):
+    """PTX of wait_for_dq_turn: the second warp looks until the counter $1 says $2 at least, then tells
+    the consumers whose adds are atomics."""
     waiting = [c for c in range(2) if not by_tma(CFG.DQ, c)]
     tell = "\n".join(f"bar.arrive {CFG.EMPTY + c}, {CFG.TURN};" for c in waiting)
     return f"""{{
@@ -169,9 +171,9 @@ def taking(CFG):
 
 
 @gluon.constexpr_function
-def passing(CFG):
-    """PTX of pass_turn: the first warp waits for the bulk adds, which it issued, and the third counts
-    at $1; neither holds up the other."""
+def release_dq_turn_ptx(CFG):
+    """PTX of release_dq_turn: the first warp waits for the bulk adds, which it issued, and the third
+    counts at $1; neither holds up the other."""
     wait = "cp.async.bulk.wait_group 0;" if CFG.DQ else ""
     return f"""{{
         .reg .pred p;
@@ -197,11 +199,11 @@ def passing(CFG):
 
 
 @gluon.jit
-def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
+def wait_for_dq_turn(turns_ptr, tile, place, CFG: gl.constexpr):
     """Wait until the first key tile or, in order, `place` of them have added to query tile `tile`; in
     one warp only."""
     if CFG.FIRST:
-        PTX: gl.constexpr = taking(CFG)
+        PTX: gl.constexpr = wait_for_dq_turn_ptx(CFG)
         if not CFG.ORDERED:
             place = gl.minimum(place, 1)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
@@ -209,11 +211,11 @@ def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
+def release_dq_turn(turns_ptr, tile, place, CFG: gl.constexpr):
     """Count the adds of the first key tile or, in order, of any to query tile `tile`, once they are
     complete; after QB."""
     if CFG.FIRST:
-        PTX: gl.constexpr = passing(CFG)
+        PTX: gl.constexpr = release_dq_turn_ptx(CFG)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
         if CFG.ORDERED:
             gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
@@ -226,7 +228,7 @@ def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def counting(CFG, pending):
+def count_item_ptx(CFG, pending):
     """PTX of count_item: the first warp waits for the bulk adds, which it issued, but not for the last
     `pending` ones, and counts at $1."""
     wait = f"cp.async.bulk.wait_group {pending};" if CFG.DQ else ""
@@ -248,12 +250,12 @@ def counting(CFG, pending):
 @gluon.jit
 def count_item(turns_ptr, head, BEHIND: gl.constexpr, CFG: gl.constexpr):
     """Count an item of a key head as finished, once all bulk adds but the last BEHIND are complete, and
-    with them its own; as pass_turn, but once an item, so that one warp will do.
+    with them its own; as release_dq_turn, but once an item, so that one warp will do.
 
     An item is counted when the next one has left but for its last two steps.  If that has LEAST_STEPS,
     PENDING bulk adds or more are behind those of the item, so that nobody waits for these.  (Shorter
     ones are counted too early, and their counts not used.)
     """
-    PTX: gl.constexpr = counting(CFG, BEHIND)
+    PTX: gl.constexpr = count_item_ptx(CFG, BEHIND)
     at = (turns_ptr - 1 - head).to(gl.int64)
     gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)

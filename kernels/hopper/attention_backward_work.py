@@ -46,8 +46,8 @@ last key tile.  For both:
   numbers.  A program takes items in increasing order, and only programs that are running take any.  Of
   the items taken and not finished, the lowest has all lower ones behind it: they were taken before, and
   are finished.  So whoever has it is at work on it, and waits for none; and what a program has added is
-  counted without a wait for what it adds next (pass_turn, take_turn: two warps).  This holds however
-  few of the programs are on the device at once, and when other kernels share it.
+  counted without a wait for what it adds next (release_dq_turn, wait_for_dq_turn: two warps).  This
+  holds however few of the programs are on the device at once, and when other kernels share it.
 - Hardly any waits for long.  Downwards, what a key tile visits is the beginning of what the one before
   it visits, in the same order, so that it follows one turn behind from its first tile on.  (From the
   diagonal up, each that starts at the same time would have to wait until the one before it arrives

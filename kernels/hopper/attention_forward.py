@@ -22,7 +22,7 @@ it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
     otherwise  when both are done, with the registers of P free again: another consumer's products run
 
 and two or three consumers take turns to issue (PB), so that one computes its softmax while others have
-the tensor cores; four, and three with OVERLAP, do without (TURNS).  Across items likewise: the first
+the tensor cores; four, and three with OVERLAP, do without (PINGPONG).  Across items likewise: the first
 scores of the next item are issued behind the last P V of this one, and the epilogue (lse, 1 / l, the
 stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing depends on there being
 a next tile: the producer ends with a phantom K and Q of no bytes.

@@ -86,15 +86,15 @@ def masked(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(c: gl.constexpr, CFG: gl.constexpr):
+def pingpong_wait(c: gl.constexpr, CFG: gl.constexpr):
     """Wait until the other consumers have issued their products."""
-    if CFG.TURNS:
+    if CFG.PINGPONG:
         static_sync(CFG.PB + c, 256)
 
 
 @gluon.jit
-def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
-    if CFG.TURNS:
+def pingpong_signal(c: gl.constexpr, CFG: gl.constexpr):
+    if CFG.PINGPONG:
         static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
 
 
@@ -215,10 +215,10 @@ def attend(
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
-        take_turn(c, CFG)
+        pingpong_wait(c, CFG)
         x = scores(q, kept, ks, kslot, z, CFG)
         acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
-        pass_turn(c, CFG)
+        pingpong_signal(c, CFG)
         x = warpgroup_mma_wait(1, deps=(x,))
         bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
@@ -245,12 +245,12 @@ def attend(
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
     # the last P V of this work item, and the first scores of the next one under it
-    take_turn(c, CFG)
+    pingpong_wait(c, CFG)
     acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
     mbarrier.wait(q_full.index(c), r & 1)
     kept = kept_queries(q, CFG)
     x = scores(q, kept, ks, kslot, z, CFG)
-    pass_turn(c, CFG)
+    pingpong_signal(c, CFG)
     lse, normaliser = softmax_finish(shift, l, gl.SliceLayout(1, z.type.layout))
     store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -274,8 +274,8 @@ def sit_out(
         static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     for i in range(0, n - 1):
-        take_turn(c, CFG)
-        pass_turn(c, CFG)
+        pingpong_wait(c, CFG)
+        pingpong_signal(c, CFG)
         mbarrier.wait(k_full.index(kslot), kphase)
         bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
@@ -286,10 +286,10 @@ def sit_out(
         vslot, vphase = advance(vslot, vphase, CFG.VS)
     mbarrier.wait(k_full.index(kslot), kphase)
     mbarrier.wait(v_full.index(vslot), vphase)
-    take_turn(c, CFG)
+    pingpong_wait(c, CFG)
     mbarrier.wait(q_full.index(c), r & 1)
     x = scores(q, (0, 0), ks, kslot, z, CFG)
-    pass_turn(c, CFG)
+    pingpong_signal(c, CFG)
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
     x = warpgroup_mma_wait(0, deps=(x,))
@@ -323,13 +323,13 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     vslot = 0
     vphase = 0
     if c == CFG.W - 1:
-        pass_turn(c, CFG)
+        pingpong_signal(c, CFG)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(c), 0)
     kept = kept_queries(q, CFG)
-    take_turn(c, CFG)
+    pingpong_wait(c, CFG)
     x = scores(q, kept, ks, 0, z, CFG)
-    pass_turn(c, CFG)
+    pingpong_signal(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
         row = row0 + CFG.CQ * c
