@@ -72,7 +72,7 @@ from .attention_backward_work import (
 )
 from .dependent_launches import let_next_begin, wait_for_launch_before
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, leave, static_sync
+from .warpgroups import bar_sync, exit_threads, static_sync
 
 # --- the producer --------------------------------------------------------------------------------
 
@@ -240,7 +240,7 @@ def producer(args, CFG: gl.constexpr):
             count_item(turns_ptr, head1, 0, CFG)
     elif CFG.DQ:
         tma.store_wait(0)
-    leave()
+    exit_threads()
 
 
 # --- the main kernel -----------------------------------------------------------------------------

@@ -37,8 +37,8 @@ from .attention_backward_work import (
 from .warpgroups import (
     accumulator,
     bar_arrive,
+    exit_threads,
     hidden_zero,
-    leave,
     left_operand,
     matrix,
     static_sync,
@@ -324,7 +324,7 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
         t = noted_item(note) if CFG.NOTED else following
-    leave()
+    exit_threads()
 
 
 # --- head_dim 256 ---------------------------------------------------------------------------------
@@ -419,4 +419,4 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave()
+    exit_threads()

@@ -25,7 +25,15 @@ from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import put_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
-from .warpgroups import accumulator, bar_arrive, leave, left_operand, matrix, static_arrive, static_sync
+from .warpgroups import (
+    accumulator,
+    bar_arrive,
+    exit_threads,
+    left_operand,
+    matrix,
+    static_arrive,
+    static_sync,
+)
 
 
 @gluon.jit
@@ -130,4 +138,4 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave()
+    exit_threads()

@@ -64,7 +64,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .attention_forward_consumers import consumer
 from .attention_forward_work import producer
-from .warpgroups import leave
+from .warpgroups import exit_threads
 
 VARYING = (
     "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
@@ -120,8 +120,8 @@ def attention_forward_kernel(
             [
                 (consumer, (gl.constexpr(0), consume, CFG)),
                 (producer, (produce, CFG)),
-                (leave, ()),
-                (leave, ()),
+                (exit_threads, ()),
+                (exit_threads, ()),
             ],
             [1, 1, 2],
             [24, 24, 24],
@@ -132,8 +132,8 @@ def attention_forward_kernel(
                 (consumer, (gl.constexpr(0), consume, CFG)),
                 (consumer, (gl.constexpr(1), consume, CFG)),
                 (producer, (produce, CFG)),
-                (leave, ()),
-                (leave, ()),
+                (exit_threads, ()),
+                (exit_threads, ()),
             ],
             [4, 1, 1, 2],
             [CFG.REGISTERS, 24, 24, 24],

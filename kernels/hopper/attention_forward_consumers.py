@@ -26,9 +26,9 @@ from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_til
 from .warpgroups import (
     accumulator,
     bar_arrive,
+    exit_threads,
+    exit_threads_if,
     hidden_zero,
-    leave,
-    leave_when,
     left_operand,
     matrix,
     static_arrive,
@@ -361,9 +361,9 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         n = n1
     # It also compiles 1 to 1.5 seconds faster with this: MLIR's canonicalizer asks again and again if
     # the body has effects, from its last block backwards, and would read past the epilogue to a store.
-    # Of the two ways to leave, which neither ptxas sees through, one lets it keep a word more in
+    # Of the two ways to exit, which neither ptxas sees through, one lets it keep a word more in
     # registers with four consumers, and gives the causal loop of head_dim 128 the better order.
     if CFG.W == 4 or (CFG.D == 128 and CFG.KIND.CAUSAL):
-        leave_when(t, total)
+        exit_threads_if(t, total)
     else:
-        leave()
+        exit_threads()

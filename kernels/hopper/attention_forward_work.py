@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..schedule import key_ranges
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, hidden_zero, leave, static_sync
+from .warpgroups import bar_sync, exit_threads, hidden_zero, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -193,4 +193,4 @@ def producer(args, CFG: gl.constexpr):
     for c in gl.static_range(W):
         static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
-    leave()
+    exit_threads()

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .warpgroups import leave, static_arrive, static_sync
+from .warpgroups import exit_threads, static_arrive, static_sync
 
 ORDER = gl.constexpr(15)  # the named barrier behind which the number lies
 ALONE = gl.constexpr(14)  # where the first warpgroup waits for itself; the second one below
@@ -30,7 +30,7 @@ def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         static_arrive(ORDER, 256)
     gl.store(out_ptr + 2 * i, i)
     if LEAVES:
-        leave()
+        exit_threads()
 
 
 @gluon.jit
@@ -52,7 +52,7 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         given = gl.sum(number.load(L), 0)
     gl.store(out_ptr + 2 * i + 1, given)
     if LEAVES:
-        leave()
+        exit_threads()
 
 
 @gluon.jit

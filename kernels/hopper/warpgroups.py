@@ -10,8 +10,8 @@ or that the kernel is over, between barriers of all threads.  compute-sanitizer'
 seems to compare how many barriers a reader and a writer have waited at, whoever else took part, and
 takes that for a race where the first partition has waited at more.  So the mbarriers are made ready
 behind Triton's hand-over, by the first partition, for which the others wait at a named barrier; and
-nobody comes to hear that the kernel is over: each thread ends itself (leave).  No warp may be without
-a partition then, as it would wait for ever: there are partitions that only leave.
+nobody comes to hear that the kernel is over: each thread ends itself (exit_threads).  No warp may be
+without a partition then, as it would wait for ever: some partitions only exit.
 """
 
 from triton.experimental import gluon
@@ -51,7 +51,7 @@ def static_arrive(ID: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def leave():
+def exit_threads():
     """End the thread: the last that every partition does, or none.
 
     Under a condition that always holds, which ptxas notices late: told at once that there is no way on,
@@ -71,8 +71,8 @@ def leave():
 
 
 @gluon.jit
-def leave_when(n, most):
-    """leave, where n >= most: which always holds too, but ptxas cannot know."""
+def exit_threads_if(n, most):
+    """exit_threads, where n >= most: which always holds too, but ptxas cannot know."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
