@@ -508,7 +508,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(masks, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(masks, "first_clear", masks.first_clear.fn)
-    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    monkeypatch.setattr(work, "opaque_zero", lambda: 0)
     monkeypatch.setattr(work, "place", work.place.fn)
     ranges_on_the_host(monkeypatch)
     monkeypatch.setattr(work, "query_range", schedule.query_range.fn)

@@ -131,7 +131,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         "where": torch.where,
     }
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
-    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    monkeypatch.setattr(work, "opaque_zero", lambda: 0)
     monkeypatch.setattr(work, "quotient", lambda a, b: a // b)
 
     ranges_on_the_host(monkeypatch)

@@ -38,9 +38,9 @@ from .warpgroups import (
     accumulator,
     bar_arrive,
     exit_threads,
-    hidden_zero,
     left_operand,
     matrix,
+    opaque_zero,
     static_sync,
     wide_rows,
 )
@@ -271,8 +271,8 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
-            kc = matrix(ks.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
-            vc = matrix(vs.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
+            kc = matrix(ks.index(at + opaque_zero()), BN, D).slice(64 * c, 64, 0)
+            vc = matrix(vs.index(at + opaque_zero()), BN, D).slice(64 * c, 64, 0)
         else:
             kc = 0
             vc = 0

@@ -63,7 +63,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import query_range
-from .warpgroups import hidden_zero
+from .warpgroups import opaque_zero
 
 # What turns_ptr points at: [0] the counter of work items, from FIRST_NUMBER on the numbers of the last
 # items of each program, from FIRST_TURN on the counters of query tiles; from [-1] backwards those of
@@ -112,7 +112,7 @@ def put_item(turns_ptr, r, t):
 @gluon.jit
 def get_item(turns_ptr, r):
     """The number of the program's r-th item, once its first queries have come."""
-    return gl.load(number_of(turns_ptr, r + hidden_zero()))
+    return gl.load(number_of(turns_ptr, r + opaque_zero()))
 
 
 @gluon.constexpr_function
@@ -255,7 +255,7 @@ def distance(index, dist, CFG: gl.constexpr):
     """dist, where the inner loop is at `index`."""
     if CFG.DOWN:
         # not known to stay the same, or the comparisons of masks would be kept in registers
-        return dist + hidden_zero()
+        return dist + opaque_zero()
     else:
         return index
 

@@ -28,9 +28,9 @@ from .warpgroups import (
     bar_arrive,
     exit_threads,
     exit_threads_if,
-    hidden_zero,
     left_operand,
     matrix,
+    opaque_zero,
     static_arrive,
     static_sync,
     wide_rows,
@@ -163,7 +163,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
     cols = gl.arange(0, D, gl.SliceLayout(0, L))
     # not known to stay the same, or what follows from them would be kept in registers over all tiles;
     # the lane's part of a column is moved to the other side, as in mask_scores
-    zero = hidden_zero()
+    zero = opaque_zero()
     base = o_ptr + (b.to(gl.int64) * (so_b + zero) + heads.to(gl.int64) * (so_h + zero)) * 8
     gl.store(
         base + rows.to(gl.int64)[:, None] * (so_s + zero) * 8 + cols[None, :],
@@ -333,7 +333,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
         row = row0 + CFG.CQ * c
-        keys = Sk + hidden_zero()  # as in store_tile
+        keys = Sk + opaque_zero()  # as in store_tile
         r += 1
         # where the next item is, early: the divisions would hold up the last product
         t = following

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..schedule import key_ranges
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, exit_threads, hidden_zero, static_sync
+from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -94,7 +94,7 @@ def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
     """Where the queries of a consumer's 64 rows end: at once for heads that the group does not have."""
     if CFG.PACK > 1:
         # the group is not known to stay the same, as in store_tile of attention_forward_consumers.py
-        return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + hidden_zero(), Sq, 0)
+        return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + opaque_zero(), Sq, 0)
     else:
         return Sq
 

@@ -85,7 +85,7 @@ def exit_threads_if(n, most):
 
 
 @gluon.jit
-def hidden_zero():
+def opaque_zero():
     """A zero that the compiler cannot see through."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
