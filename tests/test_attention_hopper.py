@@ -265,7 +265,7 @@ def test_backward_configurations(
     assert (half > 0 and not causal and config.FIRST and not config.ORDERED) == config.TERMS_FIRST
     assert ((half, 0) if causal or config.TERMS_FIRST else (0, half)) == (config.KEPT_K, config.KEPT_V)
     assert config.DOWN or not (causal and D in (96, 128))
-    assert (half > 0 and causal and config.ROTATE and not config.WAVES) == config.NOTED
+    assert (half > 0 and causal and config.ROTATE and not config.WAVES) == config.ITEM_IN_SMEM
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ class HopperBackward:
         return 64 * (self.KEPT and not self.KEPT_K)
 
     @property
-    def NOTED(self) -> bool:
+    def ITEM_IN_SMEM(self) -> bool:
         """Whether a consumer keeps its item's number in shared memory, not in a register and global
         memory, for the order in which ptxas then puts the loops: down to zeros at head_dim 128 0.99 to
         1.04 at 8192, 1.02 to 1.04 at 16384; in waves 1.01 at 8192, 1.00 at 16384, 0.99 at 32768; else

@@ -286,11 +286,11 @@ def attention_backward_kernel(
         terms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
     else:
         terms = 0
-    if CFG.NOTED:
-        notes = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        note0, note1 = notes.index(0), notes.index(1)
+    if CFG.ITEM_IN_SMEM:
+        stashes = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        stash0, stash1 = stashes.index(0), stashes.index(1)
     else:
-        note0, note1 = 0, 0
+        stash0, stash1 = 0, 0
     if CFG.DQ:
         stages = gl.allocate_shared_memory(
             gl.float32, [2 if CFG.DQ == 1 else 1, 128, 32], dq_desc.layout
@@ -336,8 +336,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
-                (consumer, (gl.constexpr(0), terms, note0, consume, CFG)),
-                (consumer, (gl.constexpr(1), terms, note1, consume, CFG)),
+                (consumer, (gl.constexpr(0), terms, stash0, consume, CFG)),
+                (consumer, (gl.constexpr(1), terms, stash1, consume, CFG)),
             ],
             [4, 4],
             [240, 240],

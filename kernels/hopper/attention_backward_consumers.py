@@ -30,9 +30,9 @@ from .attention_backward_work import (
     inner_step,
     key_tile,
     loops,
-    note_item,
-    noted_item,
     outer_step,
+    stash_item,
+    stashed_item,
 )
 from .warpgroups import (
     accumulator,
@@ -233,13 +233,13 @@ def trips(
 
 
 @gluon.jit
-def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
+def consumer(c: gl.constexpr, terms, stash, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
     in registers, from which the tensor cores take them in every step (CFG.KEPT).  That leaves none for
-    P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.  note: a word
-    of shared memory, this warpgroup's own, for the number of its item (CFG.NOTED).
+    P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.  stash: a word
+    of shared memory, this warpgroup's own, for the number of its item (CFG.ITEM_IN_SMEM).
     """
     (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
@@ -260,12 +260,12 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
     static_sync(CFG.OB, 384)
     mbarrier.wait(q_full.index(0), 0)
     following = get_item(turns_ptr, 0)
-    if CFG.NOTED:
-        note_item(note, following)
+    if CFG.ITEM_IN_SMEM:
+        stash_item(stash, following)
     mbarrier.wait(k_full.index(0), 0)
     if not CFG.KEPT:
         mbarrier.wait(do_full.index(0), 0)
-    t = noted_item(note) if CFG.NOTED else following
+    t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
@@ -313,17 +313,17 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
             )  # fmt: skip
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
-        t = noted_item(note) if CFG.NOTED else get_item(turns_ptr, r)
+        t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
-        if CFG.NOTED:
-            note_item(note, following)
+        if CFG.ITEM_IN_SMEM:
+            stash_item(stash, following)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
-        t = noted_item(note) if CFG.NOTED else following
+        t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     exit_threads()
 
 

@@ -13,7 +13,8 @@ that writes it is the one that then arrives at that barrier, by which it is rele
 there.  When the number of item n is written, the consumers have ended all steps before but two, so that
 they are at the end of item n - 3 at the earliest, where they read those of n - 3 and n - 2: a ring of
 four will do.  (In shared memory racecheck takes the number for a race, see warpgroups.py.)  What a
-consumer got it keeps, or asks for again; under CFG.NOTED in shared memory that no other warpgroup uses.
+consumer got it keeps, or asks for again; under CFG.ITEM_IN_SMEM in shared memory that no other
+warpgroup uses.
 
 By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
 first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one
@@ -116,21 +117,21 @@ def get_item(turns_ptr, r):
 
 
 @gluon.constexpr_function
-def note_layout():
+def stash_layout():
     """Layout of a number [1], the same in all threads."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
-def note_item(note, t):
+def stash_item(stash, t):
     """Keep the number of a warpgroup's item in a word of shared memory [1] that no other reads."""
-    note.store(gl.full([1], t, gl.int32, note_layout()))
+    stash.store(gl.full([1], t, gl.int32, stash_layout()))
 
 
 @gluon.jit
-def noted_item(note):
-    """What note_item keeps."""
-    return gl.sum(note.load(note_layout()), 0)
+def stashed_item(stash):
+    """What stash_item keeps."""
+    return gl.sum(stash.load(stash_layout()), 0)
 
 
 @gluon.jit
