@@ -118,7 +118,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
             descriptors = {
                     "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
-                    "ld_desc": lse_and_delta(config.BM), "dq_desc": float32(128, 32),
+                    "lse_delta_desc": lse_and_delta(config.BM), "dq_desc": float32(128, 32),
                 }  # fmt: skip
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64

@@ -55,7 +55,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .attention_backward_consumers import consumer, put_terms, wide_consumer
+from .attention_backward_consumers import consumer, store_selector, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
 from .attention_backward_sums import count_item, hand_back, release_dq_turn, send_tile, wait_for_dq_turn
@@ -78,12 +78,12 @@ from .warpgroups import bar_sync, exit_threads, static_sync
 
 
 @gluon.jit
-def load_q(q_desc, ld_desc, b, h, m, H, M, full, q, ld, more, CFG: gl.constexpr):
+def load_q(q_desc, lse_delta_desc, b, h, m, H, M, full, q, lse_delta, more, CFG: gl.constexpr):
     """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
     if more:
         mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
         tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
-        tma_load(ld_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, ld)
+        tma_load(lse_delta_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, lse_delta)
     else:
         mbarrier.expect(full, 0)
 
@@ -134,8 +134,9 @@ def producer(args, CFG: gl.constexpr):
     whose dQ leaves meanwhile.  Behind the last item there are two steps in which nothing comes.
     """
     (
-        q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
+        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
+        BH, HG, offset, variables,
     ) = args  # fmt: skip
     # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
     # steps has one
@@ -143,7 +144,7 @@ def producer(args, CFG: gl.constexpr):
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
     if CFG.KEPT:
-        put_terms(terms)
+        store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
     static_sync(CFG.OB, 384)
@@ -195,8 +196,8 @@ def producer(args, CFG: gl.constexpr):
                 if CFG.DQ == 0:
                     release_dq_turn(turns_ptr, tile2, place2, CFG)
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
+                    q_desc, lse_delta_desc, b, h, m, H, M,
+                    q_full.index(slot), qs.index(slot), lse_deltas.index(slot), more == 1, CFG,
                 )  # fmt: skip
                 if not CFG.ORDERED:
                     send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
@@ -204,8 +205,8 @@ def producer(args, CFG: gl.constexpr):
                 if g == 0:
                     item = t
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
+                    q_desc, lse_delta_desc, b, h, m, H, M,
+                    q_full.index(slot), qs.index(slot), lse_deltas.index(slot), more == 1, CFG,
                 )  # fmt: skip
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
             # The last step of an item gives back its keys, with its queries.
@@ -253,7 +254,7 @@ VARYING = (
 @gluon.jit(do_not_specialize=VARYING)
 def attention_backward_kernel(
     q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
-    ld_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
+    lse_delta_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
     dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
     turns_ptr,  # counters and numbers of items, see attention_backward_work.py
     dk_ptr, dv_ptr,
@@ -277,15 +278,15 @@ def attention_backward_kernel(
     dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
     ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
-    lds = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], ld_desc.layout)
+    lse_deltas = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], lse_delta_desc.layout)
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
     if CFG.KEPT:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
-        terms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
+        selector = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
     else:
-        terms = 0
+        selector = 0
     if CFG.ITEM_IN_SMEM:
         stashes = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         stash0, stash1 = stashes.index(0), stashes.index(1)
@@ -303,11 +304,12 @@ def attention_backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     produce = (
-        q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
+        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
+        BH, HG, offset, variables,
     )  # fmt: skip
     consume = (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -336,8 +338,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
-                (consumer, (gl.constexpr(0), terms, stash0, consume, CFG)),
-                (consumer, (gl.constexpr(1), terms, stash1, consume, CFG)),
+                (consumer, (gl.constexpr(0), selector, stash0, consume, CFG)),
+                (consumer, (gl.constexpr(1), selector, stash1, consume, CFG)),
             ],
             [4, 4],
             [240, 240],

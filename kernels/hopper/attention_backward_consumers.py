@@ -49,7 +49,7 @@ from .warpgroups import (
 
 
 @gluon.jit
-def choose(TERM: gl.constexpr, LAYOUT: gl.constexpr):
+def select_columns(TERM: gl.constexpr, LAYOUT: gl.constexpr):
     """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
     ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
@@ -58,25 +58,27 @@ def choose(TERM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def product(
-    rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr, terms=0, kept=0,
+    rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, kept=0,
     KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
 ):  # fmt: skip
-    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of ld
-    [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the first KEPT
-    columns of rows in registers.
+    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of
+    lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
+    first KEPT columns of rows in registers.
 
     The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
     registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
     give.  A product with ones in three columns takes a fourth of that, and four registers or, if those
-    are not there (SHARED), a place in shared memory, terms.  It leaves `probabilities` and
+    are not there (SHARED), a place in shared memory, selector.  It leaves `probabilities` and
     `score_gradient` nothing to subtract.
     """
-    BM: gl.constexpr = ld.shape[0]
+    BM: gl.constexpr = lse_delta.shape[0]
     D: gl.constexpr = queries.shape[1]
     x = gl.zeros([64, BM], gl.float32, LAYOUT)
     if TERM_FIRST:
         gl.static_assert(SHARED)
-        x = warpgroup_mma(terms.index(TERM // 3), ld.permute((1, 0)), x, use_acc=False, is_async=True)
+        x = warpgroup_mma(
+            selector.index(TERM // 3), lse_delta.permute((1, 0)), x, use_acc=False, is_async=True
+        )
     if KEPT:
         first = queries.slice(0, KEPT, 1)
         x = warpgroup_mma(kept, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
@@ -86,19 +88,19 @@ def product(
         x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
     if not TERM_FIRST:
         if SHARED:
-            ones = terms.index(TERM // 3)
+            ones = selector.index(TERM // 3)
         else:
-            ones = choose(TERM, left_operand(LAYOUT))
-        x = warpgroup_mma(ones, ld.permute((1, 0)), x, is_async=True)
+            ones = select_columns(TERM, left_operand(LAYOUT))
+        x = warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
     return x
 
 
 @gluon.jit
-def put_terms(terms):
-    """Write what chooses LSE and DELTA [2, 64, COLUMNS]; by four warps."""
+def store_selector(selector):
+    """Write the selector of LSE and that of DELTA [2, 64, COLUMNS]; by four warps."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    terms.index(0).store(choose(LSE, L))
-    terms.index(1).store(choose(DELTA, L))
+    selector.index(0).store(select_columns(LSE, L))
+    selector.index(1).store(select_columns(DELTA, L))
 
 
 # --- stores ----------------------------------------------------------------------------------------
@@ -128,7 +130,7 @@ def steps(
 ):  # fmt: skip
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
-    dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full = shared
+    dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full = shared
     at, once_k, once_v, kept, limit = own
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -143,7 +145,7 @@ def steps(
         slot = it & 1
         q = matrix(qs.index(slot), BM, D)
         do = matrix(dos.index(slot), BM, D)
-        ld = lds.index(slot)
+        lse_delta = lse_deltas.index(slot)
         here = at + (it >> 30)
         k = matrix(ks.index(here), BN, D)
         if CFG.ONCE:
@@ -152,10 +154,12 @@ def steps(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT, CFG.TERMS_FIRST)
+        x = product(kc, q, lse_delta, LSE, ST, selector, kept, CFG.KEPT_K, CFG.KEPT, CFG.TERMS_FIRST)
         if CFG.KEPT:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-        dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT, CFG.TERMS_FIRST)
+        dp = product(
+            vc, do, lse_delta, DELTA, ST, selector, kept, CFG.KEPT_V, CFG.KEPT, CFG.TERMS_FIRST
+        )
         # all but the products that make dP
         x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
         if MASK == ASKED:
@@ -233,7 +237,7 @@ def trips(
 
 
 @gluon.jit
-def consumer(c: gl.constexpr, terms, stash, args, CFG: gl.constexpr):
+def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
@@ -242,7 +246,7 @@ def consumer(c: gl.constexpr, terms, stash, args, CFG: gl.constexpr):
     of shared memory, this warpgroup's own, for the number of its item (CFG.ITEM_IN_SMEM).
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -254,7 +258,7 @@ def consumer(c: gl.constexpr, terms, stash, args, CFG: gl.constexpr):
     AC: gl.constexpr = accumulator(D)
     AT: gl.constexpr = left_operand(ST)
     dt: gl.constexpr = qs.dtype
-    shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
+    shared = dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full
     r = 0
     it = 0
     static_sync(CFG.OB, 384)
@@ -337,7 +341,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -377,7 +381,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    x = product(k, q, lds.index(slot), LSE, ST)
+                    x = product(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
                     x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
@@ -387,7 +391,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-                    dp = product(v, do, lds.index(slot), DELTA, ST)
+                    dp = product(v, do, lse_deltas.index(slot), DELTA, ST)
                     dp = warpgroup_mma_wait(0, deps=(dp,))
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)

@@ -40,7 +40,7 @@ from .warpgroups import (
 def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: keys 64 c ... 64 c + 63 of the tile, and those 128 behind them."""
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -81,10 +81,10 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 k = matrix(ks.index(it >> 30), BN, D)
                 v = matrix(vs.index(it >> 30), BN, D)
                 dsw = dss.index(slot)
-                ld = lds.index(slot)
+                lse_delta = lse_deltas.index(slot)
                 k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
-                x = product(k0, q, ld, LSE, AC)
-                dp = product(v0, do, ld, DELTA, AC)
+                x = product(k0, q, lse_delta, LSE, AC)
+                dp = product(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
                 x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
@@ -94,10 +94,10 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dsw.slice(64 * c, 64, 0).store(ds)
                 dv0 = warpgroup_mma_wait(0, deps=(dv0,))
                 k1, v1 = k.slice(128 + 64 * c, 64, 0), v.slice(128 + 64 * c, 64, 0)
-                x = product(k1, q, ld, LSE, AC)
+                x = product(k1, q, lse_delta, LSE, AC)
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
-                dp = product(v1, do, ld, DELTA, AC)
+                dp = product(v1, do, lse_delta, DELTA, AC)
                 x = masked(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)

@@ -38,7 +38,7 @@ NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any e
     ]
 )  # fmt: skip
 def preprocess_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, ld_ptr, dq_ptr, turns_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr, turns_ptr,
     Sq, Sp,  # queries, and queries padded to whole tiles
     zeroed,  # of those the first ones, whose sums of dQ start at zero
     H, D_out,
@@ -85,7 +85,7 @@ def preprocess_kernel(
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     parts = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, 0.0)))
-    at = ld_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
+    at = lse_delta_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
     tl.store(at, parts.to(tl.bfloat16))
 
 
