@@ -263,7 +263,7 @@ def attend(
 
 
 @gluon.jit
-def sit_out(
+def skip_item(
     c: gl.constexpr, ks, q_full, k_full, v_full, q, z, n, r,
     kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
@@ -347,7 +347,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
-                x, kslot, kphase, vslot, vphase = sit_out(
+                x, kslot, kphase, vslot, vphase = skip_item(
                     c, ks, q_full, k_full, v_full, q, z, n, r, kslot, kphase, vslot, vphase, CFG
                 )
         else:
