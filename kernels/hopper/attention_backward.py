@@ -58,7 +58,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from .attention_backward_consumers import consumer, store_selector, wide_consumer
 from .attention_backward_pairs import pair_consumer
 from .attention_backward_rows import COLUMNS
-from .attention_backward_sums import count_item, hand_back, release_dq_turn, send_tile, wait_for_dq_turn
+from .attention_backward_sums import (
+    count_item,
+    release_dq_buffer,
+    release_dq_turn,
+    send_tile,
+    wait_for_dq_turn,
+)
 from .attention_backward_work import (
     PENDING,
     first_head,
@@ -159,7 +165,7 @@ def producer(args, CFG: gl.constexpr):
     head, head1 = -1, -1  # key heads of the last two items
     t = first_item(turns_ptr, CFG)
     if t < total:
-        hand_back(0, CFG)
+        release_dq_buffer(0, CFG)
     more = 1
     while more == 1:
         more = gl.where(t < total, 1, 0)
@@ -218,10 +224,10 @@ def producer(args, CFG: gl.constexpr):
                 r += 1
             if CFG.PAIRS:
                 if (g == 1) & (more == 1):
-                    hand_back(1, CFG)
+                    release_dq_buffer(1, CFG)
             if (more == 1) | (j < LEFT):
                 if g >= 2:
-                    hand_back(g, CFG)
+                    release_dq_buffer(g, CFG)
             if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way

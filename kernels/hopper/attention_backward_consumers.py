@@ -21,7 +21,7 @@ from .attention_backward_masks import (
     masked,
 )
 from .attention_backward_rows import COLUMNS, DELTA, LSE
-from .attention_backward_sums import put_dq
+from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import (
     comes_first,
     distance,
@@ -194,7 +194,7 @@ def steps(
         dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         bar_arrive(CFG.OB + slot, 384)
-        put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+        accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
         it += 1
         # these waits also hold ptxas from waiting for dK before dQ leaves
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
@@ -406,7 +406,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma(dsw, q.slice(N * c, N, 1), dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+                accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 it += 1
                 # this wait holds ptxas from waiting for dK before the adds
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)

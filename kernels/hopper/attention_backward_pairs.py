@@ -23,7 +23,7 @@ from ..scores import probabilities, score_gradient
 from .attention_backward_consumers import product, store_rows
 from .attention_backward_masks import masked
 from .attention_backward_rows import DELTA, LSE
-from .attention_backward_sums import put_dq
+from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
 from .warpgroups import (
     accumulator,
@@ -119,7 +119,8 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     zq = gl.zeros([64, D], gl.float32, AC)
                     dq = warpgroup_mma(dsw.permute((1, 0)), k, zq, use_acc=False, is_async=True)
                     dq = warpgroup_mma_wait(0, deps=(dq,))
-                    put_dq(c, 0, False, dq_ptr, stages, dq, CFG)  # the producer knows whose it is
+                    # the producer knows whose it is
+                    accumulate_dq(c, 0, False, dq_ptr, stages, dq, CFG)
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)

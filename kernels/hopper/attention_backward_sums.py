@@ -75,7 +75,7 @@ def register_offsets(N: gl.constexpr):
 
 
 @gluon.jit
-def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
+def accumulate_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
     """Send warpgroup c's [64, N] accumulator to its chunk of query tile `tile`, four floats of a thread
     at a time; first: whether no key tile has added to it before."""
     N: gl.constexpr = dq.shape[1]
@@ -132,7 +132,7 @@ def send_tile(g, tile, place, dq_desc, stages, CFG: gl.constexpr):
 
 
 @gluon.jit
-def hand_back(g, CFG: gl.constexpr):
+def release_dq_buffer(g, CFG: gl.constexpr):
     """Wait until the adds have read shared memory, and tell the consumers or, in turns, the one that
     makes dQ in step g."""
     if CFG.DQ:
