@@ -530,7 +530,7 @@ def test_steps_without_a_mask(
         assert needs == [dist < clear for dist in range(low, high, config.BM)]
         for both, up in ((False, 0), (True, 0), (True, 1)):
             walk = dataclasses.replace(config, DOWN=True, WAVES=both, ALTERNATE=False)
-            begin, end = masks.clear_trips.fn(low, high, limit, tiles, up, walk)
+            begin, end = masks.clear_outer_steps.fn(low, high, limit, tiles, up, walk)
             ways = needs if up else needs[::-1]
             assert ways == [not begin <= trip < end for trip in range(tiles)]
 

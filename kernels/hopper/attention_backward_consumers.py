@@ -15,7 +15,7 @@ from .attention_backward_masks import (
     ASKED,
     CLEAR,
     MASKED,
-    clear_trips,
+    clear_outer_steps,
     first_clear,
     mask,
     masked,
@@ -124,7 +124,7 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 @gluon.jit
-def steps(
+def inner_loop(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
     scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
@@ -207,11 +207,11 @@ def steps(
 
 
 @gluon.jit
-def trips(
+def outer_loop(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
     dist, scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
-    """The outer loop of a walk from trip `start` to `stop`.  MASK: what is known of its steps' masks.
+    """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and dist."""
     col, m0, up, NB, M, GROUP, offset = walk
     _, _, _, _, limit = own
@@ -219,16 +219,16 @@ def trips(
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
-            dk, dv, it, tile = steps(
+            dk, dv, it, tile = inner_loop(
                 c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
-            dk, dv, it, tile = steps(
+            dk, dv, it, tile = inner_loop(
                 c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
         else:
-            dk, dv, it, tile = steps(
+            dk, dv, it, tile = inner_loop(
                 c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
@@ -296,22 +296,22 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         own = at, kc, vc, kept, limit
         walk = col, m0, up, NB, M, GROUP, offset
         if CFG.PEELED and CFG.DOWN:
-            clear, behind = clear_trips(low, high, limit, outer, up, CFG)
+            clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
-                dk, dv, it, tile, dist = trips(
+                dk, dv, it, tile, dist = outer_loop(
                     c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, dist,
                     scale_log2, variables, CFG,
                 )  # fmt: skip
-            dk, dv, it, tile, dist = trips(
+            dk, dv, it, tile, dist = outer_loop(
                 c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, dist,
                 scale_log2, variables, CFG,
             )  # fmt: skip
-            dk, dv, it, tile, dist = trips(
+            dk, dv, it, tile, dist = outer_loop(
                 c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, dist,
                 scale_log2, variables, CFG,
             )  # fmt: skip
         else:
-            dk, dv, it, tile, dist = trips(
+            dk, dv, it, tile, dist = outer_loop(
                 c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
                 begin, end, dist, scale_log2, variables, CFG,
             )  # fmt: skip

@@ -84,8 +84,9 @@ def first_clear(low, high, limit, CFG: gl.constexpr):
 
 
 @gluon.jit
-def clear_trips(low, high, limit, count, up, CFG: gl.constexpr):
-    """Of `count` trips through all query tiles in turn, those that need no mask: (first, end)."""
+def clear_outer_steps(low, high, limit, count, up, CFG: gl.constexpr):
+    """Of `count` outer steps, through all query tiles in turn, those that need no mask: (first,
+    end)."""
     begin = 0
     if CFG.KIND.CAUSAL:
         end = gl.minimum(count, gl.maximum(high - 63, 0) // CFG.BM)

@@ -242,7 +242,7 @@ def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
 
 @gluon.jit
 def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
-    """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
+    """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
     if CFG.BOTH:
         return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
