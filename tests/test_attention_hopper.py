@@ -509,7 +509,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     monkeypatch.setattr(masks, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(masks, "first_clear", masks.first_clear.fn)
     monkeypatch.setattr(work, "opaque_zero", lambda: 0)
-    monkeypatch.setattr(work, "place", work.place.fn)
+    monkeypatch.setattr(work, "dq_rank", work.dq_rank.fn)
     ranges_on_the_host(monkeypatch)
     monkeypatch.setattr(work, "query_range", schedule.query_range.fn)
 
@@ -779,7 +779,7 @@ def test_places_in_order(
             n = col // config.BN
             walk = []
             for h, m in producer_walk(config, hk, m0, M, GROUP, n, up):
-                at = work.place(m, n, up, NB, M, offset, config)
+                at = work.dq_rank(m, n, up, NB, M, offset, config)
                 places.setdefault((h, m), []).append(at)
                 walk.append((h * M + m, m * config.BM + offset, at == 0))
             h0 = hk * GROUP

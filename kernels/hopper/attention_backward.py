@@ -67,12 +67,12 @@ from .attention_backward_sums import (
 )
 from .attention_backward_work import (
     PENDING,
+    dq_rank,
     first_head,
     first_item,
     first_tile,
     key_tile,
     next_tile,
-    place,
     put_item,
     take_item,
 )
@@ -160,7 +160,7 @@ def producer(args, CFG: gl.constexpr):
     # the last two steps' query tiles and places among their key tiles; of the last step the item if it
     # was the first one of that, else -1
     tile1, tile2 = 0, 0
-    place1, place2 = 0, 0
+    dq_rank1, dq_rank2 = 0, 0
     began = -1
     head, head1 = -1, -1  # key heads of the last two items
     t = first_item(turns_ptr, CFG)
@@ -197,16 +197,16 @@ def producer(args, CFG: gl.constexpr):
                 # dQ lies ready before Q is free.  In order others wait for its adds; else these would
                 # only hold up the queries.
                 if CFG.ORDERED:
-                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
+                    send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
-                    release_dq_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
                 load_q(
                     q_desc, lse_delta_desc, b, h, m, H, M,
                     q_full.index(slot), qs.index(slot), lse_deltas.index(slot), more == 1, CFG,
                 )  # fmt: skip
                 if not CFG.ORDERED:
-                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
+                    send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
             else:
                 if g == 0:
                     item = t
@@ -231,12 +231,12 @@ def producer(args, CFG: gl.constexpr):
             if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
-                    wait_for_dq_turn(turns_ptr, tile1, place1, CFG)
+                    wait_for_dq_turn(turns_ptr, tile1, dq_rank1, CFG)
             if CFG.DQ:
                 if g >= 2:
-                    release_dq_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
             tile1, tile2 = (b * H + h) * M + m, tile1
-            place1, place2 = place(m, n, up, NB, M, offset, CFG), place1
+            dq_rank1, dq_rank2 = dq_rank(m, n, up, NB, M, offset, CFG), dq_rank1
             began = begins
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)

@@ -102,14 +102,14 @@ def accumulate_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.cons
 
 
 @gluon.jit
-def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr):
+def send_chunk(c: gl.constexpr, tile, dq_rank, dq_desc, stages, CFG: gl.constexpr):
     """Send warpgroup c's part of dQ from shared memory, once it lies there."""
     if by_tma(CFG.DQ, c):
         static_sync(CFG.FULL + c, 256)
         fence_async_shared()
         at = tile * 128 if CFG.PAIRS else (tile * 2 + c) * 128
         if CFG.FIRST:
-            if place == 0:
+            if dq_rank == 0:
                 tma_store(dq_desc, [at, 0], stages.index(c))
             else:
                 tma_add(dq_desc, [at, 0], stages.index(c))
@@ -118,17 +118,17 @@ def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr)
 
 
 @gluon.jit
-def send_tile(g, tile, place, dq_desc, stages, CFG: gl.constexpr):
-    """Send what step g made of one query tile's dQ, with `place` key tiles before it: both parts or, in
-    turns, the whole of one warpgroup."""
+def send_tile(g, tile, dq_rank, dq_desc, stages, CFG: gl.constexpr):
+    """Send what step g made of one query tile's dQ, with `dq_rank` key tiles before it: both parts or,
+    in turns, the whole of one warpgroup."""
     if CFG.PAIRS:
         if g & 1 == 0:
-            send_chunk(0, tile, place, dq_desc, stages, CFG)
+            send_chunk(0, tile, dq_rank, dq_desc, stages, CFG)
         else:
-            send_chunk(1, tile, place, dq_desc, stages, CFG)
+            send_chunk(1, tile, dq_rank, dq_desc, stages, CFG)
     else:
-        send_chunk(0, tile, place, dq_desc, stages, CFG)
-        send_chunk(1, tile, place, dq_desc, stages, CFG)
+        send_chunk(0, tile, dq_rank, dq_desc, stages, CFG)
+        send_chunk(1, tile, dq_rank, dq_desc, stages, CFG)
 
 
 @gluon.jit
@@ -199,19 +199,19 @@ def release_dq_turn_ptx(CFG):
 
 
 @gluon.jit
-def wait_for_dq_turn(turns_ptr, tile, place, CFG: gl.constexpr):
-    """Wait until the first key tile or, in order, `place` of them have added to query tile `tile`; in
+def wait_for_dq_turn(turns_ptr, tile, dq_rank, CFG: gl.constexpr):
+    """Wait until the first key tile or, in order, `dq_rank` of them have added to query tile `tile`; in
     one warp only."""
     if CFG.FIRST:
         PTX: gl.constexpr = wait_for_dq_turn_ptx(CFG)
         if not CFG.ORDERED:
-            place = gl.minimum(place, 1)
+            dq_rank = gl.minimum(dq_rank, 1)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
-        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, place], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, dq_rank], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def release_dq_turn(turns_ptr, tile, place, CFG: gl.constexpr):
+def release_dq_turn(turns_ptr, tile, dq_rank, CFG: gl.constexpr):
     """Count the adds of the first key tile or, in order, of any to query tile `tile`, once they are
     complete; after QB."""
     if CFG.FIRST:
@@ -220,7 +220,7 @@ def release_dq_turn(turns_ptr, tile, place, CFG: gl.constexpr):
         if CFG.ORDERED:
             gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
         else:
-            if place == 0:
+            if dq_rank == 0:
                 gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -173,7 +173,7 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def place(m, n, up, NB, M, offset, CFG: gl.constexpr):
+def dq_rank(m, n, up, NB, M, offset, CFG: gl.constexpr):
     """How many key tiles add to query tile m before key tile n does, in order."""
     if CFG.ALTERNATE:
         last = gl.minimum((m * CFG.BM + CFG.BM - 1 + offset) // CFG.BN, NB - 1)
@@ -187,7 +187,7 @@ def comes_first(i, col, m0, up, NB, M, offset, CFG: gl.constexpr):
     """Whether the key tile from key `col` on is the first to add to the i-th query tile of its walk."""
     if CFG.ALTERNATE:
         m = gl.where(up == 1, m0 + i, M - 1 - i)
-        return place(m, col // CFG.BN, up, NB, M, offset, CFG) == 0
+        return dq_rank(m, col // CFG.BN, up, NB, M, offset, CFG) == 0
     else:
         return col == 0
 
