@@ -18,7 +18,7 @@ from .attention_backward_masks import (
     clear_outer_steps,
     first_clear,
     mask,
-    masked,
+    mask_if_needed,
 )
 from .attention_backward_rows import COLUMNS, DELTA, LSE
 from .attention_backward_sums import accumulate_dq
@@ -163,7 +163,7 @@ def inner_loop(
         # all but the products that make dP
         x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
         if MASK == ASKED:
-            x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+            x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
         elif MASK == MASKED:
             x = mask(x, limit, distance(index, dist, CFG), variables, KIND)
         p = probabilities(x, 0.0, scale_log2)
@@ -384,7 +384,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     x = product(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+                    x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
                     ps.store(probabilities(x, 0.0, scale_log2).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)

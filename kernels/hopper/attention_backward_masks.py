@@ -60,7 +60,7 @@ def mask(x, limit, dist, variables, KIND: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, limit, dist, variables, KIND: gl.constexpr):
+def mask_if_needed(x, limit, dist, variables, KIND: gl.constexpr):
     """`mask` under a uniform branch: most tiles are whole."""
     if KIND.CAUSAL:
         if gl.minimum(limit, dist) < 63:

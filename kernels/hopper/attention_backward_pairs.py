@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..scores import probabilities, score_gradient
 from .attention_backward_consumers import product, store_rows
-from .attention_backward_masks import masked
+from .attention_backward_masks import mask_if_needed
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
@@ -86,7 +86,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x = product(k0, q, lse_delta, LSE, AC)
                 dp = product(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+                x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -98,7 +98,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
                 dp = product(v1, do, lse_delta, DELTA, AC)
-                x = masked(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
+                x = mask_if_needed(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))

@@ -63,7 +63,7 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
+def mask_key_tile(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
     """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
 
     With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
@@ -204,13 +204,13 @@ def attend(
     mbarrier.wait(k_full.index(kslot), kphase)
     if CFG.OVERLAP:
         x = modified(x, scale_log2, variables, KIND)
-        x = masked(x, n - 1, row, whole, end, keys, offset, variables, CFG)
+        x = mask_key_tile(x, n - 1, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
     for i in range(0, n - 1):
         if not CFG.OVERLAP:
             x = modified(x, scale_log2, variables, KIND)
-            x = masked(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
+            x = mask_key_tile(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 1 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -230,7 +230,7 @@ def attend(
         if CFG.OVERLAP:
             x = modified(x, scale_log2, variables, KIND)
             if KIND.CAUSAL:  # otherwise only the rightmost tile is masked
-                x = masked(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
+                x = mask_key_tile(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 2 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -240,7 +240,7 @@ def attend(
             acc = rescaled(acc, alpha)
     if not CFG.OVERLAP:
         x = modified(x, scale_log2, variables, KIND)
-        x = masked(x, 0, row, whole, end, keys, offset, variables, CFG)
+        x = mask_key_tile(x, 0, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
