@@ -488,17 +488,17 @@ def consumer_walk(
     NB: int,
     offset: int = 0,
 ) -> Iterator[tuple[int, int, bool]]:
-    """(number of the query tile, dist, whether key tile n adds first) as the consumers' device code
-    steps through them, dist relative to key 0."""
+    """(number of the query tile, last_key, whether key tile n adds first) as the consumers' device code
+    steps through them, last_key relative to key 0."""
     tile = h0 * M + work.first_tile.fn(n * config.BN, m0, M, up, config)
     low, high = m0 * config.BM + offset, M * config.BM + offset
-    outer, begin, end, dist = work.loops.fn(low, high, m0, M, up, GROUP, config)
+    outer, begin, end, last_key = work.loops.fn(low, high, m0, M, up, GROUP, config)
     for i in range(outer):
         first = work.comes_first.fn(i, n * config.BN, m0, up, NB, M, offset, config)
         for index in range(begin, end, config.STEP):
-            yield tile, work.distance.fn(index, dist, config), first
+            yield tile, work.last_visible_key.fn(index, last_key, config), first
             tile = work.inner_step.fn(tile, M, config)
-        tile, dist = work.outer_step.fn(tile, dist, m0, M, up, GROUP, config)
+        tile, last_key = work.outer_step.fn(tile, last_key, m0, M, up, GROUP, config)
 
 
 def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
@@ -525,9 +525,9 @@ def test_steps_without_a_mask(
     config = configs.attention_backward_hopper(128, 4096, Kind(causal))
     for low in (-1000, -129, -128, -64, -63, -1, 0, 1, 62, 63, 64, 200):
         high = low + tiles * config.BM
-        needs = [limit < 63 or (causal and dist < 63) for dist in range(low, high, config.BM)]
+        needs = [limit < 63 or (causal and last_key < 63) for last_key in range(low, high, config.BM)]
         clear = masks.first_clear(low, high, limit, config)
-        assert needs == [dist < clear for dist in range(low, high, config.BM)]
+        assert needs == [last_key < clear for last_key in range(low, high, config.BM)]
         for both, up in ((False, 0), (True, 0), (True, 1)):
             walk = dataclasses.replace(config, DOWN=True, WAVES=both, ALTERNATE=False)
             begin, end = masks.clear_outer_steps.fn(low, high, limit, tiles, up, walk)
@@ -596,7 +596,9 @@ def test_walks_in_waves(zeros: bool, GROUP: int, offset: int, monkeypatch: pytes
             order = [h0 + (first + i) % GROUP for i in range(GROUP)]
             assert walk == [(h, m) for m in tiles for h in order]
             consumed = list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
-            assert [dist for _, dist, _ in consumed] == [m * config.BM + offset for _, m in walk]
+            assert [last_key for _, last_key, _ in consumed] == [
+                m * config.BM + offset for _, m in walk
+            ]
             assert {first for *_, first in consumed} == {n == 0}
             if not zeros:  # only there they need to know which tile it is
                 assert [tile for tile, *_ in consumed] == [h * M + m for h, m in walk]
@@ -785,7 +787,9 @@ def test_places_in_order(
             h0 = hk * GROUP
             consumed = list(consumer_walk(config, h0, m0, M, GROUP, n, up, NB, offset))
             if config.PAIRS:  # whose consumers leave tiles to the producer
-                assert [dist for _, dist, _ in consumed] == [dist for _, dist, _ in walk]
+                assert [last_key for _, last_key, _ in consumed] == [
+                    last_key for _, last_key, _ in walk
+                ]
             else:
                 assert walk == consumed
         assert all(at == list(range(len(at))) for at in places.values())

@@ -24,11 +24,11 @@ from .attention_backward_rows import COLUMNS, DELTA, LSE
 from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import (
     comes_first,
-    distance,
     first_tile,
     get_item,
     inner_step,
     key_tile,
+    last_visible_key,
     loops,
     outer_step,
     stash_item,
@@ -125,7 +125,7 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 @gluon.jit
 def inner_loop(
-    c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
+    c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, last_key, M,
     scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
@@ -163,9 +163,9 @@ def inner_loop(
         # all but the products that make dP
         x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
         if MASK == ASKED:
-            x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
+            x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
-            x = mask(x, limit, distance(index, dist, CFG), variables, KIND)
+            x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         p = probabilities(x, 0.0, scale_log2)
         if CFG.KEPT:
             if KIND.CAUSAL:
@@ -209,10 +209,10 @@ def inner_loop(
 @gluon.jit
 def outer_loop(
     c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
-    dist, scale_log2, variables, CFG: gl.constexpr,
+    last_key, scale_log2, variables, CFG: gl.constexpr,
 ):  # fmt: skip
     """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
-    Returns dk, dv and what comes next: step, query tile and dist."""
+    Returns dk, dv and what comes next: step, query tile and last_key."""
     col, m0, up, NB, M, GROUP, offset = walk
     _, _, _, _, limit = own
     for i in range(start, stop):
@@ -220,20 +220,20 @@ def outer_loop(
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
             dk, dv, it, tile = inner_loop(
-                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2,
+                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, last_key, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
             dk, dv, it, tile = inner_loop(
-                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2,
+                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, last_key, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
         else:
             dk, dv, it, tile = inner_loop(
-                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2,
+                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, last_key, M, scale_log2,
                 variables, CFG,
             )  # fmt: skip
-        tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
-    return dk, dv, it, tile, dist
+        tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
+    return dk, dv, it, tile, last_key
 
 
 @gluon.jit
@@ -282,11 +282,12 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
             vc = 0
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
-        limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
+        # the last key there is; like last_key counted from this warpgroup's first
+        limit = Sk - 1 - row
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - row
         high = M * BM + offset - row
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
         if CFG.KEPT:
             rows = matrix((ks if CFG.KEPT_K else vs).index(at), BN, D).slice(64 * c, 64, 0)
@@ -298,22 +299,22 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         if CFG.PEELED and CFG.DOWN:
             clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
-                dk, dv, it, tile, dist = outer_loop(
-                    c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, dist,
+                dk, dv, it, tile, last_key = outer_loop(
+                    c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, last_key,
                     scale_log2, variables, CFG,
                 )  # fmt: skip
-            dk, dv, it, tile, dist = outer_loop(
-                c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, dist,
+            dk, dv, it, tile, last_key = outer_loop(
+                c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, last_key,
                 scale_log2, variables, CFG,
             )  # fmt: skip
-            dk, dv, it, tile, dist = outer_loop(
-                c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, dist,
+            dk, dv, it, tile, last_key = outer_loop(
+                c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, last_key,
                 scale_log2, variables, CFG,
             )  # fmt: skip
         else:
-            dk, dv, it, tile, dist = outer_loop(
+            dk, dv, it, tile, last_key = outer_loop(
                 c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
-                begin, end, dist, scale_log2, variables, CFG,
+                begin, end, last_key, scale_log2, variables, CFG,
             )  # fmt: skip
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
@@ -368,7 +369,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - col
         high = M * BM + offset - col
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
@@ -384,7 +385,9 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     x = product(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
+                    x = mask_if_needed(
+                        x, limit, last_visible_key(index, last_key, CFG), variables, KIND
+                    )
                     ps.store(probabilities(x, 0.0, scale_log2).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
@@ -413,7 +416,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
-            tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
+            tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)

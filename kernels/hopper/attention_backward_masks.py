@@ -1,10 +1,10 @@
 """Attention backward on Hopper: masks of scores, keys in rows, and which steps of a walk need them.
 
-A step needs none where its first query sees all 64 keys of the warpgroup (`dist`), and there are that
-many (`limit`).  To ask in every step costs 2 to 6% of head_dim 128's cycles, though hardly any needs
-one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.  Where
-there are 64 keys, only queries at the diagonal need a mask: a walk up begins with them, one down ends
-with them.  Where there are fewer, all need one.
+A step needs none where its first query sees all 64 keys of the warpgroup (`last_key`), and there are
+that many (`limit`).  To ask in every step costs 2 to 6% of head_dim 128's cycles, though hardly any
+needs one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.
+Where there are 64 keys, only queries at the diagonal need a mask: a walk up begins with them, one down
+ends with them.  Where there are fewer, all need one.
 """
 
 from triton.experimental import gluon
@@ -25,8 +25,9 @@ def along(layout, dim):
 
 
 @gluon.jit
-def mask_keys(x, limit, dist):
-    """-inf where key > min(query + dist, limit), both counted from the tile's first; x [64 keys, BM].
+def mask_keys(x, limit, last_key):
+    """-inf where key > min(query + last_key, limit), both counted from the tile's first; x [64 keys,
+    BM].
 
     Each lane's part is moved to one side, so that the comparisons are with constants.
     """
@@ -40,40 +41,41 @@ def mask_keys(x, limit, dist):
     lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
     pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
     low = warp * 16 + row
-    seen = (half * 8 - tile * 8 - pair <= dist - low + lane * 2) & (half * 8 <= limit - low)
+    seen = (half * 8 - tile * 8 - pair <= last_key - low + lane * 2) & (half * 8 <= limit - low)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def mask(x, limit, dist, variables, KIND: gl.constexpr):
+def mask(x, limit, last_key, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where a query may not see a key.
 
-    limit: the last key there is; dist: the last key that the tile's first query sees; both counted from
-    the warpgroup's first.
+    limit: the last key there is; last_key: the last key that the tile's first query sees; both counted
+    from the warpgroup's first.
     """
     if KIND.CAUSAL:
-        return mask_keys(x, limit, dist)
+        return mask_keys(x, limit, last_key)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         return gl.where((keys <= limit)[:, None], x, -float("inf"))
 
 
 @gluon.jit
-def mask_if_needed(x, limit, dist, variables, KIND: gl.constexpr):
+def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
     """`mask` under a uniform branch: most tiles are whole."""
     if KIND.CAUSAL:
-        if gl.minimum(limit, dist) < 63:
-            x = mask(x, limit, dist, variables, KIND)
+        if gl.minimum(limit, last_key) < 63:
+            x = mask(x, limit, last_key, variables, KIND)
     else:
         if limit < 63:
-            x = mask(x, limit, dist, variables, KIND)
+            x = mask(x, limit, last_key, variables, KIND)
     return x
 
 
 @gluon.jit
 def first_clear(low, high, limit, CFG: gl.constexpr):
-    """Of steps whose dist goes from `low` up to `high`, that of the first one that needs no mask."""
+    """Of steps whose last_key goes from `low` up to `high`, that of the first one that needs no
+    mask."""
     if CFG.KIND.CAUSAL:
         clear = gl.minimum(high, low + gl.maximum(63 - low + CFG.BM - 1, 0) // CFG.BM * CFG.BM)
     else:

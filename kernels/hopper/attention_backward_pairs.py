@@ -24,7 +24,7 @@ from .attention_backward_consumers import product, store_rows
 from .attention_backward_masks import mask_if_needed
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
-from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
+from .attention_backward_work import get_item, key_tile, last_visible_key, loops, outer_step
 from .warpgroups import (
     accumulator,
     bar_arrive,
@@ -68,10 +68,11 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dv0 = gl.zeros([64, D], gl.float32, AC)
         dk1 = gl.zeros([64, D], gl.float32, AC)
         dv1 = gl.zeros([64, D], gl.float32, AC)
-        limit = Sk - 1 - row  # the last key there is, counted from the first block's first, as is dist
+        # the last key there is; like last_key counted from the first block's first
+        limit = Sk - 1 - row
         low = m0 * BM + offset - row
         high = M * BM + offset - row
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for _ in range(outer):
             for index in range(begin, end, CFG.STEP):
@@ -86,7 +87,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x = product(k0, q, lse_delta, LSE, AC)
                 dp = product(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = mask_if_needed(x, limit, distance(index, dist, CFG), variables, KIND)
+                x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -98,7 +99,9 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
                 dp = product(v1, do, lse_delta, DELTA, AC)
-                x = mask_if_needed(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
+                x = mask_if_needed(
+                    x, limit - 128, last_visible_key(index, last_key, CFG) - 128, variables, KIND
+                )
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -124,7 +127,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
-            _, dist = outer_step(0, dist, m0, M, up, GROUP, CFG)
+            _, last_key = outer_step(0, last_key, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
         t = get_item(turns_ptr, r)

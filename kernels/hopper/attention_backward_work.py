@@ -236,13 +236,14 @@ def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
 
 # --- the same walk as two nested loops, for the consumers -------------------------------------------
 # By default the outer one runs over heads and the inner one over query tiles; where CFG.DOWN, the other
-# way round.  `dist` is the last key that a tile's first query sees, relative to something, between low
-# and high; `tile` numbers the query tiles of all heads.
+# way round.  `last_key` is the last key that a tile's first query sees, relative to something, between
+# low and high; `tile` numbers the query tiles of all heads.
 
 
 @gluon.jit
 def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
-    """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
+    """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first
+    last_key)."""
     if CFG.BOTH:
         return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
@@ -252,11 +253,11 @@ def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
 
 
 @gluon.jit
-def distance(index, dist, CFG: gl.constexpr):
-    """dist, where the inner loop is at `index`."""
+def last_visible_key(index, last_key, CFG: gl.constexpr):
+    """last_key, where the inner loop is at `index`."""
     if CFG.DOWN:
         # not known to stay the same, or the comparisons of masks would be kept in registers
-        return dist + opaque_zero()
+        return last_key + opaque_zero()
     else:
         return index
 
@@ -270,9 +271,9 @@ def inner_step(tile, M, CFG: gl.constexpr):
 
 
 @gluon.jit
-def outer_step(tile, dist, m0, M, up, GROUP, CFG: gl.constexpr):
+def outer_step(tile, last_key, m0, M, up, GROUP, CFG: gl.constexpr):
     if CFG.DOWN:
         by = 2 * up - 1
-        return tile - GROUP * M + by, dist + by * CFG.BM
+        return tile - GROUP * M + by, last_key + by * CFG.BM
     else:
-        return tile + m0, dist
+        return tile + m0, last_key
