@@ -22,7 +22,7 @@ from .attention_forward_work import (
     tile_of,
     work_index,
 )
-from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
+from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpack_halves
 from .warpgroups import (
     accumulator,
     bar_arrive,
@@ -217,7 +217,7 @@ def attend(
             acc = rescaled(acc, alpha)
         pingpong_wait(c, CFG)
         x = scores(q, kept, ks, kslot, z, CFG)
-        acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
+        acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
         pingpong_signal(c, CFG)
         x = warpgroup_mma_wait(1, deps=(x,))
         bar_arrive(CFG.KB + kslot, CFG.ALL)
@@ -246,7 +246,7 @@ def attend(
         acc = rescaled(acc, alpha)
     # the last P V of this work item, and the first scores of the next one under it
     pingpong_wait(c, CFG)
-    acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
+    acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
     mbarrier.wait(q_full.index(c), r & 1)
     kept = kept_queries(q, CFG)
     x = scores(q, kept, ks, kslot, z, CFG)

@@ -206,7 +206,7 @@ def tile_constraints(n, skip):
 
 
 @gluon.jit
-def paired(p):
+def pack_halves(p):
     """Neighbours of p [64, C], of two bytes each, in int32 [64, C / 2].
 
     So it passes a loop's edge: in its own type each element would be taken out of its register there,
@@ -246,11 +246,11 @@ def softmax_tile(shift, l, x, scale, seen, dt: gl.constexpr, SKIP: gl.constexpr)
     even, odd = gl.split(state.reshape([64, T, 4, 2]))
     shifts, alphas = gl.split(even.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
     sums, _ = gl.split(odd.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
-    return leading(shifts), leading(sums), paired(p), leading(alphas)
+    return leading(shifts), leading(sums), pack_halves(p), leading(alphas)
 
 
 @gluon.jit
-def unpaired(p, L: gl.constexpr, dt: gl.constexpr):
+def unpack_halves(p, L: gl.constexpr, dt: gl.constexpr):
     """Pairs of dt in int32 p [64, C / 2] as [64, C] in layout L, that of a product's first operand."""
     CODE: gl.constexpr = "mov.b32 {$0, $1}, $2;"
     if dt == gl.bfloat16:
