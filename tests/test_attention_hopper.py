@@ -170,7 +170,7 @@ def test_forward_takes_what_was_measured_fastest(D, Sk, causal, W, KS, VS, optio
     config = configs.attention_forward_hopper(D, Sk, Kind(causal))
     assert (config.W, config.KS, config.VS) == (W, KS, VS)
     assert ("overlap" in options) == config.OVERLAP
-    assert ({64: 64, 128: 96}[D] if "kept" in options else 0) == config.KEPT
+    assert ({64: 64, 128: 96}[D] if "kept" in options else 0) == config.Q_IN_REGS
     assert (3 if "three" in options else 1) == config.PROGRAMS
     assert ("skip" in options) == config.SKIP
     assert (1 if "one-warp" in options else 4) == config.PRODUCERS
@@ -195,7 +195,7 @@ def test_three_consumers_where_they_have_less_to_do(
     config = configs.attention_forward_hopper(128, 8192, Kind(causal), Sq, heads, group)
     assert (config.W == 3) == (("causal" if causal else "full") in three)
     assert (config.W == 2) == config.PINGPONG
-    assert (0 if config.W == 3 else 96) == config.KEPT
+    assert (0 if config.W == 3 else 96) == config.Q_IN_REGS
     for Sk in (1000, 2047 if not causal else 6143):
         assert configs.attention_forward_hopper(128, Sk, Kind(causal), Sq, heads, group).W == 2
 
@@ -216,7 +216,7 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
         assert not config.IDLE and not config.PLANNED
         return
     assert config.IDLE == (idle > 0) == config.PLANNED
-    assert not (config.IDLE and (config.KIND.CAUSAL or config.KEPT or config.W < 3))
+    assert not (config.IDLE and (config.KIND.CAUSAL or config.Q_IN_REGS or config.W < 3))
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk)
     assert len(costs) == -(-Sq // config.BM)
     if config.W == 3:
@@ -259,11 +259,14 @@ def test_backward_configurations(
     keys = 2 * config.KV * config.BN * config.D
     halves = queries + keys + config.TILES * config.BN * config.BM
     parts = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32 * 4
-    rows = 2 * config.BM + 2 * 64 * config.KEPT  # of 16 halves: lse and delta, and what chooses them
+    rows = 2 * config.BM + 2 * 64 * config.KV_IN_REGS  # of 16 halves: lse and delta, selectors
     assert halves * 2 + parts + rows * 32 <= SHARED_LIMIT
     half = 64 if D in (96, 128) else 0
     assert (half > 0 and not causal and config.FIRST and not config.ORDERED) == config.TERMS_FIRST
-    assert ((half, 0) if causal or config.TERMS_FIRST else (0, half)) == (config.KEPT_K, config.KEPT_V)
+    assert ((half, 0) if causal or config.TERMS_FIRST else (0, half)) == (
+        config.K_IN_REGS,
+        config.V_IN_REGS,
+    )
     assert config.DOWN or not (causal and D in (96, 128))
     assert (half > 0 and causal and config.ROTATE and not config.WAVES) == config.ITEM_IN_SMEM
 
@@ -1074,7 +1077,7 @@ def test_any_number_of_consumers_and_queries_in_registers(
 ) -> None:  # fmt: skip
     """Where rows or heads are such that these are fastest; the same bits every time."""
     config = configs.attention_forward_hopper(D, Sk, Kind(causal), Sq, B * Hkv, Hq // Hkv)
-    assert (W, kept, programs) == (config.W, config.KEPT, config.PROGRAMS)
+    assert (W, kept, programs) == (config.W, config.Q_IN_REGS, config.PROGRAMS)
     problem = Problem(dtype, B, Hq, Hkv, Sq, Sk, D, D, causal=causal)
     inputs, gradients = make(problem, "cuda")
     attend = functools.partial(flashproto.attention, causal=causal, return_lse=True, impl="hopper")

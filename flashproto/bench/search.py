@@ -59,14 +59,14 @@ def fits(config: Any) -> bool:
     D = config.D
     if isinstance(config, configs.HopperForward):
         tiles = config.BM + (config.KS + config.VS) * config.BN + 64
-        more = config.KEPT - 64  # columns that are a piece of their own
-        kept = config.KEPT == 0 or (0 <= more <= D - 64 and more & (more - 1) == 0)
+        more = config.Q_IN_REGS - 64  # columns that are a piece of their own
+        kept = config.Q_IN_REGS == 0 or (0 <= more <= D - 64 and more & (more - 1) == 0)
         return kept and tiles * D * 2 * config.PROGRAMS <= SHARED and config.PB >= 2 + config.W
     if config.PAIRS and config.DQ != 1:
         return False
     halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
     sums = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32  # floats of dQ on their way
-    rows = 2 * config.BM + 2 * 64 * config.KEPT  # of 16 halves: lse and delta, and what chooses them
+    rows = 2 * config.BM + 2 * 64 * config.KV_IN_REGS  # of 16 halves: lse and delta, selectors
     return halves * 2 + sums * 4 + rows * 32 <= SHARED
 
 

@@ -144,34 +144,34 @@ class HopperBackward:
         return self.D == 64 and not self.ALTERNATE
 
     @property
-    def KEPT(self) -> bool:
+    def KV_IN_REGS(self) -> bool:
         """Whether a consumer keeps half of the columns of its keys or values in registers: at head_dim
         128, where shared memory is the limit."""
         return self.D == 128
 
     @property
     def PEELED(self) -> bool:
-        """Whether the steps that may need a mask are loops of their own; tried where KEPT, with the
-        causal mask and with none."""
-        return self.KEPT and self.KIND.TUNED
+        """Whether the steps that may need a mask are loops of their own; tried where KV_IN_REGS, with
+        the causal mask and with none."""
+        return self.KV_IN_REGS and self.KIND.TUNED
 
     @property
     def TERMS_FIRST(self) -> bool:
         """Whether lse and delta are the first that is added to scores and dP, not the last: without a
         mask, where the first key tile stores, 1.002 to 1.005 times as fast; in order, where sums begin
         with zeros and under the mask 0.95 to 1.02."""
-        return self.KEPT and self.FIRST and not (self.KIND.CAUSAL or self.ORDERED)
+        return self.KV_IN_REGS and self.FIRST and not (self.KIND.CAUSAL or self.ORDERED)
 
     @property
-    def KEPT_K(self) -> int:
+    def K_IN_REGS(self) -> int:
         """Of the keys: under the causal mask, 1.00 to 1.01 times as fast as with the values, and
         without one where TERMS_FIRST, 1.014."""
-        return 64 * (self.KEPT and (self.KIND.CAUSAL or self.TERMS_FIRST))
+        return 64 * (self.KV_IN_REGS and (self.KIND.CAUSAL or self.TERMS_FIRST))
 
     @property
-    def KEPT_V(self) -> int:
+    def V_IN_REGS(self) -> int:
         """Of the values: elsewhere without a mask, 0.99 to 1.02 times as fast as with the keys."""
-        return 64 * (self.KEPT and not self.KEPT_K)
+        return 64 * (self.KV_IN_REGS and not self.K_IN_REGS)
 
     @property
     def ITEM_IN_SMEM(self) -> bool:
@@ -179,7 +179,7 @@ class HopperBackward:
         memory, for the order in which ptxas then puts the loops: down to zeros at head_dim 128 0.99 to
         1.04 at 8192, 1.02 to 1.04 at 16384; in waves 1.01 at 8192, 1.00 at 16384, 0.99 at 32768; else
         0.97 to 1.01."""
-        return self.KEPT and self.KIND.CAUSAL and not (self.FIRST or self.WAVES)
+        return self.KV_IN_REGS and self.KIND.CAUSAL and not (self.FIRST or self.WAVES)
 
     @property
     def NQ(self) -> int:

@@ -31,7 +31,7 @@ FOUR_CONSUMERS = 6144
 # Keys from which on, at head_dim 128 without a mask and under the causal, two consumers keep queries in
 # registers: full 1.00 at 1024, 1.01 at 2048; causal 0.97 at 1024, 1.00 at 2048, 1.01 at 4096, 1.02 at
 # 8192.
-KEPT_ROWS = (2048, 3072)
+Q_IN_REGS_ROWS = (2048, 3072)
 # Keys from which on three consumers take their place, unless the last round of programs gives them 3%
 # more to do than it gives two.  Times as fast as two that keep queries, causal: 0.95-0.97 at 2048 and
 # 4096, 1.02-1.03 at 8192, 1.03-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192,
@@ -60,12 +60,12 @@ class HopperForward:
 
     D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
     the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
-    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, 64, or
-    64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may see, and
-    rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work item
-    takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit
-    out, needs no mask and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
-    each 3.
+    registers for P twice; Q_IN_REGS: columns of its queries that a consumer keeps in registers, none,
+    64, or 64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may
+    see, and rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work
+    item takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the
+    end sit out, needs no mask and no Q_IN_REGS; PROGRAMS: on a multiprocessor at a time, 1, or with one
+    consumer each 3.
     """
 
     KIND: Kind
@@ -75,7 +75,7 @@ class HopperForward:
     KS: int
     VS: int
     OVERLAP: bool
-    KEPT: int = 0
+    Q_IN_REGS: int = 0
     SKIP: bool = False
     PACK: int = 1
     IDLE: bool = False
@@ -86,7 +86,8 @@ class HopperForward:
         """What tells it from the others that are chosen."""
         return (
             f"forward-{self.D}-{self.KIND}-{self.W}-{self.KS}-{self.VS}"
-            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.KEPT}' * (self.KEPT > 0)}{'-skip' * self.SKIP}"
+            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.Q_IN_REGS}' * (self.Q_IN_REGS > 0)}"
+            f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
         )
 
@@ -235,13 +236,13 @@ def _many_queries(D: int, Sk: int, kind: Kind) -> HopperForward:
     but in short full rows."""
     causal = kind.CAUSAL
     if D == 64 and Sk < SHORT_ROWS[causal]:
-        return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
+        return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, Q_IN_REGS=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
         return HopperForward(kind, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
     if D == 128:
-        kept = 96 if Sk >= KEPT_ROWS[causal] else 0
-        return HopperForward(kind, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
+        kept = 96 if Sk >= Q_IN_REGS_ROWS[causal] else 0
+        return HopperForward(kind, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, Q_IN_REGS=kept)
     overlap = not causal and Sk > 2048
     return HopperForward(kind, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
 

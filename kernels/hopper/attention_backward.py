@@ -149,7 +149,7 @@ def producer(args, CFG: gl.constexpr):
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
-    if CFG.KEPT:
+    if CFG.KV_IN_REGS:
         store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
@@ -288,7 +288,7 @@ def attention_backward_kernel(
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
-    if CFG.KEPT:
+    if CFG.KV_IN_REGS:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
         selector = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
     else:

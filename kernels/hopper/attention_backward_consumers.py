@@ -58,12 +58,12 @@ def select_columns(TERM: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def product(
-    rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, kept=0,
-    KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
+    rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, regs=0,
+    REGS: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
 ):  # fmt: skip
     """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of
     lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
-    first KEPT columns of rows in registers.
+    first REGS columns of rows in registers.
 
     The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
     registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
@@ -79,11 +79,11 @@ def product(
         x = warpgroup_mma(
             selector.index(TERM // 3), lse_delta.permute((1, 0)), x, use_acc=False, is_async=True
         )
-    if KEPT:
-        first = queries.slice(0, KEPT, 1)
-        x = warpgroup_mma(kept, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
-        rows = rows.slice(KEPT, D - KEPT, 1)
-        x = warpgroup_mma(rows, queries.slice(KEPT, D - KEPT, 1).permute((1, 0)), x, is_async=True)
+    if REGS:
+        first = queries.slice(0, REGS, 1)
+        x = warpgroup_mma(regs, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
+        rows = rows.slice(REGS, D - REGS, 1)
+        x = warpgroup_mma(rows, queries.slice(REGS, D - REGS, 1).permute((1, 0)), x, is_async=True)
     else:
         x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
     if not TERM_FIRST:
@@ -131,7 +131,7 @@ def inner_loop(
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
     dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full = shared
-    at, once_k, once_v, kept, limit = own
+    at, once_k, once_v, regs, limit = own
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
@@ -154,20 +154,22 @@ def inner_loop(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product(kc, q, lse_delta, LSE, ST, selector, kept, CFG.KEPT_K, CFG.KEPT, CFG.TERMS_FIRST)
-        if CFG.KEPT:
+        x = product(
+            kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
+        )
+        if CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
         dp = product(
-            vc, do, lse_delta, DELTA, ST, selector, kept, CFG.KEPT_V, CFG.KEPT, CFG.TERMS_FIRST
+            vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
         # all but the products that make dP
-        x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
+        x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
         if MASK == ASKED:
             x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
             x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         p = probabilities(x, 0.0, scale_log2)
-        if CFG.KEPT:
+        if CFG.KV_IN_REGS:
             if KIND.CAUSAL:
                 # there already; holds ptxas from moving the exponentials behind the wait for dP
                 mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
@@ -198,7 +200,7 @@ def inner_loop(
         it += 1
         # these waits also hold ptxas from waiting for dK before dQ leaves
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-        if not CFG.KEPT:
+        if not CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         bar_arrive(CFG.QB + slot, 384)
@@ -241,9 +243,9 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
-    in registers, from which the tensor cores take them in every step (CFG.KEPT).  That leaves none for
-    P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.  stash: a word
-    of shared memory, this warpgroup's own, for the number of its item (CFG.ITEM_IN_SMEM).
+    in registers, from which the tensor cores take them in every step (CFG.KV_IN_REGS).  That leaves
+    none for P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.
+    stash: a word of shared memory, this warpgroup's own, for the number of its item (CFG.ITEM_IN_SMEM).
     """
     (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
@@ -267,7 +269,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     if CFG.ITEM_IN_SMEM:
         stash_item(stash, following)
     mbarrier.wait(k_full.index(0), 0)
-    if not CFG.KEPT:
+    if not CFG.KV_IN_REGS:
         mbarrier.wait(do_full.index(0), 0)
     t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
@@ -289,12 +291,12 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         high = M * BM + offset - row
         outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        if CFG.KEPT:
-            rows = matrix((ks if CFG.KEPT_K else vs).index(at), BN, D).slice(64 * c, 64, 0)
-            kept = rows.slice(0, CFG.KEPT_K + CFG.KEPT_V, 1).load(AT)
+        if CFG.KV_IN_REGS:
+            rows = matrix((ks if CFG.K_IN_REGS else vs).index(at), BN, D).slice(64 * c, 64, 0)
+            regs = rows.slice(0, CFG.K_IN_REGS + CFG.V_IN_REGS, 1).load(AT)
         else:
-            kept = 0
-        own = at, kc, vc, kept, limit
+            regs = 0
+        own = at, kc, vc, regs, limit
         walk = col, m0, up, NB, M, GROUP, offset
         if CFG.PEELED and CFG.DOWN:
             clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)

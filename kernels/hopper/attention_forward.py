@@ -28,7 +28,8 @@ stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing
 a next tile: the producer ends with a phantom K and Q of no bytes.
 
 wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
-writes 32; with KEPT a consumer keeps three quarters of its queries in registers, which takes 12 off.
+writes 32; with Q_IN_REGS a consumer keeps three quarters of its queries in registers, which takes 12
+off.
 
 Long rows run at the card's power, so that what takes less energy is faster.  There head_dim 128 has
 three consumers, which read keys and values from L2 two times where two read them three times.  Their
@@ -36,8 +37,8 @@ registers do with key tiles of 64.
 
 Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their
-queries KEPT: while one of them begins or ends an item the others compute.  They read keys and values
-three times as often as three consumers of one program, and in longer rows are slower than these.
+queries in registers: while one of them begins or ends an item the others compute.  They read keys and
+values three times as often as three consumers of one program, and in longer rows are slower than these.
 Instructions are what they run out of: a producer of four warps took a fifth of all.
 
 With few queries most rows of an item would be padding, and each query head of a group would read the

@@ -102,32 +102,33 @@ def pingpong_signal(c: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def kept_queries(q, CFG: gl.constexpr):
-    """With KEPT the first so many columns of q [64, D], in registers: 64 of them, and the others."""
+def queries_in_registers(q, CFG: gl.constexpr):
+    """With Q_IN_REGS the first so many columns of q [64, D], in registers: 64 of them, and the
+    others."""
     S: gl.constexpr = accumulator(CFG.BN)
     A: gl.constexpr = left_operand(S)
-    if CFG.KEPT > 64:
-        return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.KEPT - 64, dim=1).load(A)
-    elif CFG.KEPT:
+    if CFG.Q_IN_REGS > 64:
+        return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.Q_IN_REGS - 64, dim=1).load(A)
+    elif CFG.Q_IN_REGS:
         return q.slice(0, 64, dim=1).load(A), 0
     else:
         return 0, 0
 
 
 @gluon.jit
-def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
+def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
     """Issue Q K^T of a tile; z [64, BN] zeros."""
     k = matrix(ks.index(slot), CFG.BN, CFG.D)
-    if CFG.KEPT:
+    if CFG.Q_IN_REGS:
         first = k.slice(0, 64, dim=1).permute((1, 0))
-        x = warpgroup_mma(kept[0], first, z, use_acc=False, is_async=True)
-        if CFG.KEPT > 64:
-            second = k.slice(64, CFG.KEPT - 64, dim=1).permute((1, 0))
-            x = warpgroup_mma(kept[1], second, x, is_async=True)
-        if CFG.KEPT < CFG.D:
-            REST: gl.constexpr = CFG.D - CFG.KEPT
-            rest = k.slice(CFG.KEPT, REST, dim=1).permute((1, 0))
-            x = warpgroup_mma(q.slice(CFG.KEPT, REST, dim=1), rest, x, is_async=True)
+        x = warpgroup_mma(q_regs[0], first, z, use_acc=False, is_async=True)
+        if CFG.Q_IN_REGS > 64:
+            second = k.slice(64, CFG.Q_IN_REGS - 64, dim=1).permute((1, 0))
+            x = warpgroup_mma(q_regs[1], second, x, is_async=True)
+        if CFG.Q_IN_REGS < CFG.D:
+            REST: gl.constexpr = CFG.D - CFG.Q_IN_REGS
+            rest = k.slice(CFG.Q_IN_REGS, REST, dim=1).permute((1, 0))
+            x = warpgroup_mma(q.slice(CFG.Q_IN_REGS, REST, dim=1), rest, x, is_async=True)
         return x
     else:
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
@@ -177,7 +178,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
     variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """This consumer's rows of its r-th work item, counted from 1, of n key tiles; x: raw scores of the
@@ -216,7 +217,7 @@ def attend(
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
         pingpong_wait(c, CFG)
-        x = scores(q, kept, ks, kslot, z, CFG)
+        x = scores(q, q_regs, ks, kslot, z, CFG)
         acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
         pingpong_signal(c, CFG)
         x = warpgroup_mma_wait(1, deps=(x,))
@@ -248,8 +249,8 @@ def attend(
     pingpong_wait(c, CFG)
     acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
     mbarrier.wait(q_full.index(c), r & 1)
-    kept = kept_queries(q, CFG)
-    x = scores(q, kept, ks, kslot, z, CFG)
+    q_regs = queries_in_registers(q, CFG)
+    x = scores(q, q_regs, ks, kslot, z, CFG)
     pingpong_signal(c, CFG)
     lse, normaliser = softmax_finish(shift, l, gl.SliceLayout(1, z.type.layout))
     store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
@@ -259,7 +260,7 @@ def attend(
     acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
     store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
-    return x, kept, kslot, kphase, vslot, vphase
+    return x, q_regs, kslot, kphase, vslot, vphase
 
 
 @gluon.jit
@@ -326,9 +327,9 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         pingpong_signal(c, CFG)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(c), 0)
-    kept = kept_queries(q, CFG)
+    q_regs = queries_in_registers(q, CFG)
     pingpong_wait(c, CFG)
-    x = scores(q, kept, ks, 0, z, CFG)
+    x = scores(q, q_regs, ks, 0, z, CFG)
     pingpong_signal(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
@@ -343,7 +344,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
                     variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
@@ -351,8 +352,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     c, ks, q_full, k_full, v_full, q, z, n, r, kslot, kphase, vslot, vphase, CFG
                 )
         else:
-            x, kept, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+            x, q_regs, kslot, kphase, vslot, vphase = attend(
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
                 variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1
