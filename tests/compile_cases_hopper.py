@@ -32,7 +32,7 @@ MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
-INT32 = {"plan", "turns_ptr"}
+INT32 = {"work_table", "turns_ptr"}
 
 
 def layout(dtype: torch.dtype, box: tuple[int, ...]) -> NVMMASharedLayout:

@@ -213,9 +213,9 @@ def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
     pads_less = -(-Sq // 256) * 256 <= -(-Sq // 192) * 192
     assert (config.W == 4) == (Sk == 1000 and pads_less and Sq > 64)
     if config.W == 4:
-        assert not config.IDLE and not config.PLANNED
+        assert not config.IDLE and not config.HAS_WORK_TABLE
         return
-    assert config.IDLE == (idle > 0) == config.PLANNED
+    assert config.IDLE == (idle > 0) == config.HAS_WORK_TABLE
     assert not (config.IDLE and (config.KIND.CAUSAL or config.Q_IN_REGS or config.W < 3))
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk)
     assert len(costs) == -(-Sq // config.BM)
@@ -326,7 +326,7 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
     heads, together, Sq, Sk = shape
     config = configs.attention_forward_hopper(128, Sk, CAUSAL)
     programs = 132
-    plan = configs.balanced_plan(config, heads, together, Sq, Sk, Sk - Sq, programs)
+    plan = configs.balanced_work(config, heads, together, Sq, Sk, Sk - Sq, programs)
     tiles = -(-Sq // config.BM)
     assert Counter(item for own in plan for item in own) == Counter(range(tiles * heads))
     if tiles * heads > 3 * programs:
@@ -343,7 +343,7 @@ def test_programs_of_a_plan_end_together(D: int, S: int, heads: int, most: float
     config = configs.attention_forward_hopper(D, S, CAUSAL, S, heads)
     together = configs.heads_together_forward(config, 1, heads, heads, S)
     programs = 132 * config.PROGRAMS
-    plan = configs.balanced_plan(config, heads, together, S, S, 0, programs)
+    plan = configs.balanced_work(config, heads, together, S, S, 0, programs)
     costs = hopper_configs.item_costs(config, S, S, 0)
 
     def cost(item: int) -> float:
@@ -361,7 +361,7 @@ def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
     turns, which take 20 whole items each."""
     config = configs.attention_forward_hopper(64, S, FULL, S)
     together = configs.heads_together_forward(config, 1, heads, heads, S)
-    plan = configs.balanced_plan(config, heads, together, S, S, S, 132)
+    plan = configs.balanced_work(config, heads, together, S, S, S, 132)
     costs = hopper_configs.item_costs(config, S, S, S)
     tiles = len(costs)
     assert Counter(item for own in plan for item in own) == Counter(range(tiles * heads))
@@ -382,7 +382,7 @@ def test_table_holds_every_item_once(
     monkeypatch.setattr(attention_hopper, "outside_memory_pool", lambda make, device: make())
     config = configs.attention_forward_hopper(D, 8192, Kind(causal))
     assert config.W == 3
-    order = attention_hopper.Order(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
+    order = attention_hopper.WorkTable(config, heads, 1, Sq, Sq, 0, programs, torch.device("cpu"))
     table = order.on_device()
     total = heads * -(-Sq // config.BM)
     assert table.dtype == torch.int32
@@ -1097,7 +1097,7 @@ def test_captures_a_shape_that_never_ran(causal: bool, hopper: None) -> None:
     configurations = {
         configs.attention_forward_hopper(64, x.shape[2], Kind(causal), x.shape[2]) for x in (seen, q)
     }
-    assert len(configurations) == 1 and configurations.pop().PLANNED
+    assert len(configurations) == 1 and configurations.pop().HAS_WORK_TABLE
     flashproto.attention(seen, seen, seen, causal=causal, impl="hopper")  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ..variant import Kind
 
 # What a full work item of three consumers takes with rows for one or two of them, of what a whole one
-# does, by which balanced_plan orders the work.
+# does, by which balanced_work orders the work.
 IDLE_SHARES = {1: 0.75, 2: 0.84, 3: 1.0}
 # Queries up to which consumers without rows sit out at head_dim 64.  Full rows, times as fast with it:
 # 1.08 at 1024, 1.02 at 2048, 1.00 at 4096, 1.01 at 8192.
@@ -92,8 +92,8 @@ class HopperForward:
         )
 
     @property
-    def PLANNED(self) -> bool:
-        """Whether the order of work comes from balanced_plan: where items are of different lengths."""
+    def HAS_WORK_TABLE(self) -> bool:
+        """Whether the order of work comes from balanced_work: where items are of different lengths."""
         return self.KIND.CAUSAL or self.IDLE
 
     @property
@@ -257,12 +257,12 @@ def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk:
     return together if config.PACK > 1 else together * (Hq // Hkv)
 
 
-def balanced_plan(
+def balanced_work(
     config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int
 ) -> list[list[int]]:
-    """Work items of each program, if PLANNED, heavy first within a group of `together` heads, each to
-    the program that is free first (list scheduling).  The last groups are one where that ends earlier
-    (TAIL_ROUNDS): else long items come late, and there are no short ones to fill what is left.
+    """Work items of each program, if HAS_WORK_TABLE, heavy first within a group of `together` heads,
+    each to the program that is free first (list scheduling).  The last groups are one where that ends
+    earlier (TAIL_ROUNDS): else long items come late, and there are no short ones to fill what is left.
 
     Items are numbered group by group and, within a group, tile by tile in the order of item_costs, the
     heads of a tile one after the other.

@@ -47,9 +47,9 @@ query r // PACK of the tile: q is seen as [B, Hkv, Sq, group, D], of which TMA b
 heads, zeros past a group that is no power of two.  Row by row the arithmetic is the same.
 
 Under a causal mask items differ in length; the order in which each program takes them comes from a
-table, `plan` (balanced_plan in configs/hopper_forward.py).  Without one they are alike but for the
-last of each head, which may have rows for some of the consumers only: with IDLE the others sit out, so
-that it takes less time, and the order comes from a table too.
+table, `work_table` (balanced_work in configs/hopper_forward.py).  Without one they are alike but for
+the last of each head, which may have rows for some of the consumers only: with IDLE the others sit out,
+so that it takes less time, and the order comes from a table too.
 
 Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
 needs none where key_ranges of schedule.py says so.  A consumer's rows may see none of a tile that other
@@ -77,7 +77,7 @@ def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
     k_desc, v_desc,  # [1, 1, BN, D]
     o_ptr, lse_ptr,
-    plan,  # [rounds, programs] int32 if PLANNED, else not read
+    work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
     total,  # work items: NT * BH
     NT,  # query tiles of a head
     H, GROUP, BH,  # query heads, or key heads if packed; query heads a key head; B * H
@@ -108,11 +108,11 @@ def attention_forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
         variables,
     )  # fmt: skip
     # A producer of one warp is in a warpgroup with three warps that have nothing to do.

@@ -302,7 +302,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
         variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
@@ -316,8 +316,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     output = o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out
 
     r = 0
-    t = work_index(0, plan, total, CFG)
-    following = work_index(1, plan, total, CFG)
+    t = work_index(0, work_table, total, CFG)
+    following = work_index(1, work_table, total, CFG)
     b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
     kslot = 0
     kphase = 0
@@ -340,7 +340,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         t = following
         b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
-            following = work_index(r + 1, plan, total, CFG)
+            following = work_index(r + 1, work_table, total, CFG)
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(

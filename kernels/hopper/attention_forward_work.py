@@ -30,11 +30,11 @@ def quotient(a, b):
 
 
 @gluon.jit
-def work_index(r, plan, total, CFG: gl.constexpr):
-    """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
-    a causal mask and with IDLE, every num_programs-th otherwise."""
-    if CFG.PLANNED:
-        return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
+def work_index(r, work_table, total, CFG: gl.constexpr):
+    """This program's r-th work item, `total` when there is none: from the work_table [rounds, programs]
+    under a causal mask and with IDLE, every num_programs-th otherwise."""
+    if CFG.HAS_WORK_TABLE:
+        return gl.load(work_table + r * gl.num_programs(0) + gl.program_id(0))
     else:
         return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
 
@@ -44,7 +44,7 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.PLANNED:
+    if CFG.HAS_WORK_TABLE:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -145,7 +145,7 @@ def producer(args, CFG: gl.constexpr):
     """Bring every tile in the order in which the consumers wait for them."""
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -157,7 +157,7 @@ def producer(args, CFG: gl.constexpr):
     vslot = 0
     loaded = 0
     r = 0
-    t = work_index(0, plan, total, CFG)
+    t = work_index(0, work_table, total, CFG)
     b_v = 0
     h_v = 0
     col_v = 0
@@ -165,7 +165,7 @@ def producer(args, CFG: gl.constexpr):
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         r += 1
-        t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
+        t = work_index(r, work_table, total, CFG)  # read early: it takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
             col = (n - 1 - i) * BN
