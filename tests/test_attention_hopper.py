@@ -10,6 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import get_args
 from unittest import mock
 
 import pytest
@@ -22,6 +23,7 @@ import flashproto
 from flashproto import backends, configs
 from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
+from flashproto.configs.hopper_backward import Sums, Walk
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as masks
 from flashproto.kernels.hopper import attention_backward_work as work
@@ -239,14 +241,9 @@ def test_backward_configurations(
 ) -> None:
     config = configs.attention_backward_hopper(D, Sk, Kind(causal), ordered, heads, group)
     assert ordered == config.ORDERED
-    assert (config.DOWN and config.FIRST) or not ordered
     assert (1 if config.PAIRS else DQ) == config.DQ
     paired = D == 64 and heads == 512 and Sk >= (2048 if causal else 512)
     assert paired == config.PAIRS
-    assert not (config.ALTERNATE and config.WAVES)
-    if config.BOTH:
-        assert causal and config.DOWN
-    assert config.ALTERNATE <= config.FIRST
     if config.WAVES:
         assert group > 1 and not paired
     assert (config.DOWN and not config.FIRST) == config.ROTATE
@@ -269,6 +266,30 @@ def test_backward_configurations(
     )
     assert config.DOWN or not (causal and D in (96, 128))
     assert (half > 0 and causal and config.ROTATE and not config.WAVES) == config.ITEM_IN_SMEM
+
+
+def test_backward_walks_that_there_are() -> None:
+    """Walks from the diagonal up need one, and the order of key tiles a walk that follows it."""
+    causal = configs.attention_backward_hopper(128, 4096, CAUSAL)
+    full = configs.attention_backward_hopper(128, 4096, FULL)
+    assert (causal.DQ, full.DQ) == (1, 1)
+    found = {}
+    for sums, which in itertools.product(get_args(Sums), (causal, full)):
+        found[sums, which.KIND.CAUSAL] = names = []
+        for walk in get_args(Walk):
+            with contextlib.suppress(ValueError):
+                dataclasses.replace(which, WALK=walk, SUMS=sums)
+                names.append(walk)
+    assert found == {
+        ("zeros", True): ["by_head", "down", "waves"],
+        ("zeros", False): ["by_head", "round", "down"],
+        ("store", True): ["by_head", "down", "waves", "alternate"],
+        ("store", False): ["by_head", "down"],
+        ("ordered", True): ["down", "waves", "alternate"],
+        ("ordered", False): ["down"],
+    }
+    with pytest.raises(ValueError, match="'zeros' and DQ 0 has no walk 'round'"):
+        dataclasses.replace(full, WALK="round", DQ=0)
 
 
 @pytest.mark.parametrize(
@@ -532,7 +553,9 @@ def test_steps_without_a_mask(
         clear = masks.first_clear(low, high, limit, config)
         assert needs == [last_key < clear for last_key in range(low, high, config.BM)]
         for both, up in ((False, 0), (True, 0), (True, 1)):
-            walk = dataclasses.replace(config, DOWN=True, WAVES=both, ALTERNATE=False)
+            if both and not causal:
+                continue  # nothing goes up where there is no diagonal
+            walk = dataclasses.replace(config, WALK="waves" if both else "down")
             begin, end = masks.clear_outer_steps.fn(low, high, limit, tiles, up, walk)
             ways = needs if up else needs[::-1]
             assert ways == [not begin <= trip < end for trip in range(tiles)]
@@ -544,7 +567,8 @@ def test_backward_walks(down: bool, GROUP: int, monkeypatch: pytest.MonkeyPatch)
     """Producer and consumers take the same way; downwards, what a key tile visits is the beginning of
     what the one before it visits."""
     on_the_host(monkeypatch)
-    config = dataclasses.replace(configs.attention_backward_hopper(128, 4096, CAUSAL), DOWN=down)
+    config = configs.attention_backward_hopper(128, 4096, CAUSAL)
+    config = dataclasses.replace(config, WALK="down" if down else "by_head")
     M = 7
     longer = None
     for n, m0 in enumerate((0, 0, 2, 4, 6)):
@@ -638,7 +662,7 @@ def test_waves_read_what_others_read(S: int, monkeypatch: pytest.MonkeyPatch) ->
     on_the_host(monkeypatch, MULTIPROCESSORS)
     waves = configs.attention_backward_hopper(128, S, CAUSAL, heads=8, group=8)
     together = configs.heads_together_backward(waves, 1, 64, 8, S, S, MULTIPROCESSORS)
-    without = dataclasses.replace(waves, WAVES=False)
+    without = dataclasses.replace(waves, WALK="down")
     NB = S // waves.BN
     got, others = (fetches(config, NB, 8, together, 64) for config in (waves, without))
     least = 8 * S // waves.BM

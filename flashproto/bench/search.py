@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs
+from ..configs.hopper_backward import Sums, Walk
 from ..variant import Kind
 from .attention import TOKENS, WIDTH, Problem, Sampled, work
 from .measure import far_behind, one_line
@@ -78,7 +79,10 @@ def candidates(config: Any, varied: Mapping[str, Sequence[Any]]) -> list[Any]:
         raise ValueError(f"--vary names {', '.join(sorted(unknown))}; it takes {', '.join(named)}.")
     found = [config]
     for values in itertools.product(*varied.values()):
-        candidate = replace(config, **dict(zip(varied, values, strict=True)))
+        try:
+            candidate = replace(config, **dict(zip(varied, values, strict=True)))
+        except ValueError:  # values that do not go together
+            continue
         if candidate not in found and fits(candidate):
             found.append(candidate)
     return found
@@ -213,9 +217,10 @@ def compile_ahead(arguments: Sequence[str], processes: int) -> None:
 
 
 def variation(text: str) -> tuple[str, list[Any]]:
-    """NAME=VALUE,... with integers or true and false."""
+    """NAME=VALUE,... with integers, true and false, or the names of walks and sums."""
     name, _, values = text.partition("=")
-    constants = {"true": True, "false": False}
+    constants: dict[str, Any] = {"true": True, "false": False}
+    constants |= {name: name for kind in (Walk, Sums) for name in get_args(kind)}
     try:
         listed = [constants[v] if v in constants else int(v) for v in values.lower().split(",")]
     except ValueError:

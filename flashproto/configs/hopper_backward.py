@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
 
 if TYPE_CHECKING:
     from ..variant import Kind
@@ -73,30 +73,84 @@ SPREAD_HEADS = (65536, 8)
 PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
 
 
+# How the consumers of a key tile walk through the query tiles that see it:
+#   by_head    head by head, each from its first query tile to the last
+#   round      so too, but programs that start together begin apart and go round
+#   down       from the last query tile to the first, through all heads of the group at each
+#   waves      down, and every other round of programs up from the diagonal
+#   alternate  down, and half of the heads up from the diagonal
+Walk = Literal["by_head", "round", "down", "waves", "alternate"]
+# How the sums of dQ begin, and in which order key tiles add to them:
+#   zeros      all add to zeros, in any order
+#   store      the first key tile stores its part; the others wait for it, and add in any order
+#   ordered    the first stores, and the others add in order: the same bits every time
+Sums = Literal["zeros", "store", "ordered"]
+WALKS: dict[Sums, tuple[Walk, ...]] = {
+    "zeros": ("by_head", "round", "down", "waves"),
+    "store": ("by_head", "down", "waves", "alternate"),
+    "ordered": ("down", "waves", "alternate"),
+}
+CAUSAL_WALKS: tuple[Walk, ...] = ("waves", "alternate")
+
+
 @dataclass(frozen=True)
 class HopperBackward:
     """The main backward kernel at compile time.
 
-    ORDERED: dQ is summed in a fixed order; D: head_dim padded; BM, BN: queries and keys of a tile; DQ:
-    how dQ leaves: 0, vector atomics; 1, bulk adds from shared memory; 2, one warpgroup each way; KV:
-    buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
-    FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
-    zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up; WAVES: every other round of programs is.  Both need a causal mask and DOWN, ALTERNATE
-    FIRST.
+    D: head_dim padded; BM, BN: queries and keys of a tile; DQ: how dQ leaves: 0, vector atomics; 1,
+    bulk adds from shared memory; 2, one warpgroup each way; KV: buffers for keys and for values; WALK
+    and SUMS: see above.
+
+    Raises ValueError: the sums do not allow the walk; a walk that goes up from the diagonal has no
+    causal mask, or one that goes round has one, or no bulk adds.
     """
 
     KIND: Kind
-    ORDERED: bool
     D: int
     BM: int
     BN: int
     DQ: int
     KV: int
-    DOWN: bool
-    FIRST: bool
-    ALTERNATE: bool = False
-    WAVES: bool = False
+    WALK: Walk
+    SUMS: Sums
+
+    def __post_init__(self) -> None:
+        allowed = self.WALK in WALKS[self.SUMS] and (self.KIND.CAUSAL or self.WALK not in CAUSAL_WALKS)
+        if self.WALK == "round":
+            allowed = allowed and self.DQ == 1 and not self.KIND.CAUSAL
+        if not allowed:
+            what = f"{self.KIND} attention with sums {self.SUMS!r} and DQ {self.DQ}"
+            raise ValueError(f"{what} has no walk {self.WALK!r}")
+
+    @property
+    def ORDERED(self) -> bool:
+        """Whether dQ is summed in a fixed order."""
+        return self.SUMS == "ordered"
+
+    @property
+    def FIRST(self) -> bool:
+        """Whether the first key tile stores its part of dQ, for which the others wait."""
+        return self.SUMS != "zeros"
+
+    @property
+    def ROUND(self) -> bool:
+        """Whether walks begin one behind the other and go round."""
+        return self.WALK == "round"
+
+    @property
+    def DOWN(self) -> bool:
+        """Whether a walk takes the heads of a group within each query tile, and some or all go down."""
+        return self.WALK not in ("by_head", "round")
+
+    @property
+    def WAVES(self) -> bool:
+        """Whether every other round of programs goes up."""
+        return self.WALK == "waves"
+
+    @property
+    def ALTERNATE(self) -> bool:
+        """Whether half of the heads are walked up, and take key tiles from the last to the first."""
+        return self.WALK == "alternate"
 
     @property
     def BOTH(self) -> bool:
@@ -131,11 +185,6 @@ class HopperBackward:
         """Whether each warpgroup owns a pair of blocks of 64 keys, and the two make dQ in turns; needs
         DQ 1."""
         return self.BN == 256
-
-    @property
-    def ROUND(self) -> bool:
-        """Whether walks begin one behind the other and go round."""
-        return self.DQ == 1 and self.KIND.TUNED and not (self.KIND.CAUSAL or self.FIRST or self.DOWN)
 
     @property
     def ONCE(self) -> bool:
@@ -196,16 +245,18 @@ class HopperBackward:
         """Of the inner loop: heads in order, else queries."""
         return 1 if self.DOWN else self.BM
 
-    # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
-    # where FULL is not in use; ODD is for dS of odd steps, in pairs.  Triton uses 0 to 3.
-    DS = 15
-    OB = 13
-    QB = 11
-    FULL = 9
-    PS = FULL
-    EMPTY = 7
-    DONE = 6
-    ODD = 5
+    # Named barriers: how many of each, who waits there, and for what.
+    BARRIERS = named_barriers(
+        DS=1,  # consumers: dS is written; in pairs, that of even steps
+        OB=2,  # the producer: a buffer of dO has been read
+        QB=2,  # the producer: a buffer of Q has been read and, in an item's last step, K and V
+        FULL=2,  # the producer: a warpgroup's part of dQ lies in shared memory
+        EMPTY=2,  # a consumer: its part has been read or, of atomics, its turn to add has come
+        DONE=1,  # the producer's third warp: the bulk adds are complete
+        ODD=1,  # consumers, in pairs: dS of odd steps is written
+    )
+    DS, OB, QB, FULL, EMPTY, DONE, ODD = BARRIERS.values()
+    PS = FULL  # consumers, at head_dim 256, which does not use FULL: P is written
     TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
 
 
@@ -226,7 +277,7 @@ def attention_backward_hopper(
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
     if not kind.TUNED:
         assert not ordered, f"dq has a fixed order in causal and full attention alone, this is {kind}"
-        return HopperBackward(kind, ordered, D, BM, BN, DQ, KV, DOWN=False, FIRST=False)
+        return HopperBackward(kind, D, BM, BN, DQ, KV, WALK="by_head", SUMS="zeros")
     causal = kind.CAUSAL
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
     if pairs:
@@ -238,10 +289,17 @@ def attention_backward_hopper(
     first = ordered or (Sk < ZEROED_ROWS[D, BN][case] and (alternate or not few))
     waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
     side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
-    down = ordered or waves or side_by_side or (causal and (first or D == 128))
-    return HopperBackward(
-        kind, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
-    )
+    sums: Sums = "ordered" if ordered else "store" if first else "zeros"
+    walk: Walk = "by_head"
+    if alternate:
+        walk = "alternate"
+    elif waves:
+        walk = "waves"
+    elif ordered or side_by_side or (causal and (first or D == 128)):
+        walk = "down"
+    elif DQ == 1 and not (causal or first):
+        walk = "round"
+    return HopperBackward(kind, D, BM, BN, DQ, KV, walk, sums)
 
 
 def heads_together_backward(

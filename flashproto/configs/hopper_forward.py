@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
 
 if TYPE_CHECKING:
     from ..variant import Kind
@@ -147,22 +147,31 @@ class HopperForward:
         can issue P V of one tile and the scores of the next together."""
         return self.W == 2 or (self.W == 3 and not self.OVERLAP)
 
-    # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
+    @property
+    def BARRIERS(self) -> dict[str, int]:
+        """Named barriers: how many of each, who waits there, and for what."""
+        return named_barriers(
+            VB=self.VS,  # the producer: a buffer of values has been read
+            KB=self.KS,  # the producer: a buffer of keys has been read
+            QB=self.W,  # the producer: a consumer has read its queries
+            PB=self.W * self.PINGPONG,  # a consumer: its turn to issue products has come
+        )
+
     @property
     def VB(self) -> int:
-        return 16 - self.VS
+        return self.BARRIERS["VB"]
 
     @property
     def KB(self) -> int:
-        return self.VB - self.KS
+        return self.BARRIERS["KB"]
 
     @property
     def QB(self) -> int:
-        return self.KB - self.W
+        return self.BARRIERS["QB"]
 
     @property
     def PB(self) -> int:
-        return self.QB - self.W * self.PINGPONG
+        return self.BARRIERS["PB"]
 
 
 def attention_forward_hopper(
