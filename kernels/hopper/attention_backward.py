@@ -55,9 +55,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .attention_backward_consumers import consumer, store_selector, wide_consumer
+from .attention_backward_consumers import consumer, wide_consumer
 from .attention_backward_pairs import pair_consumer
-from .attention_backward_rows import COLUMNS
+from .attention_backward_rows import COLUMNS, store_selector
 from .attention_backward_sums import (
     count_item,
     release_dq_buffer,

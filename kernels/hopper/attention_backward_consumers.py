@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: the consumers of attention_backward.py, and their masks and stores."""
+"""Attention backward on Hopper: the consumers of attention_backward.py, and their stores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,7 +20,7 @@ from .attention_backward_masks import (
     mask,
     mask_if_needed,
 )
-from .attention_backward_rows import COLUMNS, DELTA, LSE
+from .attention_backward_rows import DELTA, LSE, select_columns
 from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import (
     comes_first,
@@ -49,14 +49,6 @@ from .warpgroups import (
 
 
 @gluon.jit
-def select_columns(TERM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
-    return gl.zeros([64, COLUMNS], gl.bfloat16, LAYOUT) + ones[None, :]
-
-
-@gluon.jit
 def product(
     rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, regs=0,
     REGS: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
@@ -65,11 +57,11 @@ def product(
     lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
     first REGS columns of rows in registers.
 
-    The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
-    registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
-    give.  A product with ones in three columns takes a fourth of that, and four registers or, if those
-    are not there (SHARED), a place in shared memory, selector.  It leaves `probabilities` and
-    `score_gradient` nothing to subtract.
+    The queries are the columns, so each thread would need lse and delta of a quarter of them: 32
+    registers, and a twelfth to a sixth of shared memory's bandwidth, as every warp reads them in every
+    step.  A product with ones in three columns takes a fourth of that.  The ones lie in four registers
+    or, where registers are short (SHARED), in shared memory (selector).  `probabilities` and
+    `score_gradient` then have nothing to subtract.
     """
     BM: gl.constexpr = lse_delta.shape[0]
     D: gl.constexpr = queries.shape[1]
@@ -93,14 +85,6 @@ def product(
             ones = select_columns(TERM, left_operand(LAYOUT))
         x = warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
     return x
-
-
-@gluon.jit
-def store_selector(selector):
-    """Write the selector of LSE and that of DELTA [2, 64, COLUMNS]; by four warps."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    selector.index(0).store(select_columns(LSE, L))
-    selector.index(1).store(select_columns(DELTA, L))
 
 
 # --- stores ----------------------------------------------------------------------------------------

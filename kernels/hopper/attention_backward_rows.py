@@ -89,6 +89,28 @@ def preprocess_kernel(
     tl.store(at, parts.to(tl.bfloat16))
 
 
+# --- what adds lse and delta to a product ----------------------------------------------------------
+
+
+@gluon.jit
+def select_columns(TERM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
+    return gl.zeros([64, COLUMNS], gl.bfloat16, LAYOUT) + ones[None, :]
+
+
+@gluon.jit
+def store_selector(selector):
+    """Write the selector of LSE and that of DELTA [2, 64, COLUMNS]; by four warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    selector.index(0).store(select_columns(LSE, L))
+    selector.index(1).store(select_columns(DELTA, L))
+
+
+# --- after the main kernel ------------------------------------------------------------------------
+
+
 @gluon.jit
 def wait_for_items(turns_ptr, head, items):
     """Wait until so many items of a key head have been counted; with acquire, behind which their adds

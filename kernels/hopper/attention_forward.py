@@ -11,6 +11,12 @@ The algorithm is that of kernels/attention_forward.py; what differs is who does 
     consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
                (attention_forward_consumers.py)
 
+Partitions of a program, with their warps; the first one is the program's own:
+
+    W == 1, PRODUCERS == 1      consumer 4; producer 1, nothing 1, nothing 2
+    W == 2, PRODUCERS == 1      consumer 4; consumer 4, producer 1, nothing 1, nothing 2
+    W >= 2, PRODUCERS == 4      producer 4; W consumers of 4 each
+
 A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought, and
 empty when every consumer has arrived at its named barrier (KB, VB, QB: see warpgroups.py).
 
