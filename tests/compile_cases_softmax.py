@@ -9,7 +9,7 @@ from compile_case import Case
 
 from flashproto import configs
 from flashproto.configs import RowConfig
-from flashproto.kernels import hooks, logsumexp, masks, softmax, softmax_topk
+from flashproto.kernels import hooks, logsumexp, softmax, softmax_hooks, softmax_topk
 from flashproto.kernels.hopper import softmax_forward
 
 NARROWEST, NARROW, WIDEST_FORWARD, WIDEST_BACKWARD = 1, 64, 16384, 8192
@@ -166,7 +166,7 @@ def hook_cases() -> list[Case]:
     forward = {"x_ptr": "*bf16", "y_ptr": "*bf16", "lse_ptr": "*fp32"}
     backward = {"dy_ptr": "*bf16", "x_ptr": "*bf16", "lse_ptr": "*fp32", "dx_ptr": "*bf16"}
     for hook, (name, operands, wanted) in HOOKS.items():
-        function, derivative = getattr(masks, name), getattr(masks, f"{name}_backward")
+        function, derivative = getattr(softmax_hooks, name), getattr(softmax_hooks, f"{name}_backward")
         both = {"PROLOGUE": function, "PROLOGUE_BACKWARD": derivative}
         plain = case(
             f"softmax-{hook}",
@@ -182,7 +182,7 @@ def hook_cases() -> list[Case]:
         )  # fmt: skip
         cases.append(hooked(plain, "prologue", operands, wanted, **both))
     _, operands, wanted = HOOKS["bias-limit"]
-    function, derivative = masks.scale_bias_limit, masks.scale_bias_limit_backward
+    function, derivative = softmax_hooks.scale_bias_limit, softmax_hooks.scale_bias_limit_backward
     both = {"PROLOGUE": function, "PROLOGUE_BACKWARD": derivative}
     gate = {"EPILOGUE": hooks.silu_gate}
     gate_backward = {"EPILOGUE_BACKWARD": hooks.silu_gate_backward}

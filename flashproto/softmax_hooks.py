@@ -1,4 +1,4 @@
-"""Scale, mask and causal of softmax as one prologue; see flashproto/hooks.py and kernels/masks.py."""
+"""Scale, mask and causal of softmax as one prologue: see hooks.py, kernels/softmax_hooks.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, hooks
-from ..checks import check_same, check_scale, check_tensor, refuse
+from . import backends, hooks
+from .checks import check_same, check_scale, check_tensor, refuse
 
 if backends.HAS_TRITON:
-    from ..kernels import masks as device
+    from .kernels import softmax_hooks as device
 
 
 def scores(
