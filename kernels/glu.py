@@ -21,7 +21,7 @@ part.
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)

@@ -19,7 +19,7 @@ A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or 
 import triton
 import triton.language as tl
 
-from .rows import store
+from .rounding import store
 
 
 @triton.jit

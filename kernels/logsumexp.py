@@ -21,7 +21,7 @@ from .online_softmax import (
     online_softmax_start,
     online_softmax_update,
 )
-from .rows import load, store
+from .rounding import load, store
 from .softmax import join
 
 

@@ -43,7 +43,7 @@ from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .moments import sums_of_both, sums_of_three
 from .norm import columns_of, hold_rows, precise, scaled
-from .rows import load, rounded, store
+from .rounding import load, rounded, store
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from .norm import (
     typical_of_row,
     y_of,
 )
-from .rows import store
+from .rounding import store
 
 
 @triton.jit

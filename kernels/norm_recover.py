@@ -18,7 +18,7 @@ rounded to those of the larger of the two.  Neither is allowed here.
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 SMALLEST = tl.constexpr(2.0**-64)
 

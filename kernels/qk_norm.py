@@ -34,7 +34,7 @@ from .rope import (
     store_pairs,
     token_and_head,
 )
-from .rows import load, rounded, store
+from .rounding import load, rounded, store
 
 
 @triton.jit

@@ -22,7 +22,7 @@ registers.  A pointer that is None leaves out its part.
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 
 @triton.jit

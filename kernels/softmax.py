@@ -41,7 +41,7 @@ from .online_softmax import (
     shift_of,
 )
 from .precise import hardware_exponential, precise_join, precise_state, precise_update, quotient
-from .rows import load, load_own, store
+from .rounding import load, load_own, store
 
 
 @triton.jit

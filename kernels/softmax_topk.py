@@ -40,7 +40,7 @@ from .precise import (
     precise_update,
     quotient,
 )
-from .rows import load, store
+from .rounding import load, store
 from .softmax import join, normalized, state_of
 from .topk import (
     LOWEST,
