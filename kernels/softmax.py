@@ -16,7 +16,7 @@ partial states (exchange.py), so that the row is read once.  Rows too wide for t
 tiles [1, C]: once for the state, once more backwards for the result, so that what was read last is
 found in cache.
 
-PRECISE: of a softmax in float32, whose state and quotients are those of precise.py.
+PRECISE: of a softmax in float32, whose state and quotients are those of online_softmax_precise.py.
 
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
 their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words, used
@@ -40,7 +40,13 @@ from .online_softmax import (
     online_softmax_update,
     shift_of,
 )
-from .precise import hardware_exponential, precise_join, precise_state, precise_update, quotient
+from .online_softmax_precise import (
+    hardware_exponential,
+    precise_join,
+    precise_state,
+    precise_update,
+    quotient,
+)
 from .rounding import load, load_own, store
 
 

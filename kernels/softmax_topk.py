@@ -15,7 +15,8 @@ tell which K blocks hold the K largest of all; PART > 1: then which parts of tho
 each.  Wider rows are split over programs, each of which keeps its K best while it loops over tiles [C],
 and passes over a tile whose largest score is no match for them; a second kernel joins the splits.
 
-Float32 scores have the state, and float32 values the exponential and quotient, of precise.py.
+Float32 scores have the state, and float32 values the exponential and quotient, of
+online_softmax_precise.py.
 
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], states
 [2, M] float32 (m, then l), words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx
@@ -33,7 +34,7 @@ from .online_softmax import (
     online_softmax_update,
     shift_of,
 )
-from .precise import (
+from .online_softmax_precise import (
     exact_part,
     exponential,
     precise_join,

@@ -5,7 +5,7 @@ in shared memory (rows_in_shared.py), is read three times over, for the maximum,
 and a program has registers for a slice of it alone.  So a multiprocessor has enough bytes on their way
 for all of the memory's bandwidth, and a program holds a whole row of up to 64 KiB.
 
-What is computed of float32 is precise (kernels/precise.py).
+What is computed of float32 is precise (kernels/online_softmax_precise.py).
 
 Legend: M rows, N columns; x [M, N] of unit column stride, y [M, N] contiguous, both float32 or 16-bit
 floats; C the columns of a program, K slices [S] of rows_in_shared.py; WHOLE says that the last
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..exchange import clear, pack, publish
 from ..online_softmax import LOG2E, exponentials, shift_of
-from ..precise import exact_part, hardware_exponential, precise_join, quotient
+from ..online_softmax_precise import exact_part, hardware_exponential, precise_join, quotient
 from ..softmax import join
 from .gluon_names import barrier
 from .rows_in_shared import (
