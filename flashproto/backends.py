@@ -305,4 +305,23 @@ def _log_once(operator: str, backend: str, device: torch.device, automatic: bool
     _logged.update([(operator, backend, device.type), (operator, backend, device)])
 
 
+# --- reasons that operators share -----------------------------------------------------------------
+
+
+def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Iterator[Reason]:
+    """Of an operator with portable kernels alone, which do not take float64."""
+    if backend == "hopper":
+        yield "not written for this operator"
+    if backend == "triton" and any(t.dtype is torch.float64 for t in tensors):
+        yield "dtype is float64; the kernels take float16, bfloat16 and float32"
+
+
+def refuses_values(impl: str | None, backend: str) -> bool:
+    """Whether a call on the CPU refuses indices that are out of range.
+
+    A backend that makes NaN of them does so on a CPU too, where it was asked for by name.
+    """
+    return backend == "torch" or (impl is None and get_default() is None)
+
+
 _check_name(_default, "FLASHPROTO_IMPL")

@@ -13,11 +13,10 @@ from torch import logsumexp as torch_logsumexp
 from torch import softmax as torch_softmax
 
 from .. import backends, hooks, reference, softmax_hooks
-from ..backends import Reason
+from ..backends import Reason, float64_reasons
 from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
 from .autocast import autocast_float32
 from .cached import cached
-from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import hooked_softmax as hooked_op
