@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import backends
+from .. import backends, configs
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
@@ -32,6 +32,18 @@ def multiprocessors(device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def programs_at_once(device: torch.device, config: configs.RowConfig) -> int:
+    """How many programs run at once, or clusters of programs, where each takes many rows.
+
+    A cluster stays within one GPC, which leaves some multiprocessors over: of the 132 of an H200 12 in
+    clusters of 4 or 8 and 20 in clusters of 16.
+    """
+    count = multiprocessors(device)
+    if config.cluster > 1:
+        count = max(count * 15 // 16 // config.cluster, 1)
+    return count * config.programs
 
 
 @functools.cache

@@ -10,11 +10,10 @@ from typing import Any
 
 from .. import backends, configs
 from .column_sums import column_sums, partial_sums
-from .device import cdiv
-from .exchange import POLLS, exchange, programs_at_once
+from .device import cdiv, programs_at_once
 from .norm_types import Inputs, NormSettings, Outputs, Saved, sizes
 from .recipe import Exchange, Operand, Recipe
-from .rows import contiguous
+from .rows import POLLS, contiguous, exchange
 
 if not backends._gluon_reasons():  # otherwise no device takes these kernels
     from ..kernels.hopper.norm_backward import norm_backward_shared_kernel

@@ -15,8 +15,7 @@ from ..kernels.norm import norm_forward_kernel, norm_forward_split_kernel
 from ..kernels.norm_backward import norm_backward_kernel, norm_backward_split_kernel
 from .call import Gradient
 from .column_sums import column_sums, partial_sums
-from .device import capability, cdiv, has_hopper_kernels
-from .exchange import POLLS, exchange, programs_at_once
+from .device import capability, cdiv, has_hopper_kernels, programs_at_once
 from .norm_hopper import launch_backward_hopper, launch_forward_hopper
 from .norm_types import (
     Gradients,
@@ -29,7 +28,7 @@ from .norm_types import (
     statistics_like,
 )
 from .recipe import Exchange, New, Operand, Recipe
-from .rows import contiguous
+from .rows import POLLS, contiguous, exchange
 
 # --- forward -------------------------------------------------------------------------------------
 

@@ -27,9 +27,9 @@ from ..kernels.softmax import (
 )
 from .call import Operator
 from .device import cdiv, has_hopper_kernels
-from .exchange import launch_splits
 from .hook_arguments import NO_HOOK, HookArguments
 from .recipe import New, Operand, Recipe
+from .rows import launch_splits
 from .softmax_hopper import launch_forward_hopper
 
 FORWARD = softmax_forward_kernel, softmax_forward_split_kernel, softmax_forward_looped_kernel

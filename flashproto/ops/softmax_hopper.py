@@ -11,8 +11,8 @@ from ..kernels.hopper.softmax_forward import (
     softmax_forward_shared_kernel,
     softmax_forward_shared_split_kernel,
 )
-from .exchange import launch_splits
 from .recipe import Operand, Recipe
+from .rows import launch_splits
 
 
 def launch_forward_hopper(
