@@ -64,16 +64,16 @@ def collect(words_ptr, splits, LANES: tl.constexpr, POLLS: tl.constexpr, lanes=N
     """
     if lanes is None:
         lanes = tl.arange(0, LANES)
-    words, missing = look(words_ptr, splits, lanes)
+    words, missing = poll_words(words_ptr, splits, lanes)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        words, missing = look(words_ptr, splits, lanes)
+        words, missing = poll_words(words_ptr, splits, lanes)
         polls += 1
     return words, missing
 
 
 @triton.jit
-def look(words_ptr, splits, lanes):
+def poll_words(words_ptr, splits, lanes):
     nothing = lanes.to(tl.int64) & 0
     words = tl.atomic_or(words_ptr + lanes, nothing, mask=lanes < splits, sem="relaxed")
     return words, tl.sum(((words == 0) & (lanes < splits)).to(tl.int32), 0)

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ..exchange import clear, pack, publish, unpack
 from ..moments import add_both, add_three
 from ..norm_backward import normalize, through_scale
-from .rings import at, held, look, request, ring
+from .rings import at, held, peek_words, request, ring
 from .rows_in_shared import (
     columns_of,
     slice_count,
@@ -85,7 +85,7 @@ def collect(
     a, b, missing = sums_of_words(words, CENTERED)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        a, b, missing = sums_of_words(look(words_ptr, splits, LANES), CENTERED)
+        a, b, missing = sums_of_words(peek_words(words_ptr, splits, LANES), CENTERED)
         polls += 1
     return a, b, missing
 
@@ -143,7 +143,7 @@ def norm_backward_shared_kernel(
         row_words_ptr = words_ptr + row * splits
         if used_ptr is not None:
             clear(used_ptr + row * splits, own)
-        words = look(row_words_ptr, splits, LANES)
+        words = peek_words(row_words_ptr, splits, LANES)
         mean_later, rstd_later = statistics(mean_ptr, rstd_ptr, row + (LAG + 1) * G, M)
 
         later = row + (TURNS - 1) * G
@@ -178,7 +178,7 @@ def norm_backward_shared_kernel(
                 CENTERED, CASTING,
             )  # fmt: skip
             if split == own:
-                words = look(row_words_ptr, splits, LANES)
+                words = peek_words(row_words_ptr, splits, LANES)
                 g_xhat, g_alone, missing = collect(row_words_ptr, words, splits, LANES, POLLS, CENTERED)
         average_g_xhat, average_g = g_xhat / N, g_alone / N
 

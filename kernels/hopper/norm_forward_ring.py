@@ -27,7 +27,7 @@ from ..moments import (
     reciprocal_deviation,
 )
 from .norm_forward import result, store_statistics
-from .rings import at, held, lanes_of, look, request, ring
+from .rings import at, held, lanes_of, peek_words, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
 
 
@@ -130,7 +130,7 @@ def publish_tile(words_ptr, words, rows, split, splits):
 def look_at_tile(words_ptr, rows, splits, LANES: gl.constexpr):
     words = ()
     for r in gl.static_range(slice_count(rows)):
-        words = words + (look(words_ptr + product(rows[r], splits), splits, LANES),)
+        words = words + (peek_words(words_ptr + product(rows[r], splits), splits, LANES),)
     return words
 
 

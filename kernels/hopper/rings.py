@@ -4,7 +4,7 @@
     at          the chunk of one row
     request     begin to copy a row's columns there; the caller commits
     held        a program's columns of weight or bias, loaded once for all rows
-    look        the words of a row (exchange.py) as they are, without waiting for them
+    peek_words  the words of a row (exchange.py) as they are, without waiting for them
 
 The programs of a row exchange partial results, which takes as long as some rows' memory traffic.  With
 several rows at hand no step of a row has to wait for the one before it:
@@ -85,7 +85,7 @@ def lanes_of(LANES: gl.constexpr):
 
 
 @gluon.jit
-def look(words_ptr, splits, LANES: gl.constexpr):
+def peek_words(words_ptr, splits, LANES: gl.constexpr):
     """The words of a row as they are now, each as one thread sees it; two zeros behind the last."""
     lanes = lanes_of(LANES)
     return gl.load(words_ptr + lanes, mask=lanes < splits, other=-(2**63), volatile=True)

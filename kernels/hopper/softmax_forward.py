@@ -137,18 +137,18 @@ def softmax_forward_shared_kernel(
 def collect(words_ptr, splits, lanes, POLLS: gl.constexpr):
     """collect of kernels/exchange.py, with plain loads: each word is looked at by one thread, so that
     all find as many missing."""
-    words = look(words_ptr, splits, lanes)
+    words = load_words(words_ptr, splits, lanes)
     missing = gl.sum((words == 0).to(gl.int32), 0)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        words = look(words_ptr, splits, lanes)
+        words = load_words(words_ptr, splits, lanes)
         missing = gl.sum((words == 0).to(gl.int32), 0)
         polls += 1
     return words, missing
 
 
 @gluon.jit
-def look(words_ptr, splits, lanes):
+def load_words(words_ptr, splits, lanes):
     return gl.load(words_ptr + lanes, mask=lanes < splits, other=-(2**63), volatile=True)
 
 
