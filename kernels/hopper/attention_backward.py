@@ -22,9 +22,9 @@ In the main kernel, one program a multiprocessor, which takes items one after an
 
 Scores are computed transposed, keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T feed
 dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both wrote to
-make its half of dQ.  lse and delta are subtracted by products too: see `product`.  At head_dim 128 half
-of the left operand of one product stays in registers: see consumer.  At 256 registers allow 64 keys
-only: see wide_consumer; at 64 they allow 256 in all: see attention_backward_pairs.py.
+make its half of dQ.  lse and delta are subtracted by products too: see `product_with_term`.  At
+head_dim 128 half of the left operand of one product stays in registers: see consumer.  At 256 registers
+allow 64 keys only: see wide_consumer; at 64 they allow 256 in all: see attention_backward_pairs.py.
 
 A buffer is full when its mbarrier has counted the bytes that TMA brought, and empty when both consumers
 have arrived at its named barrier (OB for dO, QB for Q and, in the last step of an item, K and V).  DS:

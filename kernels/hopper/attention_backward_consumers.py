@@ -49,7 +49,7 @@ from .warpgroups import (
 
 
 @gluon.jit
-def product(
+def product_with_term(
     rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, regs=0,
     REGS: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
 ):  # fmt: skip
@@ -138,12 +138,12 @@ def inner_loop(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product(
+        x = product_with_term(
             kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
         if CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-        dp = product(
+        dp = product_with_term(
             vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
         # all but the products that make dP
@@ -368,7 +368,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    x = product(k, q, lse_deltas.index(slot), LSE, ST)
+                    x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
                     x = mask_if_needed(
@@ -380,7 +380,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-                    dp = product(v, do, lse_deltas.index(slot), DELTA, ST)
+                    dp = product_with_term(v, do, lse_deltas.index(slot), DELTA, ST)
                     dp = warpgroup_mma_wait(0, deps=(dp,))
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import product, store_rows
+from .attention_backward_consumers import product_with_term, store_rows
 from .attention_backward_masks import mask_if_needed
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
@@ -84,8 +84,8 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dsw = dss.index(slot)
                 lse_delta = lse_deltas.index(slot)
                 k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
-                x = product(k0, q, lse_delta, LSE, AC)
-                dp = product(v0, do, lse_delta, DELTA, AC)
+                x = product_with_term(k0, q, lse_delta, LSE, AC)
+                dp = product_with_term(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
                 x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
@@ -95,10 +95,10 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dsw.slice(64 * c, 64, 0).store(ds)
                 dv0 = warpgroup_mma_wait(0, deps=(dv0,))
                 k1, v1 = k.slice(128 + 64 * c, 64, 0), v.slice(128 + 64 * c, 64, 0)
-                x = product(k1, q, lse_delta, LSE, AC)
+                x = product_with_term(k1, q, lse_delta, LSE, AC)
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
-                dp = product(v1, do, lse_delta, DELTA, AC)
+                dp = product_with_term(v1, do, lse_delta, DELTA, AC)
                 x = mask_if_needed(
                     x, limit - 128, last_visible_key(index, last_key, CFG) - 128, variables, KIND
                 )

@@ -89,7 +89,7 @@ def rows_of(tile, M, R: gl.constexpr):
 
 
 @gluon.jit
-def product(a, b):
+def wide_product(a, b):
     """a * b in int64.
 
     Of int32 that is one instruction, but the compiler takes five if it widens b before a loop.
@@ -107,7 +107,7 @@ def request_tile(smem, turn, x_ptr, x_stride, rows, first, N):
     """Begin to copy the columns from `first` on of some rows to a turn of their rings."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     for r in gl.static_range(slice_count(rows)):
-        request(at(smem[r], turn), x_ptr + product(rows[r], x_stride) * UNITS, first, N, True)
+        request(at(smem[r], turn), x_ptr + wide_product(rows[r], x_stride) * UNITS, first, N, True)
 
 
 @gluon.jit
@@ -123,14 +123,14 @@ def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
 @gluon.jit
 def publish_tile(words_ptr, words, rows, split, splits):
     for r in gl.static_range(slice_count(words)):
-        publish(words_ptr + product(rows[r], splits), split, words[r])
+        publish(words_ptr + wide_product(rows[r], splits), split, words[r])
 
 
 @gluon.jit
 def look_at_tile(words_ptr, rows, splits, LANES: gl.constexpr):
     words = ()
     for r in gl.static_range(slice_count(rows)):
-        words = words + (peek_words(words_ptr + product(rows[r], splits), splits, LANES),)
+        words = words + (peek_words(words_ptr + wide_product(rows[r], splits), splits, LANES),)
     return words
 
 
@@ -187,7 +187,7 @@ def norm_forward_ring_kernel(
         rows = rows_of(tile, M, R)
         if used_ptr is not None:
             for r in gl.static_range(R):
-                clear(used_ptr + product(rows[r], splits), own)
+                clear(used_ptr + wide_product(rows[r], splits), own)
         words = look_at_tile(words_ptr, rows, splits, LANES)
 
         later = tile + (TURNS - 1) * G
@@ -225,7 +225,7 @@ def norm_forward_ring_kernel(
 
         y_ptrs = ()
         for r in gl.static_range(R):
-            row_ptr = y_ptr + product(rows[r], units_N) * UNITS
+            row_ptr = y_ptr + wide_product(rows[r], units_N) * UNITS
             y_ptrs = y_ptrs + (row_ptr + (first + columns_of(chunk, 0)),)
         for k in gl.static_range(slice_count(chunk)):
             for r in gl.static_range(R):

@@ -62,9 +62,9 @@ def state_of(smem):
     barrier()  # so that the slices are read again, and not kept in registers
     shift = shift_of(m)
     if smem[0].dtype == gl.float32:
-        high, low = terms(smem, 0, shift)
+        high, low = exponentials_in_parts(smem, 0, shift)
         for k in gl.static_range(1, slice_count(smem)):
-            more_high, more_low = terms(smem, k, shift)
+            more_high, more_low = exponentials_in_parts(smem, k, shift)
             high += more_high
             low += more_low
         return m, gl.sum(high, 0) + gl.sum(low, 0)
@@ -76,7 +76,7 @@ def state_of(smem):
 
 
 @gluon.jit
-def terms(smem, k: gl.constexpr, shift):
+def exponentials_in_parts(smem, k: gl.constexpr, shift):
     """The exponentials of slice k of a chunk, in two parts, of which the first is added up exactly."""
     p = hardware_exponential(slice_of(smem, k) - shift)
     high = exact_part(p, power_of_two(smem))
