@@ -97,7 +97,7 @@ def silu_gate_backward(dy, x, index, z):
 
 
 @triton.jit
-def kept(index, seed, p):
+def keep_mask(index, seed, p):
     """Whether dropout keeps each element: Philox-4x32 with the counter `index` and the key `seed`.
 
     7 rounds, the fewest that pass every test of TestU01 (Salmon et al., 2011); 10 would take longer
@@ -111,7 +111,7 @@ def kept(index, seed, p):
 
 @triton.jit
 def dropout(x, index, seed, p):
-    return tl.where(kept(index, seed, p), x * (1 / (1 - p)), 0.0)
+    return tl.where(keep_mask(index, seed, p), x * (1 / (1 - p)), 0.0)
 
 
 @triton.jit

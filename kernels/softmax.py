@@ -51,7 +51,7 @@ from .rounding import load, load_own, store
 
 
 @triton.jit
-def kept(x):
+def opaque(x):
     """A tile x as it is, behind the compiler's back: what was made of it before is not kept for later.
 
     Float32 made of 16-bit elements takes twice their registers.  While a program waits, for memory or
@@ -74,7 +74,7 @@ def state_of(x, PRECISE: tl.constexpr = False, m=None):
     else:
         if m is None:
             m = tl.max(x.to(tl.float32), 1)
-        x = kept(x).to(tl.float32)
+        x = opaque(x).to(tl.float32)
         return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
 
 
@@ -117,7 +117,7 @@ def load_scores(x_ptr, x_stride, prologue, PROLOGUE: tl.constexpr, rows, cols, M
 @triton.jit
 def store_result(y_ptr, x, m, l, epilogue, EPILOGUE: tl.constexpr, LOG: tl.constexpr, rows, cols, M, N):
     """y of scores x [R, C] of rows with the state m, l [R], after its hook."""
-    y = normalized(kept(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
+    y = normalized(opaque(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
     y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
     store(y_ptr, rows * N + cols, y, (rows < M) & (cols < N))
 
@@ -215,7 +215,7 @@ def gradient_term(y, dy, LOG: tl.constexpr):
 @triton.jit
 def gradient(y, dy, total, LOG: tl.constexpr):
     """dx [R, C] from the sum of the terms [R, 1]."""
-    y, dy = kept(y).to(tl.float32), kept(dy).to(tl.float32)
+    y, dy = opaque(y).to(tl.float32), opaque(dy).to(tl.float32)
     if LOG:
         return dy - tl.exp(y) * total
     else:

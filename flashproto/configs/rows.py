@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from .sizes import power_of_two
 
 # A choice takes longer than a small kernel: those made last are kept.
-kept = functools.lru_cache(1024)
+cached = functools.lru_cache(1024)
 
 MAX_TILE_ROWS = 256
 MAX_ROW_WARPS = 16
@@ -89,7 +89,7 @@ def _chunks(N: int, largest: int, counts: tuple[int, ...]) -> tuple[int, int]:
     return (columns, chunks) if columns >= 256 and chunks in counts else (power_of_two(N), 1)
 
 
-@kept
+@cached
 def norm_forward(
     N: int, itemsize: int, residual: bool, centered: bool, capability: tuple[int, int]
 ) -> RowConfig:
@@ -135,7 +135,7 @@ def norm_keeps_statistics(N: int) -> bool:
     return N > WIDEST_WITHOUT_STATISTICS
 
 
-@kept
+@cached
 def norm_forward_shared(
     N: int, itemsize: int, residual: bool, centered: bool, parameters: int
 ) -> RowConfig | None:
@@ -173,7 +173,7 @@ def norm_forward_shared(
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
 
 
-@kept
+@cached
 def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool) -> RowConfig | None:
     """Forward of the norms on Hopper, whose rows lie in shared memory although they cannot all start at
     multiples of 16 bytes; None for narrow ones.
@@ -187,7 +187,7 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
     return RowConfig(1, columns - 8, columns // 2048, split=True, max_registers=cap)
 
 
-@kept
+@cached
 def norm_backward(
     N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
     residual: bool = False, bias: bool = False, statistics: bool = True,
@@ -247,7 +247,7 @@ def _one_warp(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
     return replace(tile, stages=stages, programs=12 if held <= 256 else 8)
 
 
-@kept
+@cached
 def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | None:
     """Backward of the norms on Hopper, whose rows lie in shared memory, `stages` of them; None for such
     as do not: those that cannot all start at multiples of 16 bytes, and narrower ones.
@@ -294,7 +294,7 @@ def _cluster(N: int, bias: bool, residual: bool) -> RowConfig:
     return replace(tile, programs=3, max_registers=80)
 
 
-@kept
+@cached
 def norm_split(N: int, itemsize: int) -> RowConfig:
     """Norms, forward and backward, whose rows are split however narrow they are, for calls of few rows:
     up to 16 programs a row, of 512 columns or more."""
@@ -303,7 +303,7 @@ def norm_split(N: int, itemsize: int) -> RowConfig:
     return RowConfig(1, columns, min(warps, 16), split=True, programs=1)
 
 
-@kept
+@cached
 def column_sums(N: int) -> RowConfig:
     """Sums of the partial sums: the fewer columns there are, the narrower the tiles to go round, and
     the more rows of partial sums."""
@@ -327,7 +327,7 @@ def _split(N: int, itemsize: int, most: int, max_registers: int | None) -> RowCo
     return RowConfig(1, columns, warps, split=True, max_registers=max_registers)
 
 
-@kept
+@cached
 def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Forward of softmax and log_softmax.
 
@@ -349,7 +349,7 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     return RowConfig(rows, columns, warps, max_registers=64 if warps == 32 else None)
 
 
-@kept
+@cached
 def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
     """Forward of softmax and log_softmax on Hopper, whose rows lie in shared memory; None for rows that
     do not: narrow ones, and such as cannot all start at multiples of 16 bytes.
@@ -372,7 +372,7 @@ def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
     return RowConfig(1, 16384, 4, split=True)
 
 
-@kept
+@cached
 def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Backward of softmax and log_softmax: y and dy."""
     columns = power_of_two(N)
@@ -387,20 +387,20 @@ def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     return RowConfig(rows, columns, warps)
 
 
-@kept
+@cached
 def softmax_split(N: int, itemsize: int) -> RowConfig:
     """softmax and log_softmax, forward and backward, whose rows are split however narrow they are, for
     calls of few rows; the widest are looped over, as always."""
     return softmax_forward(N, itemsize, True) if N > WIDEST_SPLIT else norm_split(N, itemsize)
 
 
-@kept
+@cached
 def logsumexp(N: int, itemsize: int) -> RowConfig:
     """Forward and backward of logsumexp; the tiles of the backward need nothing of one another."""
     return _row_tile(N, itemsize, 64, 8192, _split(N, itemsize, 65536, None))
 
 
-@kept
+@cached
 def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     """Forward of softmax_topk.
 
@@ -429,7 +429,7 @@ def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     return TopkConfig(rows, columns, warps, block=block, part=part, sort=sort)
 
 
-@kept
+@cached
 def softmax_topk_span(N: int, k: int) -> int:
     """Columns of a row a program of softmax_topk, where rows are split: the more, the fewer scores make
     it into the k largest so far and out again; the less, the more programs share one row.
@@ -441,14 +441,14 @@ def softmax_topk_span(N: int, k: int) -> int:
     return 2**15 if k <= 16 else 2**16
 
 
-@kept
+@cached
 def softmax_topk_join(splits: int, k: int) -> TopkConfig:
     """The int64 keys which the splits of a row have kept."""
     candidates = power_of_two(splits * k)
     return TopkConfig(1, candidates, min(max(candidates // 256, 1), 8), sort=k > 8)
 
 
-@kept
+@cached
 def softmax_topk_backward(N: int, itemsize: int) -> RowConfig:
     """Backward of softmax_topk: tiles of the matrix, each by itself."""
     columns = min(power_of_two(N), 4096)

@@ -20,7 +20,7 @@ from .recipe import Boxed, Operand
 LANGUAGE_TYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32}
 # The stride of a dimension of one entry, which is never used: what it is may not be what TMA accepts.
 UNUSED_STRIDE = 1 << 23
-KEPT = 256  # addresses, each about 700 bytes; a training step uses one for each layer or two
+CAPACITY = 256  # addresses, each about 700 bytes; a training step uses one for each layer or two
 
 Shape = tuple[int, ...]
 
@@ -58,7 +58,7 @@ class Boxes(dict[int, Descriptor]):
         self.first = first
 
     def __missing__(self, address: int) -> Descriptor:
-        if len(self) >= KEPT:
+        if len(self) >= CAPACITY:
             self.clear()
         made = self[address] = self.first.at(address)
         return made

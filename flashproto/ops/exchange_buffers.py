@@ -35,7 +35,7 @@ from torch import Tensor
 from .device import outside_memory_pool
 from .private import current_stream
 
-KEPT = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
+CAPACITY = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
 PER_THREAD = 2  # cudaStreamPerThread
 
 Key = tuple[int, int, int]  # device, stream, count of words
@@ -78,6 +78,6 @@ def take(device: torch.device, count: int) -> Pair:
 def give(pair: Pair) -> None:
     """The pair back, behind its launch: what was published in is to be cleared next."""
     if pair.key is not None:
-        if len(_pairs) >= KEPT:
+        if len(_pairs) >= CAPACITY:
             _pairs.clear()
         _pairs[pair.key] = pair.used, pair.fresh
