@@ -415,7 +415,7 @@ def test_table_holds_every_item_once(
     assert (order.on_device() is table) == (not capturing)
 
 
-def apart(t: Tensor) -> Tensor:
+def with_gaps(t: Tensor) -> Tensor:
     """t with something between its rows."""
     return torch.stack((t, t), 1)[:, 0]
 
@@ -437,7 +437,7 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (0, (q, k, v, out, lse, dout, None)),
         (1, (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2))),
         (1, (q, k, v, out, lse, one.expand(q.shape), None)),
-        (1, (apart(q), k.contiguous(), apart(v), out, apart(lse), apart(dout), None)),
+        (1, (with_gaps(q), k.contiguous(), with_gaps(v), out, with_gaps(lse), with_gaps(dout), None)),
         (1, (late(q), k, v, out, lse, dout, None)),
     ):
         for ordered in (False, True):
@@ -1014,7 +1014,7 @@ def test_planned_calls_take_any_memory(D: int, hopper: None, deterministic: None
         ones = torch.ones((), dtype=out.dtype, device="cuda").expand(out.shape)
         for kind, upstream in (
             ("both", [dout, dlse]),
-            ("both", [apart(dout), apart(dlse)]),
+            ("both", [with_gaps(dout), with_gaps(dlse)]),
             ("both", [late(dout), late(dlse)]),
             ("ones", [ones, None]),
         ):
