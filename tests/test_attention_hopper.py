@@ -1005,7 +1005,7 @@ def test_planned_calls_take_any_memory(D: int, hopper: None, deterministic: None
         for heads in (4, 2, 2)
     ]
     expected: dict[str, list[Tensor]] = {}
-    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, apart, late, Tensor.contiguous):
+    for unpack in (Tensor.clone, Tensor.clone, Tensor.clone, with_gaps, late, Tensor.contiguous):
         with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, unpack):
             outputs = flashproto.attention(*leaves, causal=True, return_lse=True, impl="hopper")
         out, lse = outputs
