@@ -32,9 +32,12 @@ def scores(
     if causal:
         if x.ndim < 2:
             refuse(
-                operator, "x", f"of shape {list(x.shape)}", "2 dimensions [..., S, N] with causal=True",
+                operator,
+                "x",
+                f"of shape {list(x.shape)}",
+                "2 dimensions [..., S, N] with causal=True",
                 "Pass causal=False.",
-            )  # fmt: skip
+            )
         kind += "_limit"
         operands.append(causal_limit(x.shape, x.device))
     if scale is None and not operands:
@@ -50,9 +53,12 @@ def check_mask(operator: str, x: Tensor, mask: Tensor) -> None:
     shape = (1,) * (x.ndim - mask.ndim) + tuple(mask.shape)
     if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
         refuse(
-            operator, "mask", f"of shape {list(mask.shape)}",
-            f"a shape that broadcasts to that of x, {list(x.shape)}", "Reshape it.",
-        )  # fmt: skip
+            operator,
+            "mask",
+            f"of shape {list(mask.shape)}",
+            f"a shape that broadcasts to that of x, {list(x.shape)}",
+            "Reshape it.",
+        )
 
 
 def causal_limit(shape: torch.Size, device: torch.device) -> Tensor:

@@ -83,6 +83,10 @@ def cluster_exchange(mailbox, a, b, number, S: tl.constexpr):
         )
         slots = first[:, None] + 8 * tl.arange(0, S)[None, :]
         return tl.inline_asm_elementwise(
-            "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [slots], (tl.float32, tl.float32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "ld.shared.v2.f32 {$0, $1}, [$2];",
+            "=f,=f,r",
+            [slots],
+            (tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )

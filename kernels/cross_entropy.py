@@ -136,9 +136,19 @@ def coefficients(lse, c, W, V, smoothing, z_loss, SMOOTHING: tl.constexpr):
 
 @triton.jit
 def gradient(
-    x, cols, mask, m, rate, hit, spread, target, weight_ptr, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+    x,
+    cols,
+    mask,
+    m,
+    rate,
+    hit,
+    spread,
+    target,
+    weight_ptr,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """dx of scores x; what belongs to a row is [R * G, 1].  rate is a / l, spread is smoothing / V,
     and like hit both hold the gradient that comes from above."""
     dx = exponentials(x, shift_of(m), LOG2E, True) * rate
@@ -153,9 +163,8 @@ def gradient(
 
 @triton.jit
 def take_tile(
-    m, l, total, x_row, cols, mask, weight_ptr, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+    m, l, total, x_row, cols, mask, weight_ptr, softcap, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
+):
     """One tile into the states and sums of w_j x_j of the groups [R * G]."""
     x = load_scores(x_row + cols, mask, softcap, SOFTCAP, False)
     m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
@@ -166,9 +175,21 @@ def take_tile(
 
 @triton.jit
 def give_tile(
-    x_row, dx_row, cols, wanted, mask, m, rate, hit, spread, target,
-    weight_ptr, softcap, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
+    x_row,
+    dx_row,
+    cols,
+    wanted,
+    mask,
+    m,
+    rate,
+    hit,
+    spread,
+    target,
+    weight_ptr,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
     """One tile of dx.  Rows that are not wanted have rate, hit and spread 0, and are not read."""
     x = load_scores(x_row + cols, wanted & mask, softcap, SOFTCAP, True)
     dx = gradient(
@@ -212,15 +233,13 @@ def cross_entropy_forward_kernel(
     total = tl.zeros([R * G], tl.float32)
     for i in range(0, whole * read):
         m, l, total = take_tile(
-            m, l, total, x_row, i * C + lanes, wanted_lane, weight_ptr, softcap,
-            SMOOTHING, SOFTCAP,
-        )  # fmt: skip
+            m, l, total, x_row, i * C + lanes, wanted_lane, weight_ptr, softcap, SMOOTHING, SOFTCAP
+        )
     rest = whole * C + lanes
     if whole * C < V:
         m, l, total = take_tile(
-            m, l, total, x_row, rest, wanted_lane & (rest < V), weight_ptr, softcap,
-            SMOOTHING, SOFTCAP,
-        )  # fmt: skip
+            m, l, total, x_row, rest, wanted_lane & (rest < V), weight_ptr, softcap, SMOOTHING, SOFTCAP
+        )
     m, l = online_softmax_join(tl.reshape(m, [R, G]), tl.reshape(l, [R, G]), LOG2E)
     log_l = tl.log(l)
     lse = m + log_l
@@ -251,14 +270,38 @@ def cross_entropy_forward_kernel(
         # Backwards: what was read last is found in cache.
         if whole * C < V:
             give_tile(
-                x_row, dx_row, rest, wanted_lane, (rows < M) & (rest < V),
-                m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_row,
+                dx_row,
+                rest,
+                wanted_lane,
+                (rows < M) & (rest < V),
+                m,
+                rate,
+                hit,
+                spread,
+                target,
+                weight_ptr,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
         for i in range(0, whole):
             give_tile(
-                x_row, dx_row, (whole - 1 - i) * C + lanes, wanted_lane, rows < M,
-                m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_row,
+                dx_row,
+                (whole - 1 - i) * C + lanes,
+                wanted_lane,
+                rows < M,
+                m,
+                rate,
+                hit,
+                spread,
+                target,
+                weight_ptr,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "ignore_index", "first"])
@@ -314,25 +357,56 @@ def cross_entropy_backward_kernel(
         mask = rows < M
         if (tile % column_tiles + 1) * C <= N:
             give_tile(
-                x_ptr + rows * x_stride, dx_ptr + rows * dx_stride, cols, per_lane(wanted, R, G), mask,
-                per_lane(m, R, G), rate, hit, spread, per_lane(target - first, R, G),
-                weights_here, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_ptr + rows * x_stride,
+                dx_ptr + rows * dx_stride,
+                cols,
+                per_lane(wanted, R, G),
+                mask,
+                per_lane(m, R, G),
+                rate,
+                hit,
+                spread,
+                per_lane(target - first, R, G),
+                weights_here,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
         else:
             give_tile(
-                x_ptr + rows * x_stride, dx_ptr + rows * dx_stride, cols, per_lane(wanted, R, G),
+                x_ptr + rows * x_stride,
+                dx_ptr + rows * dx_stride,
+                cols,
+                per_lane(wanted, R, G),
                 mask & (cols < N),
-                per_lane(m, R, G), rate, hit, spread, per_lane(target - first, R, G),
-                weights_here, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                per_lane(m, R, G),
+                rate,
+                hit,
+                spread,
+                per_lane(target - first, R, G),
+                weights_here,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
 
 
 @triton.jit(do_not_specialize=["M", "V", "ignore_index"])
 def cross_entropy_total_kernel(
-    targets_ptr, weight_ptr, loss_ptr, z_ptr, loss_sum_ptr, z_sum_ptr, denominator_ptr,
-    M, V, ignore_index,
-    MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    targets_ptr,
+    weight_ptr,
+    loss_ptr,
+    z_ptr,
+    loss_sum_ptr,
+    z_sum_ptr,
+    denominator_ptr,
+    M,
+    V,
+    ignore_index,
+    MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Sums of loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and of the class weights of their
     targets, which is the denominator of the mean; without loss_ptr the last alone.  MEAN divides."""
     losses = tl.zeros([BLOCK], tl.float32)

@@ -132,10 +132,20 @@ def store_lse(lse_ptr, m, l, row, M):
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_kernel(
-    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows, cols = row[:, None], tl.arange(0, C)[None, :]
@@ -147,10 +157,22 @@ def softmax_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_split_kernel(
-    x_ptr, y_ptr, lse_ptr, words_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    words_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    C: tl.constexpr,
+    LANES: tl.constexpr,
+    POLLS: tl.constexpr,
+):
     """Program i takes split i % splits of row i // splits, held in registers."""
     PRECISE: tl.constexpr = not LOG and y_ptr.dtype.element_ty == tl.float32
     splits = tl.cdiv(N, C)
@@ -176,9 +198,19 @@ def softmax_forward_split_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_looped_kernel(
-    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes row i, in tiles [1, C]."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # [1]
     rows, lanes = row[:, None], tl.arange(0, C)[None, :]
@@ -224,10 +256,24 @@ def gradient(y, dy, total, LOG: tl.constexpr):
 
 @triton.jit
 def load_result(
-    dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-    epilogue_gradients, LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    rows, cols, M, N,
-):  # fmt: skip
+    dy_ptr,
+    y_ptr,
+    x_ptr,
+    lse_ptr,
+    dy_stride,
+    y_stride,
+    x_stride,
+    prologue,
+    epilogue,
+    epilogue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    rows,
+    cols,
+    M,
+    N,
+):
     """y [R, C] before its hook and its gradient dy: as in memory, or, of x, computed again in float32;
     0 outside.
 
@@ -249,9 +295,21 @@ def load_result(
 
 @triton.jit
 def store_gradient(
-    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG: tl.constexpr,
-    PROLOGUE: tl.constexpr, rows, cols, M, N,
-):  # fmt: skip
+    dx_ptr,
+    y,
+    dy,
+    total,
+    x_ptr,
+    x_stride,
+    prologue,
+    prologue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    rows,
+    cols,
+    M,
+    N,
+):
     """dx [R, C] from y, dy and the sum of the terms [R, 1].  PROLOGUE is the backward of that hook."""
     mask = (rows < M) & (cols < N)
     dx = gradient(y, dy, total, LOG)
@@ -272,14 +330,41 @@ def softmax_backward_kernel(
     rows = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]  # [R, 1]
     cols = tl.arange(0, C)[None, :]  # [1, C]
     y, dy = load_result(
-        dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-        epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-    )  # fmt: skip
+        dy_ptr,
+        y_ptr,
+        x_ptr,
+        lse_ptr,
+        dy_stride,
+        y_stride,
+        x_stride,
+        prologue,
+        epilogue,
+        epilogue_gradients,
+        LOG,
+        PROLOGUE,
+        EPILOGUE_BACKWARD,
+        rows,
+        cols,
+        M,
+        N,
+    )
     total = tl.sum(gradient_term(y, dy, LOG), 1)[:, None]  # [R, 1]
     store_gradient(
-        dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-        PROLOGUE_BACKWARD, rows, cols, M, N,
-    )  # fmt: skip
+        dx_ptr,
+        y,
+        dy,
+        total,
+        x_ptr,
+        x_stride,
+        prologue,
+        prologue_gradients,
+        LOG,
+        PROLOGUE_BACKWARD,
+        rows,
+        cols,
+        M,
+        N,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -302,9 +387,24 @@ def softmax_backward_split_kernel(
     while missing > 0:  # as in the forward kernel
         cols = split * C + lanes
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            epilogue_gradients,
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )
         publish(words_ptr, split, pack(there, tl.sum(gradient_term(y, dy, LOG), 1)))
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
@@ -312,19 +412,46 @@ def softmax_backward_split_kernel(
                 _, totals = unpack(words)
                 total = tl.sum(tl.where(tl.arange(0, LANES) < splits, totals, 0.0), 0)
                 store_gradient(
-                    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-                    PROLOGUE_BACKWARD, rows, cols, M, N,
-                )  # fmt: skip
+                    dx_ptr,
+                    y,
+                    dy,
+                    total,
+                    x_ptr,
+                    x_stride,
+                    prologue,
+                    prologue_gradients,
+                    LOG,
+                    PROLOGUE_BACKWARD,
+                    rows,
+                    cols,
+                    M,
+                    N,
+                )
         split = tl.where(split + 1 < splits, split + 1, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_backward_looped_kernel(
-    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, dy_stride, y_stride, x_stride, M, N,
-    prologue, prologue_gradients, epilogue, epilogue_gradients,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
-    EPILOGUE_BACKWARD: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    y_ptr,
+    x_ptr,
+    lse_ptr,
+    dx_ptr,
+    dy_stride,
+    y_stride,
+    x_stride,
+    M,
+    N,
+    prologue,
+    prologue_gradients,
+    epilogue,
+    epilogue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    PROLOGUE_BACKWARD: tl.constexpr,
+    EPILOGUE_BACKWARD: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes row i, in tiles [1, C]."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]  # [1, 1]
     lanes = tl.arange(0, C)[None, :]  # [1, C]
@@ -332,18 +459,60 @@ def softmax_backward_looped_kernel(
     sums = tl.zeros([1, C], tl.float32)
     for i in range(0, tiles):
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            (), LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, i * C + lanes, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            (),
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            i * C + lanes,
+            M,
+            N,
+        )
         sums += gradient_term(y, dy, LOG)
     total = tl.sum(sums, 1)[:, None]  # [1, 1]
     for i in range(0, tiles):
         cols = (tiles - 1 - i) * C + lanes
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            epilogue_gradients,
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )
         store_gradient(
-            dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-            PROLOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dx_ptr,
+            y,
+            dy,
+            total,
+            x_ptr,
+            x_stride,
+            prologue,
+            prologue_gradients,
+            LOG,
+            PROLOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )

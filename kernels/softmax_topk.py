@@ -67,9 +67,18 @@ def block_maxima(x, W: tl.constexpr):
 
 @triton.jit
 def best_parts(
-    x_ptr, rows, blocks, x_stride, M, N, K,
-    W: tl.constexpr, PART: tl.constexpr, KP: tl.constexpr, SORT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rows,
+    blocks,
+    x_stride,
+    M,
+    N,
+    K,
+    W: tl.constexpr,
+    PART: tl.constexpr,
+    KP: tl.constexpr,
+    SORT: tl.constexpr,
+):
     """Keys [R, KP] of the K best parts, PART columns each, of blocks [R, B] of W columns in rows."""
     R: tl.constexpr = blocks.shape[0]
     P: tl.constexpr = blocks.shape[1] * (W // PART)
@@ -85,9 +94,19 @@ def best_parts(
 
 @triton.jit
 def store_result(
-    values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, dtype: tl.constexpr,
-    RENORMALIZE: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    best,
+    m,
+    l,
+    rows,
+    M,
+    K,
+    dtype: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    KP: tl.constexpr,
+):
     """Values and indices of the int64 keys best [R, KP] of rows [R] with the state m, l [R]."""
     lanes = tl.arange(0, KP)[None, :]
     mask = (rows[:, None] < M) & (lanes < K)
@@ -119,10 +138,22 @@ def store_result(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_kernel(
-    x_ptr, values_ptr, indices_ptr, states_ptr, x_stride, M, N, K,
-    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
-    KP: tl.constexpr, SORT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    x_stride,
+    M,
+    N,
+    K,
+    RENORMALIZE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    PART: tl.constexpr,
+    KP: tl.constexpr,
+    SORT: tl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, held whole in registers.  C / W at least KP."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     cols = tl.arange(0, C)[None, :]  # [1, C]
@@ -139,16 +170,25 @@ def softmax_topk_kernel(
         keys = best_parts(x_ptr, rows, index_of(keys), x_stride, M, N, K, PART, 1, KP, SORT)
     best = in_row(keys, 0)
     store_result(
-        values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, x_ptr.dtype.element_ty,
-        RENORMALIZE, KP,
-    )  # fmt: skip
+        values_ptr,
+        indices_ptr,
+        states_ptr,
+        best,
+        m,
+        l,
+        rows,
+        M,
+        K,
+        x_ptr.dtype.element_ty,
+        RENORMALIZE,
+        KP,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_split_kernel(
-    x_ptr, keys_ptr, words_ptr, x_stride, M, N, K,
-    SPAN: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    x_ptr, keys_ptr, words_ptr, x_stride, M, N, K, SPAN: tl.constexpr, C: tl.constexpr, KP: tl.constexpr
+):
     """Program i takes split i % splits, SPAN columns, of row i // splits; writes its state and its K
     best keys, in no order."""
     splits = tl.cdiv(N, SPAN)
@@ -190,10 +230,21 @@ def softmax_topk_split_kernel(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_join_kernel(
-    x_ptr, keys_ptr, words_ptr, values_ptr, indices_ptr, states_ptr, M, K, splits,
-    RENORMALIZE: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+    x_ptr,
+    keys_ptr,
+    words_ptr,
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    M,
+    K,
+    splits,
+    RENORMALIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    C: tl.constexpr,
+    KP: tl.constexpr,
     SORT: tl.constexpr,
-):  # fmt: skip
+):
     """Program i joins the splits of row i; of x only the dtype is used.  LANES at least splits, C at
     least splits * K."""
     row = tl.program_id(0).to(tl.int64)
@@ -207,16 +258,37 @@ def softmax_topk_join_kernel(
     keys = tl.load(keys_ptr + row * candidates + cols, mask=cols < candidates, other=LOWEST)
     best = select(keys, K, KP, SORT)
     store_result(
-        values_ptr, indices_ptr, states_ptr, best, m, l, row + tl.arange(0, 1), M, K,
-        x_ptr.dtype.element_ty, RENORMALIZE, KP,
-    )  # fmt: skip
+        values_ptr,
+        indices_ptr,
+        states_ptr,
+        best,
+        m,
+        l,
+        row + tl.arange(0, 1),
+        M,
+        K,
+        x_ptr.dtype.element_ty,
+        RENORMALIZE,
+        KP,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_backward_kernel(
-    dvalues_ptr, indices_ptr, x_ptr, states_ptr, dx_ptr, x_stride, M, N, K,
-    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    dvalues_ptr,
+    indices_ptr,
+    x_ptr,
+    states_ptr,
+    dx_ptr,
+    x_stride,
+    M,
+    N,
+    K,
+    RENORMALIZE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    KP: tl.constexpr,
+):
     """Program (r, c) writes the tile [R, C] of dx at rows r * R, columns c * C."""
     column_tiles = tl.cdiv(N, C)
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * R + tl.arange(0, R)  # [R]

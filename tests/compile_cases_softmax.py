@@ -35,15 +35,25 @@ def case(
     signature = pointers | scalars
     aligned = tuple(n for n in signature if n not in ("M", "K", "splits"))
     return Case(
-        name, kernel, signature, constexprs, aligned, config.num_warps,
+        name,
+        kernel,
+        signature,
+        constexprs,
+        aligned,
+        config.num_warps,
         max_registers=config.max_registers,
-    )  # fmt: skip
+    )
 
 
 def split_case(
-    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], N: int,
-    config: RowConfig, polls: int = 1024,
-) -> Case:  # fmt: skip
+    name: str,
+    kernel: Any,
+    pointers: dict[str, str],
+    constexprs: dict[str, Any],
+    N: int,
+    config: RowConfig,
+    polls: int = 1024,
+) -> Case:
     lanes = configs.power_of_two(-(-N // config.columns))
     exchange = {"LANES": lanes, "POLLS": polls}
     return case(name, kernel, pointers | {"words_ptr": "*i64"}, constexprs | exchange, config)
@@ -115,10 +125,14 @@ def shared_cases() -> list[Case]:
         cases.append(
             Case(
                 f"softmax-shared-{N}{'-log' * log}{'-clears' * clears}-{x[1:]}",
-                kernel, signature, constexprs,
-                tuple(pointers), config.num_warps, max_registers=config.max_registers,
+                kernel,
+                signature,
+                constexprs,
+                tuple(pointers),
+                config.num_warps,
+                max_registers=config.max_registers,
             )
-        )  # fmt: skip
+        )
     return cases
 
 
@@ -143,9 +157,14 @@ def hooked(
         signature[names[position]] = tuple("*fp32" if want else "constexpr" for want in wanted)
         constexprs |= {(position, i): None for i, want in enumerate(wanted) if not want}
     return Case(
-        plain.name, plain.kernel, signature, constexprs | functions, plain.divisible_by_16,
-        plain.num_warps, max_registers=plain.max_registers,
-    )  # fmt: skip
+        plain.name,
+        plain.kernel,
+        signature,
+        constexprs | functions,
+        plain.divisible_by_16,
+        plain.num_warps,
+        max_registers=plain.max_registers,
+    )
 
 
 # name: (hook, its operands, which of them have a gradient)
@@ -177,9 +196,12 @@ def hook_cases() -> list[Case]:
         )
         cases.append(hooked(plain, "prologue", operands, wanted, PROLOGUE=function))
         plain = case(
-            f"softmax-{hook}-backward", softmax.softmax_backward_kernel, backward, log,
+            f"softmax-{hook}-backward",
+            softmax.softmax_backward_kernel,
+            backward,
+            log,
             configs.softmax_backward(4096, 2, True),
-        )  # fmt: skip
+        )
         cases.append(hooked(plain, "prologue", operands, wanted, **both))
     _, operands, wanted = HOOKS["bias-limit"]
     function, derivative = softmax_hooks.scale_bias_limit, softmax_hooks.scale_bias_limit_backward

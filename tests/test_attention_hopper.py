@@ -204,9 +204,23 @@ def test_three_consumers_where_they_have_less_to_do(
 
 @pytest.mark.parametrize(
     ("Sq", "idle"),
-    [(64, 0), (65, 1), (128, 1), (129, 0), (192, 0), (193, 2), (1023, 2), (1024, 2), (1025, 1),
-     (1984, 2), (2048, 1), (2049, 0), (4096, 0), (16384, 0)],
-)  # fmt: skip
+    [
+        (64, 0),
+        (65, 1),
+        (128, 1),
+        (129, 0),
+        (192, 0),
+        (193, 2),
+        (1023, 2),
+        (1024, 2),
+        (1025, 1),
+        (1984, 2),
+        (2048, 1),
+        (2049, 0),
+        (4096, 0),
+        (16384, 0),
+    ],
+)
 @pytest.mark.parametrize("Sk", [1000, 8000])
 def test_consumers_without_rows_sit_out(Sq: int, idle: int, Sk: int) -> None:
     """At head_dim 64, without a mask, in rows that are not long; with few queries there is but one,
@@ -247,8 +261,19 @@ def test_backward_configurations(
     if config.WAVES:
         assert group > 1 and not paired
     assert (config.DOWN and not config.FIRST) == config.ROTATE
-    barriers = [config.DONE, config.ODD, config.EMPTY, config.EMPTY + 1, config.FULL, config.FULL + 1,
-                config.QB, config.QB + 1, config.OB, config.OB + 1, config.DS]  # fmt: skip
+    barriers = [
+        config.DONE,
+        config.ODD,
+        config.EMPTY,
+        config.EMPTY + 1,
+        config.FULL,
+        config.FULL + 1,
+        config.QB,
+        config.QB + 1,
+        config.OB,
+        config.OB + 1,
+        config.DS,
+    ]
     assert len(set(barriers)) == len(barriers)
     assert min(barriers) >= 4, "Triton uses the lowest named barriers itself"
     assert max(barriers) == 15
@@ -296,8 +321,12 @@ def test_backward_walks_that_there_are() -> None:
     ("D", "Sk", "group", "schedule"),
     [
         (64, 1024, 1, "full-pairs; full-ordered-pairs; causal-alternate; causal-ordered-alternate"),
-        (64, 2048, 1, "full-pairs; full-ordered-pairs;"
-         " causal-alternate-pairs; causal-ordered-alternate-pairs"),
+        (
+            64,
+            2048,
+            1,
+            "full-pairs; full-ordered-pairs; causal-alternate-pairs; causal-ordered-alternate-pairs",
+        ),
         (64, 4096, 8, "full-zeros-pairs; full-ordered-pairs; causal-zeros-pairs; causal-ordered-pairs"),
         (128, 1024, 1, "full; full-ordered; causal-alternate; causal-ordered-alternate"),
         (128, 2048, 1, "full-zeros; full-ordered; causal-alternate; causal-ordered-alternate"),
@@ -309,7 +338,7 @@ def test_backward_walks_that_there_are() -> None:
         (256, 1024, 1, "full; full-ordered; causal; causal-ordered-alternate"),
         (256, 16384, 8, "full; full-ordered; causal-waves; causal-ordered-waves"),
     ],
-)  # fmt: skip
+)
 def test_backward_takes_what_was_measured_fastest(D: int, Sk: int, group: int, schedule: str) -> None:
     chosen = [
         configs.attention_backward_hopper(D, Sk, Kind(causal), ordered, 512, group)
@@ -321,10 +350,14 @@ def test_backward_takes_what_was_measured_fastest(D: int, Sk: int, group: int, s
 @pytest.mark.parametrize(
     ("Sk", "causal", "group", "few", "more"),  # sequences of 8 key heads: zeros up to `few` of them
     [
-        (256, False, 1, 32, 64), (1024, False, 1, 8, 16), (1024, False, 8, 8, 16),
-        (4096, True, 1, 4, 8), (1024, True, 8, 4, 8), (2048, True, 8, 2, 4),
+        (256, False, 1, 32, 64),
+        (1024, False, 1, 8, 16),
+        (1024, False, 8, 8, 16),
+        (4096, True, 1, 4, 8),
+        (1024, True, 8, 4, 8),
+        (2048, True, 8, 2, 4),
     ],
-)  # fmt: skip
+)
 def test_backward_of_few_items_begins_with_zeros(
     Sk: int, causal: bool, group: int, few: int, more: int
 ) -> None:
@@ -356,9 +389,17 @@ def test_plan_holds_every_item_once_and_is_balanced(shape: tuple[int, int, int, 
 
 @pytest.mark.parametrize(
     ("D", "S", "heads", "most"),
-    [(64, 512, 1024, 1.02), (64, 1024, 512, 1.01), (64, 1024, 48, 1.04), (64, 1024, 96, 1.06),
-     (64, 4096, 128, 1.01), (128, 1024, 256, 1.01), (128, 2048, 128, 1.015), (128, 16384, 16, 1.02)],
-)  # fmt: skip
+    [
+        (64, 512, 1024, 1.02),
+        (64, 1024, 512, 1.01),
+        (64, 1024, 48, 1.04),
+        (64, 1024, 96, 1.06),
+        (64, 4096, 128, 1.01),
+        (128, 1024, 256, 1.01),
+        (128, 2048, 128, 1.015),
+        (128, 16384, 16, 1.02),
+    ],
+)
 def test_programs_of_a_plan_end_together(D: int, S: int, heads: int, most: float) -> None:
     """By what items cost: the last program's end over what each would take of work without gaps."""
     config = configs.attention_forward_hopper(D, S, CAUSAL, S, heads)
@@ -396,9 +437,14 @@ def test_plan_of_full_rows_fills_the_last_round(S: int, heads: int) -> None:
 @pytest.mark.parametrize(("heads", "Sq", "programs"), [(1, 64, 1), (3, 300, 9), (16, 4096, 132)])
 @pytest.mark.parametrize(("D", "causal"), [(128, True), (64, False)])
 def test_table_holds_every_item_once(
-    D: int, causal: bool, heads: int, Sq: int, programs: int, capturing: bool,
+    D: int,
+    causal: bool,
+    heads: int,
+    Sq: int,
+    programs: int,
+    capturing: bool,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
     monkeypatch.setattr(attention_hopper, "outside_memory_pool", lambda make, device: make())
     config = configs.attention_forward_hopper(D, 8192, Kind(causal))
@@ -450,8 +496,10 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             assert len(made) == copies
             launches = [s for s in recipe.steps if isinstance(s, Launch)]
             assert [x.kernel.__name__ for x in launches] == [
-                "preprocess_kernel", "attention_backward_kernel", "postprocess_kernel"
-            ]  # fmt: skip
+                "preprocess_kernel",
+                "attention_backward_kernel",
+                "postprocess_kernel",
+            ]
             main = launches[1].arguments
             chosen = configs.attention_backward_hopper(64, 30, Kind(True), ordered, 4, 2)
             assert main["CFG"] == chosen
@@ -469,10 +517,14 @@ def test_heads_together_split_evenly() -> None:
         together = configs.heads_together_forward(config, 1, heads, heads, 4096)
         assert 1 <= together <= heads
     for D, S, causal, mixed in (
-        (64, 512, True, 16), (64, 1024, True, 16), (128, 1024, True, 16), (128, 4096, True, 16),
+        (64, 512, True, 16),
+        (64, 1024, True, 16),
+        (128, 1024, True, 16),
+        (128, 4096, True, 16),
         (64, 256, True, 512),
-        (64, 1024, False, 128), (64, 2048, False, 64),
-    ):  # fmt: skip
+        (64, 1024, False, 128),
+        (64, 2048, False, 64),
+    ):
         config = configs.attention_forward_hopper(D, S, Kind(causal), S)
         assert configs.heads_together_forward(config, 16, 32, 32, S) == mixed
         assert configs.heads_together_forward(config, 16, 128, 32, S) == 4 * mixed
@@ -527,8 +579,12 @@ def consumer_walk(
 
 def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
     """Let device code of the schedule run as Python."""
-    functions = {"minimum": min, "maximum": max, "where": lambda c, x, y: x if c else y,
-                 "num_programs": lambda _: programs}  # fmt: skip
+    functions = {
+        "minimum": min,
+        "maximum": max,
+        "where": lambda c, x, y: x if c else y,
+        "num_programs": lambda _: programs,
+    }
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(masks, "gl", SimpleNamespace(**functions))
     monkeypatch.setattr(masks, "first_clear", masks.first_clear.fn)
@@ -729,9 +785,27 @@ def test_lse_and_delta_of_the_preprocess(device: str, dtype: torch.dtype, scale:
     counters = torch.ones(before + behind, dtype=torch.int32, device=device)
     strides = [n // 8 for n in out.stride()[:3]]
     preprocess_kernel[(H * Sp // 32,)](
-        out, dout, lse, dlse, ld, sums, counters[before:], Sq, Sp, Sp, H, D, *strides, *strides, scale,
-        HAS_DLSE=True, FIRST=False, D=D, R=32, BM=64,
-    )  # fmt: skip
+        out,
+        dout,
+        lse,
+        dlse,
+        ld,
+        sums,
+        counters[before:],
+        Sq,
+        Sp,
+        Sp,
+        H,
+        D,
+        *strides,
+        *strides,
+        scale,
+        HAS_DLSE=True,
+        FIRST=False,
+        D=D,
+        R=32,
+        BM=64,
+    )
     ld = ld.view(H, Sp, -1).double()
     assert ld.isfinite().all()
     assert not ld[:, Sq:, 3:].any()
@@ -879,9 +953,14 @@ def choose(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_backward_gives_the_same_bits_100_times(
-    shape: tuple[int, ...], D: int, length: int, causal: bool, hopper: None,
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    shape: tuple[int, ...],
+    D: int,
+    length: int,
+    causal: bool,
+    hopper: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     """By the configuration of such a length: long rows have key tiles of 256 at head_dim 64, and walk
     in waves at others, here of few programs, if heads are grouped."""
     _, Hq, Hkv, _, _ = shape
@@ -910,9 +989,15 @@ def test_deterministic_backward_gives_the_same_bits_100_times(
 # (head_dim, keys, heads, query heads of a key head) of rows for which the backward takes, causal: pairs
 # and zeros, the same of few keys with the first tile's store, zeros, and alternate walks; waves
 BACKWARDS = [
-    (24, 16384, 1024, 1), (64, 2048, 1024, 1), (96, 16384, 1024, 1), (128, 1024, 1024, 1),
-    (64, 4096, 1, 8), (96, 1024, 1024, 8), (128, 4096, 1, 8), (192, 1024, 1, 8),
-]  # fmt: skip
+    (24, 16384, 1024, 1),
+    (64, 2048, 1024, 1),
+    (96, 16384, 1024, 1),
+    (128, 1024, 1024, 1),
+    (64, 4096, 1, 8),
+    (96, 1024, 1024, 8),
+    (128, 4096, 1, 8),
+    (192, 1024, 1, 8),
+]
 
 
 @pytest.mark.gpu
@@ -922,9 +1007,13 @@ BACKWARDS = [
 @pytest.mark.parametrize("how", BACKWARDS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_by_the_configuration_of_other_rows(
-    shape: tuple[int, ...], how: tuple[int, int, int, int], causal: bool, hopper: None,
-    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest,
-) -> None:  # fmt: skip
+    shape: tuple[int, ...],
+    how: tuple[int, int, int, int],
+    causal: bool,
+    hopper: None,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> None:
     """What rows of other lengths and groups take, in items of one and of many steps; waves by few
     programs, so that there are rounds of them."""
     D, length, heads, group = how
@@ -1096,9 +1185,19 @@ def test_rows_past_the_end_do_not_matter(
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_any_number_of_consumers_and_queries_in_registers(
-    D: int, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, causal: bool, W: int, kept: int,
-    programs: int, dtype: torch.dtype, hopper: None,
-) -> None:  # fmt: skip
+    D: int,
+    B: int,
+    Hq: int,
+    Hkv: int,
+    Sq: int,
+    Sk: int,
+    causal: bool,
+    W: int,
+    kept: int,
+    programs: int,
+    dtype: torch.dtype,
+    hopper: None,
+) -> None:
     """Where rows or heads are such that these are fastest; the same bits every time."""
     config = configs.attention_forward_hopper(D, Sk, Kind(causal), Sq, B * Hkv, Hq // Hkv)
     assert (W, kept, programs) == (config.W, config.Q_IN_REGS, config.PROGRAMS)

@@ -175,9 +175,14 @@ class HopperForward:
 
 
 def attention_forward_hopper(
-    head_dim: int, Sk: int, kind: Kind,
-    Sq: int = 16384, heads: int = 1024, group: int = 1, multiprocessors: int = MULTIPROCESSORS,
-) -> HopperForward:  # fmt: skip
+    head_dim: int,
+    Sk: int,
+    kind: Kind,
+    Sq: int = 16384,
+    heads: int = 1024,
+    group: int = 1,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> HopperForward:
     """Forward, of so many key heads in all sequences, each with `group` query heads.
 
     A work item takes as long as its keys are many, whether its rows are queries or padding: with few

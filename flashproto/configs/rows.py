@@ -189,9 +189,15 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
 
 @cached
 def norm_backward(
-    N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
-    residual: bool = False, bias: bool = False, statistics: bool = True,
-) -> RowConfig:  # fmt: skip
+    N: int,
+    itemsize: int,
+    weight_gradients: bool,
+    centered: bool,
+    capability: tuple[int, int],
+    residual: bool = False,
+    bias: bool = False,
+    statistics: bool = True,
+) -> RowConfig:
     """Backward of the norms: x and dy, perhaps the gradient that reaches a sum with a residual; with
     weight_gradients two tiles of partial sums beside them, and a few programs a multiprocessor, each of
     which takes many tiles.  statistics: whether mean and rstd are given.
@@ -280,9 +286,15 @@ def _cluster(N: int, bias: bool, residual: bool) -> RowConfig:
             cap = {3: 168, 4: 128, 5: 96}[programs]
             stages = 3 if residual else 4
             return RowConfig(
-                1, 512, 4, chunks=chunks, stages=stages, programs=programs, max_registers=cap,
+                1,
+                512,
+                4,
+                chunks=chunks,
+                stages=stages,
+                programs=programs,
+                max_registers=cap,
                 cluster=cluster,
-            )  # fmt: skip
+            )
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
     chunks = -(-N // 16384)

@@ -40,7 +40,10 @@ def column_sums_launch(partials: Any, sums: Any) -> tuple[int, tuple[Any, ...], 
     columns = 1024 if backends.INTERPRETED else config.columns  # it takes a millisecond a program
     dependent = has_dependent_launches(partial.device)
     options = {
-        "R": config.rows, "C": columns, "num_warps": config.num_warps,
-        "PDL": dependent, "launch_pdl": dependent or None,
-    }  # fmt: skip
+        "R": config.rows,
+        "C": columns,
+        "num_warps": config.num_warps,
+        "PDL": dependent,
+        "launch_pdl": dependent or None,
+    }
     return sum(x is not None for x in sums) * cdiv(N, columns), (*partials, *sums, P, N), options

@@ -119,9 +119,16 @@ def sum_in_float32(x: Tensor) -> Tensor:
 
 
 def launch_forward(
-    recipe: Recipe, x: Operand, targets: Operand, weights: Weights, denominator: Operand | None,
-    losses: Sequence[Operand], dx: Operand | None, options: Options, keep: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    x: Operand,
+    targets: Operand,
+    weights: Weights,
+    denominator: Operand | None,
+    losses: Sequence[Operand],
+    dx: Operand | None,
+    options: Options,
+    keep: bool,
+) -> None:
     """Fill `losses` (loss, z, lse, m, l) [M] of x [M, V] and targets [M], and dx, which may be x."""
     M, V = x.shape
     ignore_index, smoothing, z_loss, softcap = options
@@ -140,10 +147,20 @@ def launch_forward(
 
 
 def launch_backward(
-    recipe: Recipe, dloss: Operand, dlse: Operand | None, x: Operand, targets: Operand,
-    weights: Weights, denominator: Operand | None, state: Sequence[Operand], dx: Operand,
-    options: Options, V: int, first: int = 0, done: bool = False,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    dloss: Operand,
+    dlse: Operand | None,
+    x: Operand,
+    targets: Operand,
+    weights: Weights,
+    denominator: Operand | None,
+    state: Sequence[Operand],
+    dx: Operand,
+    options: Options,
+    V: int,
+    first: int = 0,
+    done: bool = False,
+) -> None:
     """Fill dx, which may be x [M, N], columns `first` and on of V; state is (lse, m, l).  done: where
     the number dloss is 1, dx is left as it is."""
     M, N = x.shape
@@ -161,9 +178,15 @@ def launch_backward(
 
 
 def add_up(
-    recipe: Recipe, targets: Operand, weight: Operand | None, losses: Sequence[Operand] | None,
-    sums: Sequence[Operand | None], V: int, ignore_index: int, mean: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    targets: Operand,
+    weight: Operand | None,
+    losses: Sequence[Operand] | None,
+    sums: Sequence[Operand | None],
+    V: int,
+    ignore_index: int,
+    mean: bool,
+) -> None:
     """Fill `sums` (loss, z, denominator), one number each, of all rows from `losses` (loss, z) of each
     and their targets; without losses the denominator alone.  Summed in a fixed order."""
     config = configs.cross_entropy_total()
@@ -174,11 +197,20 @@ def add_up(
     ]
     if P:
         recipe.launch(
-            cross_entropy_total_kernel, P,
-            targets, weight, *(losses or (None, None)), *partial,
-            targets.numel(), V, ignore_index, mean and P == 1, config.length, config.tile,
+            cross_entropy_total_kernel,
+            P,
+            targets,
+            weight,
+            *(losses or (None, None)),
+            *partial,
+            targets.numel(),
+            V,
+            ignore_index,
+            mean and P == 1,
+            config.length,
+            config.tile,
             num_warps=config.num_warps,
-        )  # fmt: skip
+        )
     if P == 1:
         return
     *results, denominator = sums
@@ -271,10 +303,19 @@ def backward(
             rows[0] = lse.contiguous()
         divisor = totals_of(state, M)[1] if settings.reduction == "mean" else None
         launch_backward(
-            recipe, dloss.contiguous(), None if dlse is None else dlse.contiguous(), x,
-            targets.contiguous().reshape(M), constants(recipe, weight, options.label_smoothing),
-            divisor, rows, dlogits.rows(), options, V, done=done is not None,
-        )  # fmt: skip
+            recipe,
+            dloss.contiguous(),
+            None if dlse is None else dlse.contiguous(),
+            x,
+            targets.contiguous().reshape(M),
+            constants(recipe, weight, options.label_smoothing),
+            divisor,
+            rows,
+            dlogits.rows(),
+            options,
+            V,
+            done=done is not None,
+        )
     return [dlogits, None, None]
 
 
@@ -294,10 +335,19 @@ def claimed(logits: Tensor) -> Tensor:
 
 
 cross_entropy = Operator(
-    "cross_entropy", inputs="logits, targets, weight?", outputs=5, settings=Settings, makes=makes,
-    forward=forward, saved="logits, targets, weight?, lse?, state, dlogits?", saves=saves,
-    gradients=gradients, backward=backward, differentiable=2, gives_away=5,
-)  # fmt: skip
+    "cross_entropy",
+    inputs="logits, targets, weight?",
+    outputs=5,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="logits, targets, weight?, lse?, state, dlogits?",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+    gives_away=5,
+)
 
 
 # --- for linear_cross_entropy.py, of tensors --------------------------------------------------------
@@ -332,15 +382,20 @@ def _rows_backward(recipe, tensors, options, V, first):
 
 
 def total(
-    targets: Tensor, weight: Tensor | None, losses: Sequence[Tensor] | None, V: int, ignore_index: int,
+    targets: Tensor,
+    weight: Tensor | None,
+    losses: Sequence[Tensor] | None,
+    V: int,
+    ignore_index: int,
     mean: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z, denominator) by add_up; without losses the denominator alone is filled."""
     loss, z, denominator = (torch.empty((), dtype=f32, device=targets.device) for _ in range(3))
     steps(
-        _total, [targets, weight, *(losses or (None, None)), loss, z, denominator],
+        _total,
+        [targets, weight, *(losses or (None, None)), loss, z, denominator],
         (V, ignore_index, mean),
-    )  # fmt: skip
+    )
     return loss, z, denominator
 
 

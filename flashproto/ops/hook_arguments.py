@@ -102,15 +102,16 @@ def stores_of(gradients: Sequence[Operand | None], shape: Sequence[int]) -> list
     """Where the kernels store these gradients of operands that broadcast to `shape`: one element for
     each of `shape`, in float32 where they are still to be summed."""
     return [
-        g if g is None or g.shape == tuple(shape)
+        g
+        if g is None or g.shape == tuple(shape)
         else g.recipe.make(New.contiguous(shape, torch.float32, g.device))
         for g in gradients
-    ]  # fmt: skip
+    ]
 
 
 def summed(
     stores: Sequence[Operand | None], gradients: Sequence[Operand | None]
-) -> list[Operand | None]:  # fmt: skip
+) -> list[Operand | None]:
     """The gradients, of what the kernels have stored; to be returned in their place."""
 
     def sum_up(store: Operand | None, gradient: Operand | None) -> Operand | None:

@@ -75,9 +75,18 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and not later:
         needs = [x is not None and x.requires_grad for x in (h, weight, bias)]
     arguments = (
-        h, weight, bias, targets, class_weight, *options, reduction, need_lse, chunk_size, low_memory,
+        h,
+        weight,
+        bias,
+        targets,
+        class_weight,
+        *options,
+        reduction,
+        need_lse,
+        chunk_size,
+        low_memory,
         *needs,
-    )  # fmt: skip
+    )
     if through_op((h, weight, bias, targets, class_weight)):
         return torch.ops.flashproto.linear_cross_entropy(*arguments)[:3]
     return LinearCrossEntropyFunction.apply(*arguments)[:3]
@@ -210,9 +219,15 @@ def linear_cross_entropy_forward(
         chunk = logits_of(h[part], W, b, memory)
         logits = chunk[:, :V]
         rows_forward(
-            logits, targets[part], weights, None, tuple(row[part] for row in losses),
-            logits if need_dh or need_dweight or need_dbias else None, options, need_lse,
-        )  # fmt: skip
+            logits,
+            targets[part],
+            weights,
+            None,
+            tuple(row[part] for row in losses),
+            logits if need_dh or need_dweight or need_dbias else None,
+            options,
+            need_lse,
+        )
         zero_padding(chunk, logits)
         if need_dh:
             hidden_gradient(chunk, W, product_dh[:n], classes)
@@ -232,17 +247,25 @@ def linear_cross_entropy_forward(
     del dweight_sum
     if need_dweight and summed < V and T:
         for rest, _, dlogits in gradient_slices(
-            h.new_ones((), dtype=torch.float32), None, h, weight, bias, targets, weights, denominator,
-            (losses[2], losses[3], losses[4]), options, classes, summed,
-        ):  # fmt: skip
+            h.new_ones((), dtype=torch.float32),
+            None,
+            h,
+            weight,
+            bias,
+            targets,
+            weights,
+            denominator,
+            (losses[2], losses[3], losses[4]),
+            options,
+            classes,
+            summed,
+        ):
             weight_gradient(dlogits, h, dweight[rest])
     loss, z, *state = losses
     if reduction != "none":
         loss, z, _ = total(targets, weights[0], (loss, z), V, ignore_index, mean)
     denominator = loss.new_empty(0) if denominator is None else denominator
-    return (
-        loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V)
-    )  # fmt: skip
+    return (loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V))
 
 
 def linear_cross_entropy_backward(
@@ -271,9 +294,13 @@ def linear_cross_entropy_backward(
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     T, V = h.shape[0], weight.shape[0]
     dh, dweight, dbias = gradient_buffers(
-        h, weight, bias, (need_dh, need_dweight, need_dbias),
-        configs.product_classes(V, h.element_size()) if T else V, kept=False,
-    )  # fmt: skip
+        h,
+        weight,
+        bias,
+        (need_dh, need_dweight, need_dbias),
+        configs.product_classes(V, h.element_size()) if T else V,
+        kept=False,
+    )
     if T == 0:
         return dh, dweight.zero_(), dbias.zero_()
     dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
@@ -288,9 +315,17 @@ def linear_cross_entropy_backward(
             rows = slice(start, min(start + chunk_size, T))
             chunk = logits_of(h[rows], weight, b, memory)
             rows_backward(
-                dloss[rows] if dloss.ndim else dloss, None if dlse is None else dlse[rows], chunk,
-                targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
-            )  # fmt: skip
+                dloss[rows] if dloss.ndim else dloss,
+                None if dlse is None else dlse[rows],
+                chunk,
+                targets[rows],
+                weights,
+                divisor,
+                (lse[rows], m[rows], l[rows]),
+                chunk,
+                options,
+                V,
+            )
             if need_dh:
                 hidden_gradient(chunk, weight, dh[rows], classes)
             if need_dweight:
@@ -300,8 +335,8 @@ def linear_cross_entropy_backward(
         return dh, dweight, dbias
     dh_sum = dh if h.dtype == torch.float32 else h.new_empty(dh.shape, dtype=torch.float32)
     for part, W, dlogits in gradient_slices(
-        dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes,
-    ):  # fmt: skip
+        dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes
+    ):
         if need_dh:
             product(dlogits, W, dh_sum, add=part.start > 0)
         if need_dweight:

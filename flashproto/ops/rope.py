@@ -120,9 +120,14 @@ def groups_of(config: HeadConfig, B: int, S: int, *heads: int) -> int:
 
 
 def launch(
-    recipe: Recipe, inputs: Heads, outputs: Heads, tables: Sequence[Operand | None], rows: Rows,
-    interleaved: bool, inverse: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    inputs: Heads,
+    outputs: Heads,
+    tables: Sequence[Operand | None],
+    rows: Rows,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
     """Rotate q and k, copy v: of `inputs` to `outputs`, all of unit column stride; tables: cos, sin,
     positions."""
     cos, sin, positions = tables
@@ -199,10 +204,19 @@ def rotate_back(settings: Settings, grads: Any, saved: Any) -> tuple[Tensor | No
 
 
 rope = Operator(
-    "rope", inputs="q, k?, cos, sin, positions?", outputs=2, settings=Settings, makes=makes,
-    forward=forward, saved="cos, sin, positions?", saves=saves, gradients=gradients, backward=backward,
-    differentiable=2, again=rotate_back,
-)  # fmt: skip
+    "rope",
+    inputs="q, k?, cos, sin, positions?",
+    outputs=2,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="cos, sin, positions?",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+    again=rotate_back,
+)
 
 
 # --- a fused projection -----------------------------------------------------------------------------
@@ -233,19 +247,33 @@ def backward_packed(
 
 
 rope_packed = Operator(
-    "rope_packed", inputs="qkv, cos, sin, positions?", outputs=3, settings=PackedSettings,
-    makes=makes_packed, forward=forward_packed, saved="cos, sin, positions?", saves=saves,
-    gradients=gradients_packed, backward=backward_packed, differentiable=3,
-)  # fmt: skip
+    "rope_packed",
+    inputs="qkv, cos, sin, positions?",
+    outputs=3,
+    settings=PackedSettings,
+    makes=makes_packed,
+    forward=forward_packed,
+    saved="cos, sin, positions?",
+    saves=saves,
+    gradients=gradients_packed,
+    backward=backward_packed,
+    differentiable=3,
+)
 
 
 # --- in place ---------------------------------------------------------------------------------------
 
 
 def rotate_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int,
-    count_up: bool, interleaved: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    count_up: bool,
+    interleaved: bool,
+) -> None:
     """Rotate q and k where they are; they carry no gradient."""
     steps(_rotate_in_place, [q, k, cos, sin, positions], (offset, count_up, interleaved))
 

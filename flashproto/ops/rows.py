@@ -53,7 +53,14 @@ def launch_splits(
     splits, count, lanes = exchange(N, config, M)
     words = (Exchange(count), Exchange(count, used=True)) if clears else (Exchange(count),)
     recipe.launch(
-        kernel, M * splits, *tensors, *words, *numbers,
-        C=config.columns, LANES=lanes, POLLS=POLLS,
-        num_warps=config.num_warps, maxnreg=config.max_registers,
-    )  # fmt: skip
+        kernel,
+        M * splits,
+        *tensors,
+        *words,
+        *numbers,
+        C=config.columns,
+        LANES=lanes,
+        POLLS=POLLS,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+    )

@@ -32,6 +32,12 @@ def launch_forward_hopper(
         kernel = softmax_forward_shared_split_kernel
         return launch_splits(recipe, kernel, config, (x, y), numbers, clears=True)
     recipe.launch(
-        softmax_forward_shared_kernel, M, x, y, *numbers,
-        C=config.columns, num_warps=config.num_warps, maxnreg=config.max_registers,
-    )  # fmt: skip
+        softmax_forward_shared_kernel,
+        M,
+        x,
+        y,
+        *numbers,
+        C=config.columns,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+    )

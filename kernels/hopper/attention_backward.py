@@ -105,9 +105,23 @@ def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, t, r, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, variables,
+    k_desc,
+    v_desc,
+    t,
+    r,
+    ks,
+    vs,
+    k_full,
+    v_full,
+    NB,
+    M,
+    Hk,
+    BH,
+    HG,
+    offset,
+    variables,
     CFG: gl.constexpr,
-):  # fmt: skip
+):
     """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
     if t < NB * BH:
@@ -202,25 +216,59 @@ def producer(args, CFG: gl.constexpr):
                 if CFG.DQ == 0:
                     release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
                 load_q(
-                    q_desc, lse_delta_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lse_deltas.index(slot), more == 1, CFG,
-                )  # fmt: skip
+                    q_desc,
+                    lse_delta_desc,
+                    b,
+                    h,
+                    m,
+                    H,
+                    M,
+                    q_full.index(slot),
+                    qs.index(slot),
+                    lse_deltas.index(slot),
+                    more == 1,
+                    CFG,
+                )
                 if not CFG.ORDERED:
                     send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
             else:
                 if g == 0:
                     item = t
                 load_q(
-                    q_desc, lse_delta_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lse_deltas.index(slot), more == 1, CFG,
-                )  # fmt: skip
+                    q_desc,
+                    lse_delta_desc,
+                    b,
+                    h,
+                    m,
+                    H,
+                    M,
+                    q_full.index(slot),
+                    qs.index(slot),
+                    lse_deltas.index(slot),
+                    more == 1,
+                    CFG,
+                )
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
             # The last step of an item gives back its keys, with its queries.
             if item >= 0:
                 load_keys(
-                    k_desc, v_desc, item, r, ks, vs, k_full, v_full,
-                    NB, M, H // GROUP, BH, HG, offset, variables, CFG,
-                )  # fmt: skip
+                    k_desc,
+                    v_desc,
+                    item,
+                    r,
+                    ks,
+                    vs,
+                    k_full,
+                    v_full,
+                    NB,
+                    M,
+                    H // GROUP,
+                    BH,
+                    HG,
+                    offset,
+                    variables,
+                    CFG,
+                )
                 r += 1
             if CFG.PAIRS:
                 if (g == 1) & (more == 1):
@@ -252,29 +300,38 @@ def producer(args, CFG: gl.constexpr):
 
 # --- the main kernel -----------------------------------------------------------------------------
 
-VARYING = (
-    "NB", "M", "H", "GROUP", "BH", "HG", "Sk", "offset", "s_b", "s_h", "s_s", "D_out",
-)  # fmt: skip
+VARYING = ("NB", "M", "H", "GROUP", "BH", "HG", "Sk", "offset", "s_b", "s_h", "s_s", "D_out")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def attention_backward_kernel(
-    q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
     lse_delta_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
-    dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
+    dq_desc,
+    dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
     turns_ptr,  # counters and numbers of items, see attention_backward_work.py
-    dk_ptr, dv_ptr,
-    NB, M,  # key tiles of a key head, query tiles of a query head
-    H, GROUP,  # query heads, query heads a key head
-    BH, HG,  # B * key heads; of which the tiles of HG at a time are mixed
+    dk_ptr,
+    dv_ptr,
+    NB,
+    M,  # key tiles of a key head, query tiles of a query head
+    H,
+    GROUP,  # query heads, query heads a key head
+    BH,
+    HG,  # B * key heads; of which the tiles of HG at a time are mixed
     Sk,
     offset,  # query i sees key j <= i + offset
-    s_b, s_h, s_s,  # strides of dk and of dv, in units of 8 elements
+    s_b,
+    s_h,
+    s_s,  # strides of dk and of dv, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
-    scale, scale_log2,  # of the scores, and times log2(e)
+    scale,
+    scale_log2,  # of the scores, and times log2(e)
     variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperBackward
-):  # fmt: skip
+):
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D

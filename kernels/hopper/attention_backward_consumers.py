@@ -50,9 +50,17 @@ from .warpgroups import (
 
 @gluon.jit
 def product_with_term(
-    rows, queries, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, regs=0,
-    REGS: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
-):  # fmt: skip
+    rows,
+    queries,
+    lse_delta,
+    TERM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    selector=0,
+    regs=0,
+    REGS: gl.constexpr = 0,
+    SHARED: gl.constexpr = False,
+    TERM_FIRST: gl.constexpr = False,
+):
     """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of
     lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
     first REGS columns of rows in registers.
@@ -109,9 +117,23 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 @gluon.jit
 def inner_loop(
-    c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, last_key, M,
-    scale_log2, variables, CFG: gl.constexpr,
-):  # fmt: skip
+    c: gl.constexpr,
+    MASK: gl.constexpr,
+    shared,
+    own,
+    dk,
+    dv,
+    it,
+    tile,
+    first,
+    begin,
+    end,
+    last_key,
+    M,
+    scale_log2,
+    variables,
+    CFG: gl.constexpr,
+):
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
     dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full = shared
@@ -194,9 +216,24 @@ def inner_loop(
 
 @gluon.jit
 def outer_loop(
-    c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
-    last_key, scale_log2, variables, CFG: gl.constexpr,
-):  # fmt: skip
+    c: gl.constexpr,
+    MASK: gl.constexpr,
+    shared,
+    own,
+    walk,
+    dk,
+    dv,
+    it,
+    tile,
+    start,
+    stop,
+    begin,
+    end,
+    last_key,
+    scale_log2,
+    variables,
+    CFG: gl.constexpr,
+):
     """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and last_key."""
     col, m0, up, NB, M, GROUP, offset = walk
@@ -206,18 +243,60 @@ def outer_loop(
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
             dk, dv, it, tile = inner_loop(
-                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, last_key, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
+                c,
+                MASKED,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                begin,
+                clear,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
             dk, dv, it, tile = inner_loop(
-                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, last_key, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
+                c,
+                CLEAR,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                clear,
+                end,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
         else:
             dk, dv, it, tile = inner_loop(
-                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, last_key, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
+                c,
+                MASK,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                begin,
+                end,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
         tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
     return dk, dv, it, tile, last_key
 
@@ -286,22 +365,82 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
             clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
                 dk, dv, it, tile, last_key = outer_loop(
-                    c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, last_key,
-                    scale_log2, variables, CFG,
-                )  # fmt: skip
+                    c,
+                    MASKED,
+                    shared,
+                    own,
+                    walk,
+                    dk,
+                    dv,
+                    it,
+                    tile,
+                    0,
+                    clear,
+                    begin,
+                    end,
+                    last_key,
+                    scale_log2,
+                    variables,
+                    CFG,
+                )
             dk, dv, it, tile, last_key = outer_loop(
-                c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, last_key,
-                scale_log2, variables, CFG,
-            )  # fmt: skip
+                c,
+                CLEAR,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                clear,
+                behind,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
             dk, dv, it, tile, last_key = outer_loop(
-                c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, last_key,
-                scale_log2, variables, CFG,
-            )  # fmt: skip
+                c,
+                MASKED,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                behind,
+                outer,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
         else:
             dk, dv, it, tile, last_key = outer_loop(
-                c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
-                begin, end, last_key, scale_log2, variables, CFG,
-            )  # fmt: skip
+                c,
+                AHEAD if CFG.PEELED else ASKED,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                0,
+                outer,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
         following = get_item(turns_ptr, r + 1)
         # read and worked out again, so as to take no registers in the loop
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)

@@ -34,9 +34,20 @@ NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any e
 
 @triton.jit(
     do_not_specialize=[
-        "Sq", "Sp", "zeroed", "H", "D_out", "so_b", "so_h", "so_s", "sd_b", "sd_h", "sd_s", "scale",
+        "Sq",
+        "Sp",
+        "zeroed",
+        "H",
+        "D_out",
+        "so_b",
+        "so_h",
+        "so_s",
+        "sd_b",
+        "sd_h",
+        "sd_s",
+        "scale",
     ]
-)  # fmt: skip
+)
 def preprocess_kernel(
     o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr, turns_ptr,
     Sq, Sp,  # queries, and queries padded to whole tiles
@@ -128,22 +139,32 @@ def wait_for_items(turns_ptr, head, items):
         END:
         mov.u32 $0, 0;
         }""",
-        "=r,l,r", [(turns_ptr - 1 - head).to(gl.int64), items], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [(turns_ptr - 1 - head).to(gl.int64), items],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit(do_not_specialize=["items", "Sq", "tiles", "H", "GROUP", "D_out", "s_b", "s_h", "s_s"])
 def postprocess_kernel(
-    dq_ptr, out_ptr,
+    dq_ptr,
+    out_ptr,
     turns_ptr,  # counters, see attention_backward_work.py
     items,  # of a key head, or 0 where they are not counted
-    Sq, tiles,  # queries, and tiles of 64 of them
-    H, GROUP,  # query heads, query heads a key head
+    Sq,
+    tiles,  # queries, and tiles of 64 of them
+    H,
+    GROUP,  # query heads, query heads a key head
     D_out,
-    s_b, s_h, s_s,  # strides of out, in units of 8 elements
+    s_b,
+    s_h,
+    s_s,  # strides of out, in units of 8 elements
     scale,
-    D: gl.constexpr, N: gl.constexpr,
-):  # fmt: skip
+    D: gl.constexpr,
+    N: gl.constexpr,
+):
     """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  A dependent launch, so
     that it waits for the items that add to it or, where they are not counted, for the launch before."""
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])

@@ -74,28 +74,47 @@ from .attention_forward_work import producer
 from .warpgroups import exit_threads
 
 VARYING = (
-    "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
-)  # fmt: skip
+    "total",
+    "NT",
+    "H",
+    "GROUP",
+    "BH",
+    "HG",
+    "Sq",
+    "Sk",
+    "offset",
+    "so_b",
+    "so_h",
+    "so_s",
+    "D_out",
+)
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
-    k_desc, v_desc,  # [1, 1, BN, D]
-    o_ptr, lse_ptr,
+    k_desc,
+    v_desc,  # [1, 1, BN, D]
+    o_ptr,
+    lse_ptr,
     work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
     total,  # work items: NT * BH
     NT,  # query tiles of a head
-    H, GROUP, BH,  # query heads, or key heads if packed; query heads a key head; B * H
+    H,
+    GROUP,
+    BH,  # query heads, or key heads if packed; query heads a key head; B * H
     HG,  # of these heads, those whose work items are mixed
-    Sq, Sk,
+    Sq,
+    Sk,
     offset,  # query i sees key j <= i + offset
-    so_b, so_h, so_s,  # strides of out, in units of 8 elements
+    so_b,
+    so_h,
+    so_s,  # strides of out, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale_log2,  # scale * log2(e)
     variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperForward
-):  # fmt: skip
+):
     W: gl.constexpr = CFG.W
     D: gl.constexpr = CFG.D
     BN: gl.constexpr = CFG.BN

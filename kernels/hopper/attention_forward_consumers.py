@@ -265,9 +265,21 @@ def attend(
 
 @gluon.jit
 def skip_item(
-    c: gl.constexpr, ks, q_full, k_full, v_full, q, z, n, r,
-    kslot, kphase, vslot, vphase, CFG: gl.constexpr,
-):  # fmt: skip
+    c: gl.constexpr,
+    ks,
+    q_full,
+    k_full,
+    v_full,
+    q,
+    z,
+    n,
+    r,
+    kslot,
+    kphase,
+    vslot,
+    vphase,
+    CFG: gl.constexpr,
+):
     """As attend, for a work item of which this consumer has no rows: it gives each buffer back once it
     is full, and takes its turns without products until the first scores of the next item."""
     bar_arrive(CFG.KB + kslot, CFG.ALL)

@@ -17,9 +17,13 @@ from triton.experimental.gluon import language as gl
 def let_next_begin():
     """Let the next launch begin, as far as this program is concerned."""
     gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False,
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;",
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

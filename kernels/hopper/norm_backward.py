@@ -43,9 +43,17 @@ def statistics(mean_ptr, rstd_ptr, row, M):
 
 @gluon.jit
 def publish_sums(
-    words_ptr, split, xs, dys, weight_ptr, weights, mean, rstd,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    split,
+    xs,
+    dys,
+    weight_ptr,
+    weights,
+    mean,
+    rstd,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+):
     """Make known to the programs of a row what the chunks xs, dys of one split add to its two sums."""
     LAYOUT: gl.constexpr = slice_layout(xs[0].dtype, gl.num_warps())
     g_xhat = gl.zeros([slice_size(xs)], gl.float32, LAYOUT)
@@ -78,9 +86,7 @@ def sums_of_words(words, CENTERED: gl.constexpr):
 
 
 @gluon.jit
-def collect(
-    words_ptr, words, splits, LANES: gl.constexpr, POLLS: gl.constexpr, CENTERED: gl.constexpr
-):  # fmt: skip
+def collect(words_ptr, words, splits, LANES: gl.constexpr, POLLS: gl.constexpr, CENTERED: gl.constexpr):
     """sums_of_words after one look, which is `words`, to POLLS."""
     a, b, missing = sums_of_words(words, CENTERED)
     polls = 1
@@ -134,9 +140,17 @@ def norm_backward_shared_kernel(
         row = group + i * G
         if row < M:
             publish_sums(
-                words_ptr + row * splits, own, at(xs, i), at(dys, i),
-                weight_ptr, weights, means[i], rstds[i], CENTERED, CASTING,
-            )  # fmt: skip
+                words_ptr + row * splits,
+                own,
+                at(xs, i),
+                at(dys, i),
+                weight_ptr,
+                weights,
+                means[i],
+                rstds[i],
+                CENTERED,
+                CASTING,
+            )
 
     turn = 0
     for row in range(group, M, G):
@@ -158,9 +172,17 @@ def norm_backward_shared_kernel(
         turn_ahead = gl.where(turn + LAG < TURNS, turn + LAG, turn + LAG - TURNS)
         if ahead < M:
             publish_sums(
-                words_ptr + ahead * splits, own, at(xs, turn_ahead), at(dys, turn_ahead),
-                weight_ptr, weights, means[LAG], rstds[LAG], CENTERED, CASTING,
-            )  # fmt: skip
+                words_ptr + ahead * splits,
+                own,
+                at(xs, turn_ahead),
+                at(dys, turn_ahead),
+                weight_ptr,
+                weights,
+                means[LAG],
+                rstds[LAG],
+                CENTERED,
+                CASTING,
+            )
 
         mean, rstd = means[0], rstds[0]
         chunk_x, chunk_dy = at(xs, turn), at(dys, turn)
@@ -173,10 +195,17 @@ def norm_backward_shared_kernel(
             async_copy.commit_group()
             async_copy.wait_group(0)
             publish_sums(
-                row_words_ptr, split, chunk_x, chunk_dy,
-                weight_ptr, held(weight_ptr, chunk_x, split * C, N), mean, rstd,
-                CENTERED, CASTING,
-            )  # fmt: skip
+                row_words_ptr,
+                split,
+                chunk_x,
+                chunk_dy,
+                weight_ptr,
+                held(weight_ptr, chunk_x, split * C, N),
+                mean,
+                rstd,
+                CENTERED,
+                CASTING,
+            )
             if split == own:
                 words = peek_words(row_words_ptr, splits, LANES)
                 g_xhat, g_alone, missing = collect(row_words_ptr, words, splits, LANES, POLLS, CENTERED)

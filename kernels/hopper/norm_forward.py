@@ -58,9 +58,18 @@ def row_of(tile, r: gl.constexpr, M, R: gl.constexpr):
 
 @gluon.jit
 def fetch(
-    smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride, tile, first, M, N,
+    smem,
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    tile,
+    first,
+    M,
+    N,
     WHOLE: gl.constexpr,
-):  # fmt: skip
+):
     """What is normalized of a tile: the columns from `first` on of its rows, of x or of total, which is
     stored; 0 behind the end of a row."""
     R: gl.constexpr = slice_count(smem)
@@ -121,9 +130,17 @@ def moments_of(smem, first, n, N, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
 
 @gluon.jit
 def result(
-    x, mean, rstd, weight_ptr, weight, bias_ptr, bias,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+    x,
+    mean,
+    rstd,
+    weight_ptr,
+    weight,
+    bias_ptr,
+    bias,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    dtype: gl.constexpr,
+):
     """y of a slice x in float32, of `dtype`; weight and bias as in memory, where there are any."""
     y = (x - mean if CENTERED else x) * rstd
     if weight_ptr is not None:
@@ -158,9 +175,22 @@ def first_parameters(weight_ptr, bias_ptr, smem, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def store_result(
-    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    bias_ptr,
+    weights,
+    biases,
+    y_ptr,
+    smem,
+    means,
+    rstds,
+    tile,
+    first,
+    M,
+    N,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
     """y of a tile whose columns begin at `first`, of rows with the statistics means, rstds; weights,
     biases: first_parameters.
 
@@ -180,9 +210,17 @@ def store_result(
         cols = first + columns_of(chunk, k)
         for r in gl.static_range(R):
             y = result(
-                widened(slice_of(smem[r][0], k)), means[r], rstds[r],
-                weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                widened(slice_of(smem[r][0], k)),
+                means[r],
+                rstds[r],
+                weight_ptr,
+                weights[k],
+                bias_ptr,
+                biases[k],
+                CENTERED,
+                CASTING,
+                dtype,
+            )
             row_ptr = y_ptr + row_of(tile, r, M, R) * N
             if WHOLE:
                 gl.store(row_ptr + cols, y)
@@ -203,12 +241,25 @@ def store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M):
 
 @gluon.jit(do_not_specialize=["M"])
 def norm_forward_shared_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, total_ptr, mean_ptr, rstd_ptr,  # out
-    x_stride, residual_stride, M, N, eps,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-    C: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,  # in
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,  # out
+    x_stride,
+    residual_stride,
+    M,
+    N,
+    eps,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    WHOLE: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, of at most C columns."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     tile, N = gl.program_id(0), N * UNITS
@@ -221,9 +272,22 @@ def norm_forward_shared_kernel(
         means, rstds = means + (mean,), rstds + (moments_finish(N.to(gl.float32), M2, eps),)
     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
     store_result(
-        weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, 0, M, N,
-        CENTERED, CASTING, WHOLE,
-    )  # fmt: skip
+        weight_ptr,
+        bias_ptr,
+        weights,
+        biases,
+        y_ptr,
+        smem,
+        means,
+        rstds,
+        tile,
+        0,
+        M,
+        N,
+        CENTERED,
+        CASTING,
+        WHOLE,
+    )
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -267,7 +331,20 @@ def norm_forward_shared_split_kernel(
                 if own == 0:
                     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
                 store_result(
-                    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
-                    CENTERED, CASTING, WHOLE,
-                )  # fmt: skip
+                    weight_ptr,
+                    bias_ptr,
+                    weights,
+                    biases,
+                    y_ptr,
+                    smem,
+                    means,
+                    rstds,
+                    tile,
+                    first,
+                    M,
+                    N,
+                    CENTERED,
+                    CASTING,
+                    WHOLE,
+                )
         split = gl.where(split + 1 < splits, split + 1, 0)

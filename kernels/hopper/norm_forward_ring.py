@@ -230,8 +230,16 @@ def norm_forward_ring_kernel(
         for k in gl.static_range(slice_count(chunk)):
             for r in gl.static_range(R):
                 y = result(
-                    widened(slice_of(at(xs[r], turn), k)), means[r], rstds[r],
-                    weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
-                )  # fmt: skip
+                    widened(slice_of(at(xs[r], turn), k)),
+                    means[r],
+                    rstds[r],
+                    weight_ptr,
+                    weights[k],
+                    bias_ptr,
+                    biases[k],
+                    CENTERED,
+                    CASTING,
+                    dtype,
+                )
                 gl.store(y_ptrs[r] + k * slice_size(chunk), y)
         turn = gl.where(turn + 1 < TURNS, turn + 1, 0)

@@ -107,14 +107,22 @@ def widened(x):
     """
     if x.dtype == gl.bfloat16:
         bits = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x],
-            dtype=gl.int32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=2,
+        )
         return bits.to(gl.float32, bitcast=True)
     elif x.dtype == gl.float16:
         return gl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=&f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=&f,=f,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return x.to(gl.float32)

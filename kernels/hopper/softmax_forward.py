@@ -121,7 +121,7 @@ def store_result(y_ptr, smem, m, l, first, N, LOG: gl.constexpr, WHOLE: gl.const
 @gluon.jit(do_not_specialize=["M"])
 def softmax_forward_shared_kernel(
     x_ptr, y_ptr, x_stride, M, N, LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
+):
     """Program i takes row i, of at most C columns."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     row, N = gl.program_id(0).to(gl.int64), N * UNITS
@@ -154,9 +154,19 @@ def load_words(words_ptr, splits, lanes):
 
 @gluon.jit(do_not_specialize=["M"])
 def softmax_forward_shared_split_kernel(
-    x_ptr, y_ptr, words_ptr, used_ptr, x_stride, M, N,
-    LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    words_ptr,
+    used_ptr,
+    x_stride,
+    M,
+    N,
+    LOG: gl.constexpr,
+    WHOLE: gl.constexpr,
+    C: gl.constexpr,
+    LANES: gl.constexpr,
+    POLLS: gl.constexpr,
+):
     """Program i takes split i % splits of row i // splits."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     THREADS: gl.constexpr = 32 * gl.num_warps()

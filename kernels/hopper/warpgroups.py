@@ -66,8 +66,12 @@ def exit_threads():
         mov.u32 $0, 0;
         @p exit;
         }""",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
@@ -80,8 +84,12 @@ def exit_threads_if(n, most):
         mov.u32 $0, 0;
         @p exit;
         }""",
-        "=r,r,r", [n, most], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,r,r",
+        [n, most],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
