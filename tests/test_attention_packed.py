@@ -16,7 +16,7 @@ from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
 
 import flashproto
-from flashproto import backends, configs, reference
+from flashproto import configs, reference
 from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
@@ -271,13 +271,6 @@ def test_plan_holds_every_packed_item_once(together: int, Sq: int) -> None:
 
 
 # --- on the device -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper() -> None:
-    against = backends.device_reasons("hopper", torch.device("cuda"))
-    if against:
-        pytest.skip("; ".join(against))
 
 
 @dataclass(frozen=True)
