@@ -7,45 +7,50 @@ With P = exp(scale Q K^T - lse), dP = dO V^T, dS = P * (dP - delta), delta = row
 
     dV = P^T dO        dK = scale dS^T Q        dQ = scale dS K
 
-Three launches: preprocess (lse in base 2 and delta, one after the other for each tile of queries), the
-main kernel (a work item is a key tile and the query tiles of every query head of its group, so that dK
-and dV are summed in registers), postprocess (sums of dQ to the output).  The last two are dependent
-launches (dependent_launches.py), which begin while the one before ends.  Without a mask the postprocess
-goes further: it begins where programs of the last round are out of work, with heads whose items are all
-counted as finished (CFG.COUNTED), and waits for the count of each.
+There are three launches:
 
-In the main kernel, one program a multiprocessor, which takes items one after another:
+    preprocess     lse in base 2 and delta, one after the other for each tile of queries
+    main kernel    dK, dV, and the sums of dQ.  A work item is a key tile and the query tiles of every
+                   query head of its group, so dK and dV are summed in registers
+    postprocess    the sums of dQ to the output
 
-    producer   keeps Q, lse and delta, and dO in two buffers each, K and V in one or two; also
+The last two are dependent launches (dependent_launches.py): each begins while the one before it ends.
+Without a mask the postprocess begins even earlier: where programs of the last round have no work left,
+with heads whose items are all counted as finished (CFG.COUNTED).  It waits for each head's count.
+
+The main kernel has one program a multiprocessor, which takes items one after another:
+
+    producer   keeps Q, lse and delta, and dO in two buffers each, K and V in one or two; it also
                issues the bulk adds of dQ from shared memory, where there are any
     consumers  two warpgroups; each owns 64 keys and all columns of its dK and dV
 
-Scores are computed transposed, keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T feed
-dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both wrote to
-make its half of dQ.  lse and delta are subtracted by products too: see `product_with_term`.  At
-head_dim 128 half of the left operand of one product stays in registers: see consumer.  At 256 registers
-allow 64 keys only: see wide_consumer; at 64 they allow 256 in all: see attention_backward_pairs.py.
+Scores are computed transposed, with keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T
+feed dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both
+wrote to make its half of dQ.  lse and delta are subtracted by products too: see `product_with_term`.
+At head_dim 128 half of the left operand of one product stays in registers: see consumer.  At 256
+registers allow only 64 keys: see wide_consumer.  At 64 they allow 256 in all: see
+attention_backward_pairs.py.
 
-A buffer is full when its mbarrier has counted the bytes that TMA brought, and empty when both consumers
-have arrived at its named barrier (OB for dO, QB for Q and, in the last step of an item, K and V).  DS:
-both have written dS.  FULL and EMPTY: a part of dQ lies in shared memory, or may be sent.
+A buffer is full when its mbarrier has counted the bytes that TMA brought.  It is empty when both
+consumers have arrived at its named barrier.  The configuration lists the named barriers
+(HopperBackward.BARRIERS).
 
 The steps of all items are one sequence, in which the producer is two ahead.  While the consumers store
-dK and dV of one item, K, V, Q and dO of the next arrive.  They look one step ahead without asking
-whether there is one: behind the last item come phantoms of no bytes.
+dK and dV of one item, K, V, Q and dO of the next arrive.  The consumers look one step ahead without
+asking whether there is one: phantoms of no bytes follow the last item.
 
 K and V are indexed by a zero made of the step's number (`it >> 30`).  Otherwise ptxas works out the
-matrix descriptors of K and V before the loop, and keeps them in registers that are not there; at
-head_dim 64 those of two products in five are.
+matrix descriptors of K and V before the loop and keeps them in registers that are not there.  At
+head_dim 64 it would keep those of two products in five.
 
-dQ is summed over key tiles by float32 adds, half of this kernel's traffic.  The first key tile stores
-its part, so that nobody has to write zeros before; the others wait for that (CFG.FIRST).  By default
-they add in no fixed order, so that the last bits of dQ differ from run to run (those of dK and dV do
-not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
+dQ is summed over key tiles by float32 adds, which are half of this kernel's traffic.  The first key
+tile stores its part, so that nobody has to write zeros before, and the others wait for it (CFG.FIRST).
+By default they add in no fixed order, so the last bits of dQ differ from run to run (those of dK and dV
+do not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
-Read on in the files beside this one, attention_backward_work.py: which program does what when, and why
-waiting in order cannot deadlock; _consumers.py and _pairs.py; _masks.py; _sums.py: how dQ leaves, and
-what makes its order hold; _rows.py: before and after.
+The files beside this one: attention_backward_work.py says which program does what when, and why waiting
+in order cannot deadlock; _consumers.py and _pairs.py have the consumers, _masks.py their masks;
+_sums.py says how dQ leaves, and what keeps its order; _rows.py has the launches before and after.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), appendix
 B.
@@ -150,16 +155,16 @@ def make_mbarriers(k_full, v_full, q_full, do_full, CFG: gl.constexpr):
 def producer(args, CFG: gl.constexpr):
     """Bring every tile, and send dQ away, in the order in which the consumers meet them.
 
-    Steps are counted through all work items.  What comes for step g takes the place of step g - 2,
-    whose dQ leaves meanwhile.  Behind the last item there are two steps in which nothing comes.
+    Steps are counted through all work items.  The tiles of step g replace those of step g - 2, whose dQ
+    leaves meanwhile.  In the two steps after the last item nothing comes.
     """
     (
         q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
         lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
         BH, HG, offset, variables,
     ) = args  # fmt: skip
-    # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
-    # steps has one
+    # steps after the last item that still need a buffer for dQ: in pairs each of the last two steps has
+    # its own
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
@@ -171,8 +176,8 @@ def producer(args, CFG: gl.constexpr):
     g = 0
     r = 0  # items whose keys have been asked for
     taken = 0  # items whose numbers have been written
-    # the last two steps' query tiles and places among their key tiles; of the last step the item if it
-    # was the first one of that, else -1
+    # the query tiles and dq_ranks of the last two steps; `began`: the last step's item if that step was
+    # its first one, else -1
     tile1, tile2 = 0, 0
     dq_rank1, dq_rank2 = 0, 0
     began = -1
@@ -208,8 +213,8 @@ def producer(args, CFG: gl.constexpr):
             if g >= 2:
                 bar_sync(CFG.OB + slot, 384)
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-                # dQ lies ready before Q is free.  In order others wait for its adds; else these would
-                # only hold up the queries.
+                # dQ is ready before Q is free.  In order, others wait for its adds; otherwise the adds
+                # would only hold up the queries.
                 if CFG.ORDERED:
                     send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
@@ -249,7 +254,7 @@ def producer(args, CFG: gl.constexpr):
                     CFG,
                 )
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-            # The last step of an item gives back its keys, with its queries.
+            # The last step of an item gives back its keys with its queries.
             if item >= 0:
                 load_keys(
                     k_desc,

@@ -100,7 +100,7 @@ def product_with_term(
 
 @gluon.jit
 def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
-    """The first n rows of x [64, D], and D_out columns, in pieces of 16 bytes."""
+    """Store the first n rows and D_out columns of x [64, D], in pieces of 16 bytes."""
     x = gl.convert_layout(x, wide_rows(D))
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, L))
@@ -168,7 +168,7 @@ def inner_loop(
         dp = product_with_term(
             vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
-        # all but the products that make dP
+        # Wait for all but the products that make dP.
         x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
         if MASK == ASKED:
             x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
@@ -177,7 +177,8 @@ def inner_loop(
         p = probabilities(x, 0.0, scale_log2)
         if CFG.KV_IN_REGS:
             if KIND.CAUSAL:
-                # there already; holds ptxas from moving the exponentials behind the wait for dP
+                # It is there already.  This keeps ptxas from moving the exponentials behind the wait
+                # for dP.
                 mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = score_gradient(p, dp, 0.0).to(dt)
@@ -204,7 +205,7 @@ def inner_loop(
         bar_arrive(CFG.OB + slot, 384)
         accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
         it += 1
-        # these waits also hold ptxas from waiting for dK before dQ leaves
+        # These waits also keep ptxas from waiting for dK before dQ leaves.
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
         if not CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
@@ -306,9 +307,10 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
-    in registers, from which the tensor cores take them in every step (CFG.KV_IN_REGS).  That leaves
-    none for P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.
-    stash: a word of shared memory, this warpgroup's own, for the number of its item (CFG.ITEM_IN_SMEM).
+    in registers, from which the tensor cores take them in every step (CFG.KV_IN_REGS).  That leaves no
+    registers for P in 16 bits beside P and dP in 32, so dV begins when dS is there, not as soon as P
+    is.  stash: a word of shared memory, this warpgroup's own, for the number of its item
+    (CFG.ITEM_IN_SMEM).
     """
     (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
@@ -442,7 +444,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
                 CFG,
             )
         following = get_item(turns_ptr, r + 1)
-        # read and worked out again, so as to take no registers in the loop
+        # Read and worked out again, so that they take no registers in the loop.
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
@@ -464,7 +466,8 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
 def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c at head_dim 256: both own the same 64 keys and half the columns of dK, dV and dQ.
 
-    The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
+    The first makes P, the second makes dP and dS.  They exchange these in shared memory (PS: P is
+    written).
     """
     (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
@@ -536,7 +539,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 bar_arrive(CFG.OB + slot, 384)
                 accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 it += 1
-                # this wait holds ptxas from waiting for dK before the adds
+                # This wait keeps ptxas from waiting for dK before the adds.
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)

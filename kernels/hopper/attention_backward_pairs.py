@@ -1,13 +1,14 @@
 """Attention backward on Hopper: consumers of 128 keys each, for head_dim 64 where keys are many.
 
-With 256 keys a tile, twice those of attention_backward_consumers.py, Q and dO are read and dQ is added
-to half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64 keys, 128
-apart, and has room for the scores of one: while it works out dS of the first, the second's scores are
-made.
+A tile has 256 keys, twice those of attention_backward_consumers.py.  So Q and dO are read, and dQ is
+added to, half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64
+keys, 128 apart, and has room for the scores of one block: the second's scores are made while it works
+out dS of the first.
 
-All four blocks meet in one product for dQ [BM queries, head_dim], which the warpgroups make in turns:
-the first in even steps, the second in odd ones.  One waits for the other's dS (at DS or ODD), which
-only arrives and goes on to its next step; so the two are half a step apart.  dQ leaves by bulk adds.
+One product makes dQ [BM queries, head_dim] of all four blocks.  The warpgroups take turns: the first
+makes it in even steps, the second in odd ones.  The one that makes it waits for the other's dS (at DS
+or ODD); the other only arrives there and goes on to its next step.  So the two are half a step apart.
+dQ leaves by bulk adds.
 """
 
 from triton.experimental import gluon
@@ -111,7 +112,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 if not mine:
                     static_arrive(OTHERS_TURN, 256)
                 dk1 = warpgroup_mma(gl.convert_layout(ds, A), q, dk1, is_async=True)
-                # these waits also hold ptxas from waiting earlier for what is in flight
+                # These waits also keep ptxas from waiting earlier for what is in flight.
                 it += 1
                 mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
                 dv1 = warpgroup_mma_wait(1, deps=(dv1,))
@@ -122,14 +123,14 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     zq = gl.zeros([64, D], gl.float32, AC)
                     dq = warpgroup_mma(dsw.permute((1, 0)), k, zq, use_acc=False, is_async=True)
                     dq = warpgroup_mma_wait(0, deps=(dq,))
-                    # the producer knows whose it is
+                    # The producer knows which query tile it is of.
                     accumulate_dq(c, 0, False, dq_ptr, stages, dq, CFG)
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
             _, last_key = outer_step(0, last_key, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
-        # read and worked out again, so as to take no registers in the loop
+        # Read and worked out again, so that they take no registers in the loop.
         t = get_item(turns_ptr, r)
         b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c

@@ -1,20 +1,21 @@
 """Attention backward on Hopper: what runs before and after the main kernel, row by row.
 
-Both are bound by memory: 4 D bytes a row of out and dout in, and after 4 D of sums in and 2 D of dQ
-out.  Where the first key tile does not store its part of dQ but adds it too (FIRST is false), 4 D of
-zeros out as well; else only query tiles that no key tile visits are zeroed.  Without a mask most of
-what runs after runs beside the last round of the main kernel, see wait_for_items.
+Both are bound by memory.  The preprocess reads 4 D bytes a row of out and dout, the postprocess reads
+4 D of sums and writes 2 D of dQ.  Where the first key tile adds its part of dQ too instead of storing
+it (FIRST is false), the preprocess also writes 4 D of zeros; else it zeroes only query tiles that no
+key tile visits.  Without a mask most of the postprocess runs beside the last round of the main kernel,
+see wait_for_items.
 
-lse and delta go to the main kernel as bfloat16, 16 for each query, which it adds to the scores and to
-dP by a product with ones:
+lse and delta go to the main kernel as 16 bfloat16 numbers for each query.  The kernel adds them to the
+scores and to dP by a product with ones:
 
     LSE ... LSE + 2         -lse / scale, which makes raw scores the logarithms of P
     DELTA ... DELTA + 2     -delta
-    behind                  zeros
+    the others              zeros
 
-Three each, the number rounded, what is left rounded, and what is then left: as good as float32.  Rows
-that see no key or do not exist have a number for -lse that is finite, as the ones come with zeros for
-the other term; where delta is not, P is NaN.
+Each is three numbers: the value rounded, the remainder rounded, and what then remains.  Together they
+are as good as float32.  Rows that see no key or do not exist have a finite number for -lse, because the
+product multiplies it by zeros for the other term.  Where delta is not finite, P is NaN.
 """
 
 import triton
@@ -58,8 +59,8 @@ def preprocess_kernel(
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """lse and delta of each query, see above; zeros to the sums of dQ of the first queries and to the
-    counters.  R rows a program.  PDL: the next launch is a dependent one."""
+    """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
+    the first queries.  R rows a program.  PDL: the next launch is a dependent one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -124,8 +125,8 @@ def store_selector(selector):
 
 @gluon.jit
 def wait_for_items(turns_ptr, head, items):
-    """Wait until so many items of a key head have been counted; with acquire, behind which their adds
-    are there (count_item)."""
+    """Wait until so many items of a key head have been counted.  The read acquires, so their adds are
+    visible afterwards (count_item)."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -165,8 +166,9 @@ def postprocess_kernel(
     D: gl.constexpr,
     N: gl.constexpr,
 ):
-    """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  A dependent launch, so
-    that it waits for the items that add to it or, where they are not counted, for the launch before."""
+    """Write one chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  It is a dependent
+    launch, so it waits for the items that add to the chunk or, where they are not counted, for the
+    launch before."""
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     pid = gl.program_id(0)
     parts: gl.constexpr = D // N
