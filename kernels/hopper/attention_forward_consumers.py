@@ -43,8 +43,8 @@ from .warpgroups import (
 def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
-    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
-    visible column, the comparisons are with constants.
+    A thread holds columns 8 i + 2 lane + j.  The lane's part is moved into the limit, a row's last
+    visible column, so that the comparisons are with constants.
     """
     BN: gl.constexpr = x.shape[1]
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
@@ -64,7 +64,7 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
 
 @gluon.jit
 def mask_key_tile(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
-    """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
+    """Scores of key tile j, masked if it is not among the first `whole`, in uniform branches.
 
     With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
     """
@@ -103,7 +103,7 @@ def pingpong_signal(c: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def queries_in_registers(q, CFG: gl.constexpr):
-    """With Q_IN_REGS the first so many columns of q [64, D], in registers: 64 of them, and the
+    """The first Q_IN_REGS columns of q [64, D] in registers, in two parts: 64 of them, and the
     others."""
     S: gl.constexpr = accumulator(CFG.BN)
     A: gl.constexpr = left_operand(S)
@@ -162,8 +162,9 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
     if CFG.PACK > 1:
         heads = heads[:, None]
     cols = gl.arange(0, D, gl.SliceLayout(0, L))
-    # not known to stay the same, or what follows from them would be kept in registers over all tiles;
-    # the lane's part of a column is moved to the other side, as in mask_scores
+    # The compiler must not know that the strides stay the same: it would keep what follows from them in
+    # registers over all tiles.  The lane's part of a column is moved to the other side, as in
+    # mask_scores.
     zero = opaque_zero()
     base = o_ptr + (b.to(gl.int64) * (so_b + zero) + heads.to(gl.int64) * (so_h + zero)) * 8
     gl.store(
@@ -181,8 +182,8 @@ def attend(
     c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
     variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
-    """This consumer's rows of its r-th work item, counted from 1, of n key tiles; x: raw scores of the
-    rightmost one.  Returns those of the next item, and where the rings are then."""
+    """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
+    raw scores of the rightmost tile.  Returns those of the next item, and where the rings are then."""
     ks, vs, q_full, k_full, v_full = buffers
     o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out = output
     BN: gl.constexpr = CFG.BN
@@ -245,7 +246,7 @@ def attend(
         shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
-    # the last P V of this work item, and the first scores of the next one under it
+    # The last P V of this work item, and behind it the first scores of the next one.
     pingpong_wait(c, CFG)
     acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
     mbarrier.wait(q_full.index(c), r & 1)
@@ -280,8 +281,8 @@ def skip_item(
     vphase,
     CFG: gl.constexpr,
 ):
-    """As attend, for a work item of which this consumer has no rows: it gives each buffer back once it
-    is full, and takes its turns without products until the first scores of the next item."""
+    """As attend, for a work item of which this consumer has no rows.  It gives each buffer back once it
+    is full, and takes its turns without products, until the first scores of the next item."""
     bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:
         static_arrive(CFG.QB + c, CFG.TWO)
@@ -348,7 +349,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         row = row0 + CFG.CQ * c
         keys = Sk + opaque_zero()  # as in store_tile
         r += 1
-        # where the next item is, early: the divisions would hold up the last product
+        # Work out early where the next item is: the divisions would hold up the last product.
         t = following
         b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
@@ -372,10 +373,10 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         h = h1
         row0 = row1
         n = n1
-    # It also compiles 1 to 1.5 seconds faster with this: MLIR's canonicalizer asks again and again if
+    # ptxas sees through neither of the two ways to exit.  The first lets it keep a word more in
+    # registers with four consumers, and gives the causal loop of head_dim 128 the better order.  It
+    # also compiles 1 to 1.5 seconds faster with an exit: MLIR's canonicalizer asks again and again if
     # the body has effects, from its last block backwards, and would read past the epilogue to a store.
-    # Of the two ways to exit, which neither ptxas sees through, one lets it keep a word more in
-    # registers with four consumers, and gives the causal loop of head_dim 128 the better order.
     if CFG.W == 4 or (CFG.D == 128 and CFG.KIND.CAUSAL):
         exit_threads_if(t, total)
     else:
