@@ -13,16 +13,16 @@ With a softcap, x stands for softcap tanh(raw / softcap), whose slope multiplies
 summed as (m - x_t) + log(l), which keeps its digits where |x| is large.  A row whose target is
 ignore_index has loss 0 and gradient 0; one whose target is no class has loss and gradient NaN.
 
-A row is read as G groups of E neighbouring elements at a time, each with a state of its own that one
-thread keeps: nothing passes between threads until the states merge at the end of the row.  (Where rows
-do not start at multiples of 16 bytes, and a thread can load but one element at a time, its E elements
-lie G apart instead, so that neighbouring threads still load neighbours.)  The gradient is written
-either at once, while the row is still in cache (two passes over memory instead of three), or by the
-backward kernel from the saved state.
+A row is read as G groups of E neighbouring elements at a time.  One thread keeps the state of a group,
+and nothing passes between threads until the states merge at the end of the row.  (Where rows do not
+start at multiples of 16 bytes, a thread can load only one element at a time.  Its E elements then lie G
+apart, so that neighbouring threads still load neighbours.)  The gradient is written either in the
+forward, while the row is still in cache (two passes over memory instead of three), or by the backward
+kernel from the saved state.
 
-At once, the gradient that will come from above is not known yet, and is taken to be 1.  Where it is,
-the backward kernel does nothing; where it is not, it writes the gradient anew.  So a gradient depends
-on its inputs alone, not on the calls before.
+In the forward the upstream gradient is not known yet, and is taken to be 1.  If it turns out to be 1,
+the backward kernel does nothing; otherwise it writes the gradient again.  So a gradient depends on its
+inputs alone, not on earlier calls.
 
 Legend: M rows, V classes; a tile is [R * G, E], R rows as G groups of E elements each, C = G * E
 columns; x, dx [M, V] of unit column stride; targets [M]; weight [V]; loss, z, lse, m, l [M] float32.
@@ -149,8 +149,8 @@ def gradient(
     SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """dx of scores x; what belongs to a row is [R * G, 1].  rate is a / l, spread is smoothing / V,
-    and like hit both hold the gradient that comes from above."""
+    """dx of scores x; values of a row are [R * G, 1].  rate is a / l, spread is smoothing / V; they and
+    hit include the upstream gradient."""
     dx = exponentials(x, shift_of(m), LOG2E, True) * rate
     dx = tl.where(cols == target, dx - hit, dx)
     if SMOOTHING:
@@ -165,7 +165,7 @@ def gradient(
 def take_tile(
     m, l, total, x_row, cols, mask, weight_ptr, softcap, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
 ):
-    """One tile into the states and sums of w_j x_j of the groups [R * G]."""
+    """Take one tile into the states, and the sums of w_j x_j, of the groups [R * G]."""
     x = load_scores(x_row + cols, mask, softcap, SOFTCAP, False)
     m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
     if SMOOTHING:
@@ -190,7 +190,7 @@ def give_tile(
     SMOOTHING: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):
-    """One tile of dx.  Rows that are not wanted have rate, hit and spread 0, and are not read."""
+    """Write one tile of dx.  Rows that are not wanted have rate, hit and spread 0, and are not read."""
     x = load_scores(x_row + cols, wanted & mask, softcap, SOFTCAP, True)
     dx = gradient(
         x, cols, wanted & mask, m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP
@@ -209,9 +209,9 @@ def cross_entropy_forward_kernel(
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1; more than one only where a tile holds them whole.
 
-    With dx_ptr also dx of the sum of the losses, divided by the denominator if there is one; dx may be
-    x.  KEEP: lse is wanted of ignored rows too, which are not read otherwise.  ALIGNED: x_stride is a
-    multiple of 16 bytes.
+    With dx_ptr it also writes dx of the sum of the losses, divided by the denominator if there is one;
+    dx may be x.  KEEP: lse of ignored rows is wanted too; otherwise they are not read.  ALIGNED:
+    x_stride is a multiple of 16 bytes.
     """
     C: tl.constexpr = G * E
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
@@ -316,8 +316,8 @@ def cross_entropy_backward_kernel(
     """dx [M, N] of columns first to first + N - 1 of V, from the gradients dloss of the losses (of
     stride 0 where it is one number) and dlse of lse.
 
-    The tiles are dealt out to the programs in turn.  DONE: dloss is one number, and dx holds the
-    gradient already if that is 1.
+    The programs take the tiles in turn.  DONE: dloss is one number, and if it is 1, dx holds the
+    gradient already.
     """
     if DONE:
         if tl.load(dloss_ptr) == 1.0:
@@ -407,8 +407,8 @@ def cross_entropy_total_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sums of loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and of the class weights of their
-    targets, which is the denominator of the mean; without loss_ptr the last alone.  MEAN divides."""
+    """Sum loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and the class weights of their targets,
+    which make the denominator of the mean; without loss_ptr the weights alone.  MEAN divides."""
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -435,7 +435,7 @@ def cross_entropy_total_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def scale_unless_one_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
-    """x [N] times a number on the device, in place; no memory is touched where it is 1."""
+    """Multiply x [N] by a number on the device, in place; where it is 1 no memory is touched."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return

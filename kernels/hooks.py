@@ -8,8 +8,8 @@ A hook is a @triton.jit function of float32 tiles,
 x, y, dy, dx: [R, C], a tile of a matrix [M, N].  index: [R, C] int64, where in that matrix each
 element stands, row * N + column.  operands: further tensors, each of them [R, C] (the same element),
 [R, 1] (one value a row), [1, C] (one value a column) or a scalar; floating point ones in float32,
-others in their own dtype.  scalars: float32 numbers.  What backward returns for an operand that has
-no gradient is ignored: 0.0 will do.
+others in their own dtype.  scalars: float32 numbers.  What backward returns for an operand without a
+gradient is ignored: it may return 0.0.
 
 A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or None for no hook, and
 `arguments`, the pair (operands, scalars), or None where HOOK is None.  An operand is the triple

@@ -4,8 +4,8 @@
 
 A row that is all -inf gives -inf, one with +inf gives +inf, as in torch.
 
-Forward: a program takes R rows in tiles [R, C], however many; wide rows are split over programs, the
-first of which waits for the others' states (exchange.py).  Backward: a program a tile.
+Forward: a program takes R rows in tiles [R, C], as many as there are.  Wide rows are split over
+programs, the first of which waits for the others' states (exchange.py).  Backward: one tile a program.
 
 Legend: M rows, N columns, R x C the tile; x [M, N] with unit column stride; dx [M, N] contiguous; lse,
 dlse [M] float32; words [M, splits] int64 and LANES, POLLS: see exchange.py.

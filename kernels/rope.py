@@ -14,9 +14,9 @@ COUNT offset + positions[b] + s; a row that the tables do not have gives NaN.
 Legend: B batch, S tokens, D head_dim; q [B, Hq, S, D], k, v [B, Hkv, S, D] and their results have
 unit stride over D and any other strides; cos, sin [length, HALF] with unit column stride; positions
 integers.  A tile is T tokens by H heads of one sequence, seen as R = T H rows of C >= HALF pairs.
-A program takes a group of STEPS tiles, other heads of the same tokens, whose angles it loads once: of
-float32, those of a tile are as many bytes as a tile of 16 bits.  Any float dtype in memory, float32 in
-registers.  A pointer that is None leaves out its part.
+A program takes a group of STEPS tiles: other heads of the same tokens.  It loads their angles once,
+since those of a tile in float32 are as many bytes as a tile of 16 bits.  Any float dtype in memory,
+float32 in registers.  A pointer that is None leaves out its part.
 """
 
 import triton

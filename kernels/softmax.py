@@ -7,16 +7,16 @@ Both are the online-softmax state (m, l) of online_softmax.py, finished differen
 
 A row that is all -inf gives NaN, as in torch.
 
-Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x, EPILOGUE on y.
-With either of them the backward takes x and the logsumexp of the scores, and computes y again.
+Other element-wise work comes in as functions of hooks.py: PROLOGUE acts on x, EPILOGUE on y.  With
+either of them the backward takes x and the logsumexp of the scores, and computes y again.
 
-Three regimes, by the width alone.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider
-rows are split: each program holds a tile [1, C] of a row, and the programs of a row exchange their
-partial states (exchange.py), so that the row is read once.  Rows too wide for that are looped over in
-tiles [1, C]: once for the state, once more backwards for the result, so that what was read last is
-found in cache.
+There are three regimes, chosen by the width alone.  A tile [R, C] with C >= N holds R whole rows in
+registers.  Wider rows are split: each program holds a tile [1, C] of a row, and the programs of a row
+exchange their partial states (exchange.py), so that the row is read once.  Rows too wide for that are
+looped over in tiles [1, C]: once for the state, and once backwards for the result, so that what was
+read last is still in cache.
 
-PRECISE: of a softmax in float32, whose state and quotients are those of online_softmax_precise.py.
+PRECISE: the softmax is in float32, and has the state and quotients of online_softmax_precise.py.
 
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
 their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words, used
@@ -52,10 +52,11 @@ from .rounding import load, load_own, store
 
 @triton.jit
 def opaque(x):
-    """A tile x as it is, behind the compiler's back: what was made of it before is not kept for later.
+    """x unchanged, in a way that the compiler cannot see through: it keeps nothing that it made of x
+    before.
 
-    Float32 made of 16-bit elements takes twice their registers.  While a program waits, for memory or
-    for other programs, that is room for half as many of them; to convert again costs nothing.
+    Float32 values of 16-bit elements take twice their registers, which halves the programs that have
+    room while they wait for memory or for one another.  Converting again costs nothing.
     """
     if INTERPRETED or x.dtype.primitive_bitwidth != 16:
         return x
@@ -67,8 +68,8 @@ def opaque(x):
 
 @triton.jit
 def state_of(x, PRECISE: tl.constexpr = False, m=None):
-    """The state (m, l) [R] of a tile x [R, C] of any float dtype: online_softmax_update of an empty
-    one; m if it is known."""
+    """The state (m, l) [R] of a tile x [R, C] of any float dtype, as online_softmax_update of an empty
+    state gives it; m: the maximum, if it is known."""
     if PRECISE:
         return precise_state(x.to(tl.float32), m)
     else:
@@ -80,7 +81,7 @@ def state_of(x, PRECISE: tl.constexpr = False, m=None):
 
 @triton.jit
 def join(words, splits, lanes=None):
-    """The state [1] of a row from those of its splits, packed in words [LANES]; lanes: see collect."""
+    """The state [1] of a row from its splits' states, packed in words [LANES]; lanes: see collect."""
     m, l = unpack(words)
     if lanes is None:
         lanes = tl.arange(0, words.shape[0])
@@ -91,7 +92,7 @@ def join(words, splits, lanes=None):
 
 @triton.jit
 def normalized(x, m, l, LOG: tl.constexpr, PRECISE: tl.constexpr):
-    """softmax or log_softmax of x [R, C], elements of rows with the state m, l [R].
+    """softmax or log_softmax of x [R, C], elements of rows that have the state m, l [R].
 
     The empty state, which attention finishes as 0, is NaN here: (-inf) - (-inf), or 0 * (1 / 0).
     """
@@ -116,7 +117,7 @@ def load_scores(x_ptr, x_stride, prologue, PROLOGUE: tl.constexpr, rows, cols, M
 
 @triton.jit
 def store_result(y_ptr, x, m, l, epilogue, EPILOGUE: tl.constexpr, LOG: tl.constexpr, rows, cols, M, N):
-    """y of scores x [R, C] of rows with the state m, l [R], after its hook."""
+    """y after its hook, from scores x [R, C] of rows that have the state m, l [R]."""
     y = normalized(opaque(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
     y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
     store(y_ptr, rows * N + cols, y, (rows < M) & (cols < N))
@@ -236,7 +237,7 @@ def softmax_forward_looped_kernel(
 
 @triton.jit
 def gradient_term(y, dy, LOG: tl.constexpr):
-    """What the gradient of a row needs summed [R, C]."""
+    """The terms [R, C] whose sum the gradient of a row needs."""
     y, dy = y.to(tl.float32), dy.to(tl.float32)
     if LOG:
         return dy
@@ -274,8 +275,8 @@ def load_result(
     M,
     N,
 ):
-    """y [R, C] before its hook and its gradient dy: as in memory, or, of x, computed again in float32;
-    0 outside.
+    """y [R, C] before its hook, and its gradient dy: as in memory or, with hooks, computed again from x
+    in float32; 0 outside.
 
     EPILOGUE is the backward of that hook.
     """

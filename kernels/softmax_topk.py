@@ -1,21 +1,21 @@
 """The K largest of a softmax in one pass over the rows, forward and backward.
 
-A row's state (m, l) and its K largest scores are gathered together, so that neither the probabilities
-nor anything else of the row's length is written (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", 2018, section 4).  For the chosen columns k, in descending order,
+A row's state (m, l) and its K largest scores are gathered in one pass, so neither the probabilities nor
+anything else of the row's length is written (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018, section 4).  For the chosen columns k, in descending order,
 
     v_k = exp(x_k - m) / l             dx_i = [i chosen] p_i dv_i - p_i * total
     p_i = exp(x_i - m) / l             total = sum over k of dv_k p_k
 
 and with RENORMALIZE, where v is the softmax of the chosen scores alone, p is v and 0 elsewhere.
 
-Which scores are the largest is found as in topk.py.  Two regimes.  A tile [R, C] with C >= N holds R
-whole rows in registers.  There the largest scores of blocks of W columns, of which m is the largest,
-tell which K blocks hold the K largest of all; PART > 1: then which parts of those, of PART columns
-each.  Wider rows are split over programs, each of which keeps its K best while it loops over tiles [C],
-and passes over a tile whose largest score is no match for them; a second kernel joins the splits.
+topk.py says how the largest scores are found.  There are two regimes.  A tile [R, C] with C >= N holds
+R whole rows in registers.  The largest scores of blocks of W columns, the largest of which is m, tell
+which K blocks hold the K largest of all; with PART > 1 then which parts of those, of PART columns each.
+Wider rows are split over programs.  Each keeps its K best while it loops over tiles [C], and skips a
+tile whose largest score is below them; a second kernel joins the splits.
 
-Float32 scores have the state, and float32 values the exponential and quotient, of
+The state of float32 scores, and the exponential and quotient of float32 values, are those of
 online_softmax_precise.py.
 
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], states
@@ -107,7 +107,7 @@ def store_result(
     RENORMALIZE: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """Values and indices of the int64 keys best [R, KP] of rows [R] with the state m, l [R]."""
+    """Store values and indices of the int64 keys `best` [R, KP] of rows [R] with the state m, l [R]."""
     lanes = tl.arange(0, KP)[None, :]
     mask = (rows[:, None] < M) & (lanes < K)
     x, cols = scores_and_columns(best, dtype)
