@@ -1,9 +1,9 @@
 """Backward of LayerNorm and RMSNorm on Hopper, in Gluon: very wide rows of 16-bit elements.
 
 The algorithm is that of norm_backward_split_kernel in kernels/norm_backward.py: a program keeps to C
-columns and walks down the rows; the programs of a row exchange their parts of the two averages.  There
-rows wait in registers, of which there are too few: the memory idles while a program asks for the words
-of a row.  Here they lie in shared memory, in a ring of TURNS rows; see rings.py, which also says what
+columns and walks down the rows, and the programs of a row exchange their parts of the two averages.
+There rows wait in registers.  These are too few, so the memory idles while a program asks for the words
+of a row.  Here rows wait in shared memory, in a ring of TURNS rows; see rings.py, which also says what
 LAG is.
 
 Legend: as in kernels/norm_backward.py; x, dy, dx of 16-bit floats; C the columns of a program, K slices
@@ -54,7 +54,7 @@ def publish_sums(
     CENTERED: gl.constexpr,
     CASTING: gl.constexpr,
 ):
-    """Make known to the programs of a row what the chunks xs, dys of one split add to its two sums."""
+    """Publish to the programs of a row what the chunks xs, dys of one split add to its two sums."""
     LAYOUT: gl.constexpr = slice_layout(xs[0].dtype, gl.num_warps())
     g_xhat = gl.zeros([slice_size(xs)], gl.float32, LAYOUT)
     g_alone = g_xhat
@@ -74,8 +74,8 @@ def publish_sums(
 
 @gluon.jit
 def sums_of_words(words, CENTERED: gl.constexpr):
-    """The two sums of a row, of which only LayerNorm needs the second, if no words are missing; and how
-    many are."""
+    """The two sums of a row if no words are missing, and how many words are missing.  Only LayerNorm
+    needs the second sum."""
     a, b = unpack(words)
     missing = (words == 0).to(gl.int32)
     if CENTERED:
@@ -87,7 +87,7 @@ def sums_of_words(words, CENTERED: gl.constexpr):
 
 @gluon.jit
 def collect(words_ptr, words, splits, LANES: gl.constexpr, POLLS: gl.constexpr, CENTERED: gl.constexpr):
-    """sums_of_words after one look, which is `words`, to POLLS."""
+    """sums_of_words after up to POLLS reads, of which `words` is the first."""
     a, b, missing = sums_of_words(words, CENTERED)
     polls = 1
     while (missing > 0) & (polls < POLLS):

@@ -1,12 +1,12 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements in shared memory.
 
 The algorithm is that of kernels/norm.py.  There a row waits for its moments in registers or in the
-cache; here it lies in shared memory (rows_in_shared.py), is widened to float32 as often as needed, and
-a program has registers for a slice of it alone.  So the multiprocessor has enough bytes on their way
-for all of the memory's bandwidth.
+cache.  Here it waits in shared memory (rows_in_shared.py) and is widened to float32 as often as needed,
+and a program has registers only for a slice of it.  So a multiprocessor has enough bytes in flight for
+the memory's full bandwidth.
 
-A program takes C columns of R rows, so that weight and bias are read once for R of them: the cache has
-to deliver them beside x.
+A program takes C columns of R rows.  So weight and bias, which the cache delivers beside x, are read
+once for R rows.
 
 Legend: as in kernels/norm.py, without hooks; x, residual, y and total are of one 16-bit dtype; the C
 columns of a program are K slices [S] of rows_in_shared.py, WHOLE says that the last program's are all
@@ -70,8 +70,8 @@ def fetch(
     N,
     WHOLE: gl.constexpr,
 ):
-    """What is normalized of a tile: the columns from `first` on of its rows, of x or of total, which is
-    stored; 0 behind the end of a row."""
+    """The part of a tile that is normalized: the columns from `first` on of its rows of x, or of total,
+    which is stored; 0 past the end of a row."""
     R: gl.constexpr = slice_count(smem)
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     for r in gl.static_range(R):
@@ -103,7 +103,7 @@ def add(smem, residual_smem, total_ptr, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def squares(smem, k: gl.constexpr, first, mean, N, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
-    """Squared deviations of slice k of a chunk; the elements behind the end of the row are 0."""
+    """Squared deviations of slice k of a chunk; 0 past the end of the row."""
     deviation = widened(slice_of(smem, k))
     if CENTERED:
         deviation -= mean
@@ -152,8 +152,8 @@ def result(
 
 @gluon.jit
 def parameter(ptr, smem, k: gl.constexpr, first, N, WHOLE: gl.constexpr):
-    """(the slice of weight or bias that goes with slice k,), as in memory; (0.0,) where there is none,
-    () where there is no slice k."""
+    """(the slice of weight or bias that goes with slice k,), as in memory; (0.0,) without a weight or
+    bias, () where there is no slice k."""
     if k >= slice_count(smem):
         return ()
     elif ptr is None:
@@ -165,7 +165,7 @@ def parameter(ptr, smem, k: gl.constexpr, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def first_parameters(weight_ptr, bias_ptr, smem, first, N, WHOLE: gl.constexpr):
-    """The first slices of weight and bias, which come while x does."""
+    """The first slices of weight and bias, which are loaded while x is."""
     weights, biases = (), ()
     for k in gl.static_range(slices_ahead(weight_ptr) // 2):
         weights = weights + parameter(weight_ptr, smem, k, first, N, WHOLE)

@@ -1,13 +1,13 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements, programs that stay.
 
 norm_forward.py gives each program columns of one row.  So weight and bias come from the cache for
-every row, as many bytes again as x and y, and every program waits for the words of its row.  Here a
-program keeps to C columns and walks down the rows, in a ring of TURNS of them: weight and bias are
-loaded once, and nothing is waited for; see rings.py, which also says what LAG is.
+every row, which are as many bytes again as x and y, and every program waits for the words of its row.
+Here a program keeps to C columns and walks down the rows, with a ring of TURNS rows.  It loads weight
+and bias once, and waits for nothing; see rings.py, which also says what LAG is.
 
-What takes the time then is a step's instructions, and its chain of reductions.  So the elements of a
-row are read twice and not three times, a step has few branches, and a program may be one warp, whose
-reductions have no barriers.
+A step's instructions and its chain of reductions then limit the speed.  So the elements of a row are
+read twice and not three times, a step has few branches, and a program may be one warp, whose reductions
+need no barriers.
 
 Legend: as in norm_forward.py, without a residual; C a power of two that divides the row; strides and N
 are in units of 16 bytes.
@@ -33,8 +33,8 @@ from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units
 
 @gluon.jit
 def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
-    """mean and M2 of a chunk, scalars: in two passes over the elements of each thread, as
-    moments_of_tile, which are then joined; so there is one reduction."""
+    """mean and M2 of a chunk, scalars: each thread makes two passes over its elements, as
+    moments_of_tile does, and the threads' moments are joined, in one reduction."""
     gl.static_assert(C & (C - 1) == 0)
     THREADS: gl.constexpr = 32 * gl.num_warps()
     xs = ()
@@ -68,7 +68,7 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 def moments_of_words(
     words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
 ):
-    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: of
+    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: 1 /
     splits."""
     means, M2 = unpack(words)
     if CENTERED:
@@ -92,7 +92,7 @@ def rows_of(tile, M, R: gl.constexpr):
 def wide_product(a, b):
     """a * b in int64.
 
-    Of int32 that is one instruction, but the compiler takes five if it widens b before a loop.
+    For int32 that is one instruction, but the compiler takes five if it widens b before a loop.
     """
     if a.dtype == gl.int32 and b.dtype == gl.int32:
         return gl.inline_asm_elementwise(
@@ -112,7 +112,7 @@ def request_tile(smem, turn, x_ptr, x_stride, rows, first, N):
 
 @gluon.jit
 def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
-    """The words of what a program has of a tile."""
+    """The words of a program's part of a tile."""
     words = ()
     for r in gl.static_range(slice_count(smem)):
         mean, M2 = moments_of(at(smem[r], turn), C, CENTERED)

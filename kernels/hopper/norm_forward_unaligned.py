@@ -1,21 +1,22 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements that begin anywhere.
 
-As norm_forward.py, whose rows all begin at multiples of 16 bytes; here N is any number, and a row
-begins `shift` elements, 0 to 7, behind such a multiple.  Copies to shared memory, by cp.async or TMA,
-are of 16 bytes at multiples of 16: all of these that hold an element of the row are copied.  So the row
-lies in shared memory `shift` elements behind the beginning, with a few elements of its neighbours at
-either end, which are made zeros.  Before the first row and behind the last those are up to 14 bytes
-that are not the tensor's: no memory of a GPU begins or ends within 16 bytes.
+This is norm_forward.py for any N.  There all rows begin at multiples of 16 bytes; here a row begins
+`shift` elements, 0 to 7, after such a multiple.  Copies to shared memory, by cp.async or TMA, are of 16
+bytes at multiples of 16, so all of these pieces that hold an element of the row are copied.  The row
+then lies in shared memory `shift` elements after the beginning, with a few elements of its neighbours
+at either end, which are made zeros.  Before the first row and after the last, these are up to 14 bytes
+that are not the tensor's.  They may be read: no memory of a GPU begins or ends within 16 bytes.
 
-    word      two elements in 32 bits, of which the lower half (lo) is the one before
+    word      two elements in 32 bits; the lower half (lo) is the first
     position  of an element in shared memory: its column within the chunk + shift
 
-Sums shall not depend on where a row begins.  A thread adds up what lies a slice apart, lower and upper
-halves of words by themselves.  Those are sums over columns a slice apart, the same for every shift, but
-in other threads and other halves: `column_sum` brings them into the order of columns, and adds them.
+Sums must not depend on where a row begins.  A thread adds up elements that lie a slice apart, lower and
+upper halves of words separately.  These are sums over columns a slice apart.  They are the same for
+every shift, but in other threads and other halves: `column_sum` brings them into the order of columns,
+and adds them.
 
-Rows of x, residual, y and total have one shift, so that words of x become words of y.  A word at either
-end of a chunk may belong to two rows or to two programs, which store their halves.
+Rows of x, residual, y and total have one shift, so words of x become words of y.  A word at either end
+of a chunk may belong to two rows or to two programs, each of which stores its half.
 
 A program takes COLUMNS = C - 8 columns, which fit into C positions at any shift.
 
@@ -78,8 +79,8 @@ def joined(lo, hi, dtype: gl.constexpr):
 def inside(words, first, shift, end):
     """Which halves (lo, hi) of words are columns of the chunk.
 
-    first: the first word of their slice, from which `words` count.  So what a thread compares is the
-    same for every slice, as are the offsets of its addresses: less to compute, less to keep.
+    first: the first word of their slice, from which `words` count.  So a thread compares the same
+    numbers for every slice, and the offsets of its addresses are the same too.
     """
     lo, hi, shift, end = words * 2, words * 2 + 1, shift - first * 2, end - first * 2
     return (lo >= shift) & (lo < end), (hi >= shift) & (hi < end)
@@ -109,8 +110,9 @@ def store_halves(ptr, start, smem, k: gl.constexpr, words, lo, hi, shift, end, W
 def receive(
     smem, residual_smem, total_ptr, start, shift, end, dtype: gl.constexpr, WHOLE: gl.constexpr
 ):
-    """Wait for what was requested; add the residual, if there is one, and store total; what is no
-    column of the chunk becomes 0.  WHOLE: only the first slice and the last have such positions."""
+    """Wait for what was requested; add the residual, if there is one, and store total.  Positions that
+    are no column of the chunk become 0.  WHOLE: only the first slice and the last have such
+    positions."""
     async_copy.wait_group(0)
     LAST: gl.constexpr = slice_count(smem) - 1
     for k in gl.static_range(slice_count(smem)):

@@ -1,11 +1,11 @@
 """softmax and log_softmax forward on Hopper, in Gluon: wide rows in shared memory.
 
-The algorithm is that of kernels/softmax.py.  There a row waits in registers for its state; here it lies
-in shared memory (rows_in_shared.py), is read three times over, for the maximum, the sum and the result,
-and a program has registers for a slice of it alone.  So a multiprocessor has enough bytes on their way
-for all of the memory's bandwidth, and a program holds a whole row of up to 64 KiB.
+The algorithm is that of kernels/softmax.py.  There a row waits in registers for its state.  Here it
+waits in shared memory (rows_in_shared.py) and is read three times, for the maximum, the sum and the
+result, and a program has registers only for a slice of it.  So a multiprocessor has enough bytes in
+flight for the memory's full bandwidth, and a program holds a whole row of up to 64 KiB.
 
-What is computed of float32 is precise (kernels/online_softmax_precise.py).
+Rows of float32 are computed with kernels/online_softmax_precise.py.
 
 Legend: M rows, N columns; x [M, N] of unit column stride, y [M, N] contiguous, both float32 or 16-bit
 floats; C the columns of a program, K slices [S] of rows_in_shared.py; WHOLE says that the last
@@ -85,7 +85,8 @@ def exponentials_in_parts(smem, k: gl.constexpr, shift):
 
 @gluon.jit
 def known_anew(N, UNITS: gl.constexpr):
-    """N, a multiple of UNITS, behind the compiler's back: masks made of it before are not kept."""
+    """N, a multiple of UNITS, in a way that the compiler cannot see through: it keeps no masks that it
+    made of N before."""
     n = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [N // UNITS], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -135,8 +136,8 @@ def softmax_forward_shared_kernel(
 
 @gluon.jit
 def collect(words_ptr, splits, lanes, POLLS: gl.constexpr):
-    """collect of kernels/exchange.py, with plain loads: each word is looked at by one thread, so that
-    all find as many missing."""
+    """collect of kernels/exchange.py with plain loads: one thread reads each word, so all threads find
+    the same number missing."""
     words = load_words(words_ptr, splits, lanes)
     missing = gl.sum((words == 0).to(gl.int32), 0)
     polls = 1
