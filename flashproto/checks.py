@@ -60,12 +60,12 @@ LARGEST, SMALLEST = sys.float_info.max, math.ulp(0.0)  # of finite and of positi
 
 
 def is_integer(x: object) -> bool:
-    """An integer of Python, numpy or torch.compile; True and False are none."""
+    """Whether x is an integer of Python, numpy or torch.compile; True and False are not."""
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> bool:
-    """A real number of Python, numpy or torch.compile; True and False are none."""
+    """Whether x is a real number of Python, numpy or torch.compile; True and False are not."""
     return (isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool)) or is_integer(x)
 
 
@@ -95,7 +95,7 @@ def check_flag(operator: str, argument: str, x: object) -> bool:
     """x as a bool: True or False, numpy's too, or a number that equals one of them."""
     if isinstance(x, (bool, torch.SymBool)):
         return x  # type: ignore[return-value]
-    # Not a tensor: to look at its value would wait for the GPU.
+    # Not a tensor: reading its value would wait for the GPU.
     if isinstance(x, Tensor) or not isinstance(x, Hashable) or x not in (0, 1):
         do = f"Pass {argument}=True."
         refuse(operator, argument, described(x), "True or False", do, TypeError)
@@ -152,7 +152,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def check_values(operator: str, argument: str, x: Tensor, wrong: Tensor, takes: str, do: str) -> None:
-    """No element of x where `wrong` is True; both are readable."""
+    """Refuse elements of x where `wrong` is True; both can be read."""
     if wrong.any():
         where = wrong.nonzero()[0].tolist()
         at = f" at {where}" if where else ""
@@ -516,7 +516,7 @@ def check_tables(
 
 
 def check_table_rows(operator: str, length: int, S: int, positions: Any, offset: Any) -> None:
-    """Where values can be looked at: the tables have a row for every position."""
+    """Check, where values can be read, that the tables have a row for every position."""
     name, x = ("positions", positions) if isinstance(positions, Tensor) else ("offset", offset)
     if not isinstance(x, Tensor) or not S or not is_readable(x):
         return
@@ -621,7 +621,7 @@ def check_loss_options(
 
 
 def check_classes(operator: str, targets: Tensor, V: int, ignore_index: int) -> None:
-    """Where values can be looked at: every target is a class or ignore_index."""
+    """Check, where values can be read, that every target is a class or ignore_index."""
     if is_readable(targets):
         wrong = ((targets < 0) | (targets >= V)) & (targets != ignore_index)
         takes = f"a class from 0 to {V - 1}, or ignore_index, {ignore_index}"

@@ -55,7 +55,7 @@ class Hook:
     forward, backward: @triton.jit functions, see kernels/hooks.py; backward None: forward only.
     reference(x, index, *operands, *scalars): the same in PyTorch, differentiable if backward is given.
     operands, scalars: how many of each it takes.
-    needs_value: whether backward reads x.  One that does not spares a prologue keeping it in memory.
+    needs_value: whether backward reads x.  If it does not, a prologue need not keep x in memory.
     """
 
     name: str
@@ -126,7 +126,7 @@ def call(name: str, *arguments: Tensor | float) -> Call:
 
 
 def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
-    """Refuse a call whose operands do not fit x, or that needs a derivative the hook has not."""
+    """Refuse a call whose operands do not fit x, or that needs a derivative the hook does not have."""
     if made is None:
         return
     if not isinstance(made, Call):

@@ -16,7 +16,7 @@ Pair = tuple[Operand | None, Operand | None]
 
 
 def partial_sums(recipe: Recipe, P: int, N: int, sums: Pair) -> Pair:
-    """Float32 [P, N] for either of the sums, in one piece of memory, from multiples of 16 bytes on."""
+    """Float32 [P, N] for each of the two sums, in one piece of memory, at multiples of 16 bytes."""
     wanted = [x is not None for x in sums]
     words = 4 * cdiv(P * N, 4)
     memory = recipe.make(New.contiguous((sum(wanted) * words,), torch.float32, recipe.device))

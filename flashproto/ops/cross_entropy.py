@@ -6,9 +6,9 @@ gradient is computed from, the denominator) lies in one piece of memory, `state`
 
     loss, z, lse, m, l: [M] each, padded to whole 16 bytes; the sum of z; the denominator
 
-Where the gradient will be that of one number, the forward pass writes it already, while the logits are
-in cache; the backward pass then has nothing left to do, unless the gradient from above is not 1 (see
-kernels/cross_entropy.py).  With float16 logits it hardly ever is 1: their gradients need a loss scale,
+Where the loss is one number, the forward pass already writes the gradient, while the logits are in
+cache.  The backward pass then has nothing left to do, unless the upstream gradient is not 1 (see
+kernels/cross_entropy.py).  With float16 logits it is hardly ever 1: their gradients need a loss scale,
 without which most are too small for float16.
 """
 
@@ -66,8 +66,8 @@ class Settings(NamedTuple):
 def settings_of(
     logits: Tensor, options: Options, reduction: str, need_lse: bool, inplace: bool
 ) -> Settings:
-    """The settings of a call, for which something that wants to see its op has the last word: an op
-    gives nothing away."""
+    """The settings of a call.  Where something wants to see the call's op, the op decides: it gives no
+    memory away."""
     at_once = reduction != "none" and not need_lse and not inplace and logits.dtype != torch.float16
     if torch.compiler.is_compiling() or call.transforms_active():
         at_once = inplace = False
@@ -134,7 +134,7 @@ def launch_forward(
     ignore_index, smoothing, z_loss, softcap = options
     choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
     config = choose(V, x.element_size())
-    # By the stride alone: a row's sums are then in one order wherever in the matrix it stands.
+    # By the stride alone: a row's sums then have one order, wherever the row is in the matrix.
     aligned = x.stride(0) * x.element_size() % 16 == 0
     recipe.launch(
         cross_entropy_forward_kernel, cdiv(M, config.rows),
@@ -187,8 +187,8 @@ def add_up(
     ignore_index: int,
     mean: bool,
 ) -> None:
-    """Fill `sums` (loss, z, denominator), one number each, of all rows from `losses` (loss, z) of each
-    and their targets; without losses the denominator alone.  Summed in a fixed order."""
+    """Fill `sums` (loss, z, denominator), one number each, from `losses` (loss, z) of all rows and
+    their targets; without losses the denominator alone.  They are summed in a fixed order."""
     config = configs.cross_entropy_total()
     P = cdiv(targets.numel(), config.length)
     partial = [
@@ -290,7 +290,7 @@ def backward(
     if dloss is None:
         dloss = recipe.make(New.contiguous((), f32, logits.device)).zero_()
     if done is not None:
-        # Without its version: what is done to the gradient is no matter of the graph that saved it.
+        # Without its version counter: changes of the gradient do not concern the graph that saved it.
         like = New.contiguous(logits.shape, logits.dtype, logits.device)
         dlogits = recipe.compute(contiguous_data, done, like=like)
     elif settings.inplace and not recipe.functional and is_matrix_in_place(logits, x):
@@ -320,7 +320,7 @@ def backward(
 
 
 def is_matrix_in_place(logits: Operand, x: Operand) -> bool:
-    """Whether rows x are logits where they lie, none over another."""
+    """Whether rows x are the logits' own memory, and no two overlap."""
     return x.variable == logits.variable and (x.stride(0) >= x.shape[1] or x.shape[0] <= 1)
 
 

@@ -107,7 +107,7 @@ def context(settings: Any, inputs: Any) -> Context:
 
 
 def gradients(context: Context, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
-    """Behind a prologue the gradient of the residual is another than that of x."""
+    """With a prologue the gradient of the residual differs from that of x."""
     x, _, weight, _, _, *operands = saved
     dy = x if grads[0] is None else grads[0]  # without one the hooks have gradients, too
     apart = bool(context.prologue)

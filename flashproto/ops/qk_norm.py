@@ -103,8 +103,8 @@ def launch_backward(
     others: Others,
     weights: Sequence[Operand | None],
 ) -> None:
-    """Gradients of q, k and v from those of the results, `grads`, into `outputs`, and those of the
-    weights that are wanted; v is None or copied."""
+    """Write the gradients of q, k and v into `outputs`, from those of the results, `grads`, and make
+    those of the weights that are wanted; v is None or copied."""
     q, k = inputs
     B, q_heads, S, D = q.shape
     k_heads = 0 if k is None else k.shape[1]

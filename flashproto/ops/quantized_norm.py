@@ -62,7 +62,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
     )
     M, N = sizes(x, ndim)
     rows, numbers = forward_arguments((x, residual, weight, bias), how)
-    # The whole row waits for its scale in float32: as much to hold as with a residual.
+    # The whole row waits for its scale in float32, which takes as much room as a residual.
     config = configs.norm_forward(N, 4, True, centered, capability(x.device))
     kernels = norm_quantize_kernel, norm_quantize_split_kernel
     tensors, numbers = (*rows, out, total, scale), (*numbers, torch.finfo(dtype).max)

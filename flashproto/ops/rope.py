@@ -1,8 +1,8 @@
 """Rotary position embedding: the operators' recipes.
 
 Legend: q [B, Hq, S, D], k, v [B, Hkv, S, D]; qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k
-and v side by side; cos, sin [length, R], 2 R the dimensions that are rotated.  The rows of the tables
-are said by positions and by Rows.
+and v side by side; cos, sin [length, R], 2 R the dimensions that are rotated.  positions and Rows say
+which rows of the tables are used.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def heads_in(qkv: Any, q_heads: int, k_heads: int) -> list[New]:
 
 
 def packed_like(grads: Sequence[Any], q_heads: int, k_heads: int) -> New:
-    """qkv of which these are the gradients of the heads, None for one that has none."""
+    """The gradient of qkv from the gradients of its heads; None for heads that have none."""
     x = next(g for g in grads if g is not None)
     B, _, S, D = x.shape
     return New.contiguous((B, S, (q_heads + 2 * k_heads) * D), x.dtype, x.device)

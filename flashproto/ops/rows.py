@@ -12,14 +12,14 @@ from .. import backends, configs
 from .device import cdiv
 from .recipe import Exchange, Recipe
 
-# How often a program looks for the others of its row, about a microsecond each, before it does their
-# work.  The interpreter runs one program after another: there is nothing to wait for.
+# How often a program polls for the others of its row, about a microsecond each, before it does their
+# work itself.  The interpreter runs one program after another, so there is nothing to wait for.
 POLLS = 1 if backends.INTERPRETED else 1024
 
 
 def as_rows(x: Tensor, ndim: int = 1) -> Tensor:
-    """x [..., *trailing] as [M, N], N the product of the last `ndim` dimensions: columns of stride
-    1, rows of any one stride.  A view where x allows it, else a contiguous copy."""
+    """x [..., *trailing] as [M, N], where N is the product of the last `ndim` dimensions: a view with
+    unit column stride where x allows it, else a contiguous copy."""
     if x.ndim == 2 and ndim == 1 and x.stride()[1] == 1:
         return x
     M = math.prod(x.shape[: x.ndim - ndim])
@@ -47,8 +47,8 @@ def launch_splits(
     numbers: tuple[Any, ...],
     clears: bool = False,
 ) -> None:
-    """The launch of a kernel for rows that `config` splits, which takes `tensors`, the first of them
-    [M, N], words, if it `clears` also those of the launch before, and `numbers`."""
+    """Launch a kernel for rows that `config` splits.  It takes `tensors`, the first of them [M, N],
+    then words, with `clears` also those of the launch before, then `numbers`."""
     M, N = tensors[0].shape
     splits, count, lanes = exchange(N, config, M)
     words = (Exchange(count), Exchange(count, used=True)) if clears else (Exchange(count),)

@@ -172,7 +172,7 @@ def launch(
     numbers: tuple[Any, ...],
     clears: bool = False,
 ) -> None:
-    """The launch of that one of (rows a program, rows split, rows looped over) which `config` says.
+    """Launch the kernel that `config` calls for, of (rows a program, rows split, rows looped over).
 
     clears: whether the kernel for split rows does.
     """
@@ -195,7 +195,7 @@ class LogsumexpSettings(NamedTuple):
 
 
 def logsumexp_makes(settings: LogsumexpSettings, x: Any) -> tuple[New, New | None]:
-    """The result, and in float32, which the backward reads, where the result is not that."""
+    """The result and, where it is not float32, also a float32 one, which the backward reads."""
     y, lse = (
         New.contiguous(x.shape[:-1], dtype, x.device) for dtype in (settings.dtype, torch.float32)
     )

@@ -18,10 +18,10 @@ from .rows import launch_splits
 def launch_forward_hopper(
     recipe: Recipe, x: Operand, y: Operand, log: bool, config: configs.RowConfig
 ) -> None:
-    """The launch that fills y, of some elements.
+    """Launch the kernel that fills y, which is not empty.
 
-    Rows that do not start at multiples of 16 bytes are copied to where they do: what a row gives shall
-    not depend on where it lies.
+    Rows that do not start at multiples of 16 bytes are copied to where they do, so that a row's result
+    does not depend on where it lies in memory.
     """
     per_unit = 16 // x.element_size()
     if not x.aligned or x.stride(0) % per_unit != 0:
