@@ -17,7 +17,7 @@ import flashproto
 
 pytest.importorskip("triton")
 
-from flashproto.ops import call_cache, exchange_buffers, recipe
+from flashproto.ops import call_cache, exchange_buffers, recipe, written
 
 COUNT = 12
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -180,7 +180,7 @@ def test_kernels_clear_the_words_of_the_launch_before(device, monkeypatch) -> No
         back(pair)
 
     monkeypatch.setattr(exchange_buffers, "give", give)
-    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
+    monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     for i in (0, 0, 1, 2, 0, 1):
         for a, b in zip(gradients(*problems[i]), wanted[i], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .call import FirstDerivative, dispatch_modes, kernel_op, steps, through_op
+from .call import FirstDerivative, dispatch_modes, steps, through_op
 from .cross_entropy import (
     Options,
     class_weights,
@@ -41,6 +41,7 @@ from .cross_entropy import (
     total,
 )
 from .device import cdiv, multiprocessors
+from .library import kernel_op
 from .linear_cross_entropy_products import (
     column_sums,
     hidden_gradient,

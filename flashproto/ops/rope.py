@@ -17,8 +17,9 @@ from .. import configs
 from ..configs import HeadConfig
 from ..kernels.rope import rope_kernel
 from .attention import split_heads
-from .call import Gradient, Operator, kernel_op, steps
+from .call import Gradient, Operator, steps
 from .device import cdiv
+from .library import kernel_op
 from .recipe import New, Operand, Recipe
 
 Heads = tuple[Operand | None, Operand | None, Operand | None]
