@@ -12,7 +12,7 @@ from .device import cdiv, has_dependent_launches
 from .recipe import New, Operand, Recipe
 
 Pair = tuple[Operand | None, Operand | None]
-"""Of dweight and dbias, None for one that nobody asks for."""
+"""Partial sums of dweight and dbias; None for a gradient that is not needed."""
 
 
 def partial_sums(recipe: Recipe, P: int, N: int, sums: Pair) -> Pair:

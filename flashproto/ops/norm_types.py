@@ -26,7 +26,7 @@ Saved: TypeAlias = tuple[
 """(x, input, weight, bias, mean, rstd) of kernels/norm_backward.py; mean is None where x has mean 0,
 both statistics where the backward is to work them out again"""
 Gradients: TypeAlias = tuple[Operand, Operand | None, Operand | None, Operand | None]
-"""(dx, dresidual, dweight, dbias); None where nobody asks for one, dresidual also where it is dx"""
+"""(dx, dresidual, dweight, dbias); None where one is not needed, dresidual also where it is dx"""
 
 
 class NormSettings(NamedTuple):
