@@ -2,8 +2,8 @@
 
 Configurations are chosen among those that fit in registers and in 227 KiB of shared memory, by what
 an H200 measured at 1024, 4096 and 16384 tokens (docs/hopper.md); lengths between go to the nearer side.
-Triton's cache on disk knows a configuration by its fields alone: empty it after a change of a property
-or of a named barrier's number.
+Triton's cache on disk knows a configuration by its fields alone: after a change of a property or of a
+named barrier's number, empty it.
 """
 
 from __future__ import annotations
