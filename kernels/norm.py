@@ -52,7 +52,7 @@ from .moments import (
     reciprocal_deviation,
     sums_of_both,
 )
-from .rows import load, load_own, rounded, store
+from .rounding import load, load_own, rounded, store
 
 SHORT = tl.constexpr(64)
 

@@ -38,7 +38,7 @@ from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
 from .moments import sums_of_both
 from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
-from .rows import load, rounded, store
+from .rounding import load, rounded, store
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from .norm import (
     publish_moments,
     y_of,
 )
-from .rows import store
+from .rounding import store
 
 
 @triton.jit
