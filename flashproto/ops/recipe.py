@@ -173,10 +173,10 @@ def converted_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Boxed(NamedTuple):
-    """As an argument: the TMA descriptor of an operand; boxes: see descriptors.py."""
+    """As an argument: the TMA descriptor of an operand; tma_descriptors: see descriptors.py."""
 
     operand: Operand
-    boxes: Any
+    tma_descriptors: Any
 
 
 class Table(NamedTuple):
@@ -348,7 +348,7 @@ class Recipe:
             if isinstance(x, Operand):
                 return self._tensor(x, values)
             if isinstance(x, Boxed):
-                return x.boxes[self._tensor(x.operand, values).data_ptr()]
+                return x.tma_descriptors[self._tensor(x.operand, values).data_ptr()]
             if isinstance(x, Table):
                 return x.make()
             if isinstance(x, Exchange):

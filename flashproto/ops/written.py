@@ -208,7 +208,7 @@ def _launch_source(
             handed.append(address(x))
         elif isinstance(x, Boxed):
             name = f"{p.name}_{k}"
-            lines.append(f"{name} = {constant(x.boxes)}[{address(x.operand)}]")
+            lines.append(f"{name} = {constant(x.tma_descriptors)}[{address(x.operand)}]")
             if private.DIRECT:
                 encode = f"{name}.encode(encoding{k}[{boxes}])"
                 lines.append(f"if {name}.encoded is None: {encode}")
