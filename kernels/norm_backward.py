@@ -126,9 +126,22 @@ def sums_of_rows(g_xhat, g, CENTERED: tl.constexpr):
 
 @triton.jit
 def store_dx(
-    dx, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-    prologue, prologue_gradients, PROLOGUE_BACKWARD: tl.constexpr, rows, cols, mask, M, N,
-):  # fmt: skip
+    dx,
+    dtotal_ptr,
+    dtotal_stride,
+    dx_ptr,
+    dresidual_ptr,
+    input_ptr,
+    input_stride,
+    prologue,
+    prologue_gradients,
+    PROLOGUE_BACKWARD: tl.constexpr,
+    rows,
+    cols,
+    mask,
+    M,
+    N,
+):
     """Add the gradient that reaches total from elsewhere; dx is what passes through PROLOGUE, and
     dresidual what does not, or dx in another dtype."""
     if dtotal_ptr is not None:
@@ -148,7 +161,7 @@ def store_dx(
 @triton.jit
 def store_partial(
     ptr, sums, chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, CLUSTER: tl.constexpr
-):  # fmt: skip
+):
     """Write the partial sums of a chunk of columns, [R, C] in registers."""
     if CLUSTER == 1:
         col = chunk * C + tl.arange(0, C)
@@ -255,10 +268,22 @@ def norm_backward_kernel(
             if dbias_ptr is not None:
                 dbiases_now = dbiases_now + (dbiases[k] + dys[k].to(tl.float32),)
             store_dx(
-                dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-                prologue, prologue_gradients, PROLOGUE_BACKWARD,
-                rows, cols, there(rows, M, inside, CLUSTER), M, N,
-            )  # fmt: skip
+                dx * rstd,
+                dtotal_ptr,
+                dtotal_stride,
+                dx_ptr,
+                dresidual_ptr,
+                input_ptr,
+                input_stride,
+                prologue,
+                prologue_gradients,
+                PROLOGUE_BACKWARD,
+                rows,
+                cols,
+                there(rows, M, inside, CLUSTER),
+                M,
+                N,
+            )
         dweights, dbiases = dweights_now, dbiases_now
 
     partial = program.to(tl.int64) * N
@@ -271,9 +296,18 @@ def norm_backward_kernel(
 
 @triton.jit
 def publish_sums(
-    words_ptr, split, x, dy, weight_ptr, weight, mean, rstd,
-    CENTERED: tl.constexpr, CASTING: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
+    words_ptr,
+    split,
+    x,
+    dy,
+    weight_ptr,
+    weight,
+    mean,
+    rstd,
+    CENTERED: tl.constexpr,
+    CASTING: tl.constexpr,
+    dtype: tl.constexpr,
+):
     """Make known to the programs of a row what one split adds to its two sums."""
     xhat = normalize(x, mean, rstd, CENTERED)
     g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
@@ -323,9 +357,18 @@ def norm_backward_split_kernel(
         row[:, None] + G, cols, (row[:, None] + G < M) & inside, M, N,
     )  # fmt: skip
     publish_sums(
-        words_ptr + group.to(tl.int64) * splits, own, x, dy, weight_ptr, weight, mean, rstd,
-        CENTERED, CASTING, dtype,
-    )  # fmt: skip
+        words_ptr + group.to(tl.int64) * splits,
+        own,
+        x,
+        dy,
+        weight_ptr,
+        weight,
+        mean,
+        rstd,
+        CENTERED,
+        CASTING,
+        dtype,
+    )
     for number in tl.range(group, M, G, num_stages=1):
         row = tl.cast(number, tl.int64) + one
         rows = row[:, None]
@@ -341,9 +384,18 @@ def norm_backward_split_kernel(
         )  # fmt: skip
         if number + G < M:
             publish_sums(
-                row_words_ptr + tl.cast(G, tl.int64) * splits, own, x_next, dy_next,
-                weight_ptr, weight, mean_next, rstd_next, CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr + tl.cast(G, tl.int64) * splits,
+                own,
+                x_next,
+                dy_next,
+                weight_ptr,
+                weight,
+                mean_next,
+                rstd_next,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
 
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         words, missing = collect(row_words_ptr, splits, LANES, POLLS)
@@ -360,9 +412,18 @@ def norm_backward_split_kernel(
             if weight_ptr is not None:
                 weight_there = tl.load(weight_ptr + cols_there, mask=inside_there, other=0.0)
             publish_sums(
-                row_words_ptr, split, x, dy, weight_ptr, weight_there, mean, rstd,
-                CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr,
+                split,
+                x,
+                dy,
+                weight_ptr,
+                weight_there,
+                mean,
+                rstd,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
             if split == own:
                 words, missing = collect(row_words_ptr, splits, LANES, POLLS)
         g_xhat, g_alone = unpack(words)
@@ -380,9 +441,22 @@ def norm_backward_split_kernel(
         if dbias_ptr is not None:
             dbiases += dy.to(tl.float32)
         store_dx(
-            dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-            prologue, prologue_gradients, PROLOGUE_BACKWARD, rows, cols, inside, M, N,
-        )  # fmt: skip
+            dx * rstd,
+            dtotal_ptr,
+            dtotal_stride,
+            dx_ptr,
+            dresidual_ptr,
+            input_ptr,
+            input_stride,
+            prologue,
+            prologue_gradients,
+            PROLOGUE_BACKWARD,
+            rows,
+            cols,
+            inside,
+            M,
+            N,
+        )
         x, dy = x_next, dy_next
         mean_next, rstd_next, x_next, dy_next = mean_later, rstd_later, x_later, dy_later
 
@@ -407,10 +481,16 @@ def column_sum(partial_ptr, out_ptr, tile, P, N, R: tl.constexpr, C: tl.constexp
 
 @triton.jit(do_not_specialize=["P"])
 def column_sums_kernel(
-    dweight_partial_ptr, dbias_partial_ptr,  # in [P, N] float32
-    dweight_ptr, dbias_ptr,  # out [N]
-    P, N, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr = False,
-):  # fmt: skip
+    dweight_partial_ptr,
+    dbias_partial_ptr,  # in [P, N] float32
+    dweight_ptr,
+    dbias_ptr,  # out [N]
+    P,
+    N,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
     """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
 
     PDL: the launch is a dependent one (launch_pdl), which begins when the one before ends, and waits

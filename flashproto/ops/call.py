@@ -377,9 +377,12 @@ def forward(ctx, {given}):
 
 
 def recorded(
-    operator: Operator, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...],
+    operator: Operator,
+    inputs: Sequence[Tensor | None],
+    settings: Any,
+    returns: tuple[int, ...],
     given: list[int],
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """What records a call: apply of a Function of its own, whose forward is written for it, since what
     a small call takes is Python between torch and the launch."""
     run, recipe, saves = operator.run(inputs, settings, returns, True)

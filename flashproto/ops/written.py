@@ -172,9 +172,12 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
 
 
 def _launch_source(
-    step: Launch, k: int, device: torch.device, constant: Callable[[Any], str],
+    step: Launch,
+    k: int,
+    device: torch.device,
+    constant: Callable[[Any], str],
     address: Callable[[Operand], str],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The lines that launch: arguments in the order of the kernel's parameters, plain ones together."""
     lines: list[str] = []
     handed: list[str] = []
