@@ -7,23 +7,23 @@ For one row of x (or of total = x + residual, rounded as it is stored):
 where (mean, variance) come from the moments state of moments.py; CENTERED = False is RMSNorm, whose
 mean is 0 and whose variance is the mean square.
 
-Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x before the residual
-is added, EPILOGUE on y.  CASTING says how xhat meets the weight: "torch" rounds nothing before the
+Other element-wise work comes in as functions of hooks.py: PROLOGUE acts on x before the residual is
+added, EPILOGUE on y.  CASTING says how xhat meets the weight: "torch" rounds nothing before the
 result, "llama" rounds xhat to the dtype of x, "gemma" multiplies by 1 + weight.
 
-Two regimes, by the width alone.  norm_forward_kernel holds R whole rows in registers, each of K chunks
-of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.  Wider rows are split
-over programs, which take C columns of a row each and exchange their moments (exchange.py) while their
-columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).  On
-Hopper they wait in shared memory instead: hopper/norm_forward.py, or norm_forward_unaligned.py where N
-is no multiple of 16 bytes.
+There are two regimes, chosen by the width alone.  norm_forward_kernel holds R whole rows in registers,
+each as K chunks of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.
+Wider rows are split over programs, which take C columns of a row each and exchange their moments
+(exchange.py).  Meanwhile their columns wait in the cache, so that they too are read once from memory
+(norm_forward_split_kernel).  On Hopper they wait in shared memory instead: hopper/norm_forward.py, or
+norm_forward_unaligned.py where N is no multiple of 16 bytes.
 
-A mean in float32 is off by several units in its last place, which its sum has lost, and xhat by rstd
-times that: much where the elements of a row are large and nearly equal.  Of float32 rows (PRECISE) the
-deviations from it are summed beside their squares; their mean, low, is that error, and is taken from
-the mean and from M2 (moments_corrected).  The mean is then off by no more than its rounding.  Programs
-that share a row make known how far their means are from the row's first element: float32 has digits
-enough for that, unless this element alone makes up the row's deviation.
+A mean in float32 is off by several units in its last place, which its sum has lost.  xhat is off by
+rstd times that, which is much where the elements of a row are large and nearly equal.  So for float32
+rows (PRECISE) the deviations from the mean are summed beside their squares.  Their own mean, low, is
+the error, and the mean and M2 are corrected by it (moments_corrected).  The mean is then off by no more
+than its rounding.  Programs that share a row publish how far their means are from the row's first
+element: float32 has enough digits for that, unless this element alone makes up the row's deviation.
 
 That rounding too may be large beside dx, a difference, in a row of two or three elements, since it adds
 its multiple of the averages of g and of g * xhat (norm_backward.py).  Float32 rows of at most SHORT
@@ -308,8 +308,8 @@ def norm_forward_kernel(
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    # Weights of narrow rows are on their way before x is, and as tiles [R, C]: those of one row [1, C]
-    # would go through shared memory into the layout of x.
+    # Weights of narrow rows are loaded before x, and as tiles [R, C]: a single row [1, C] would go
+    # through shared memory into the layout of x.
     EARLY: tl.constexpr = K == 1 and C <= 512
     if EARLY:
         cols, inside = columns_of(0, N, C, WHOLE)
@@ -363,7 +363,7 @@ def norm_forward_kernel(
 def load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE: tl.constexpr, rows, cols, mask, M, N):
     """What load_total returned, in float32, from cache.
 
-    Registers that would hold it meanwhile are better spent on other programs, which hide its wait.
+    Registers that would hold it until then are better spent on more programs, which hide the wait.
     """
     if total_ptr is not None:
         return load(total_ptr, rows * N + cols, mask)
@@ -442,7 +442,7 @@ def publish_moments(
     CENTERED: tl.constexpr,
     PRECISE: tl.constexpr,
 ):
-    """Make the moments of one split of a row known to the other programs of the row; the mean less
+    """Publish the moments of one split of a row to the other programs of the row; the mean less
     first_of_row."""
     cols, inside = columns_of(split, N, C, WHOLE)
     n = tl.zeros([1], tl.float32) + elements_of(split, N, C)

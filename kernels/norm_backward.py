@@ -10,14 +10,15 @@ total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fix
 program adds up its rows in registers and writes one float32 row of partial sums, and
 column_sums_kernel adds those.
 
-The regimes are those of the forward.  norm_backward_kernel: a few programs a multiprocessor take many
-tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile; where
-there are clusters, the programs of one share wide rows.  norm_backward_split_kernel: a program keeps
-to C columns and walks down the rows; the programs of a row exchange their parts of the two averages
-(exchange.py), those of the next row before they ask for this one's, and load one more row meanwhile.
+The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
+tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
+Where there are clusters, the programs of a cluster share wide rows.  In norm_backward_split_kernel a
+program keeps to C columns and walks down the rows.  The programs of a row exchange their parts of the
+two averages (exchange.py).  They publish those of the next row before they read this row's, and load
+one more row meanwhile.
 
-The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
-again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
+The statistics are those that the forward has kept.  Without them norm_backward_kernel computes them
+again from the rows that it loads in any case, so the forward of narrow rows need not keep any.
 
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
@@ -53,7 +54,7 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 
 @triton.jit
 def there(rows, M, inside, CLUSTER: tl.constexpr):
-    """Which elements of a tile there are; the row of a cluster is always one."""
+    """Which elements of a tile exist; the row of a cluster always does."""
     return inside if CLUSTER > 1 else (rows < M) & inside
 
 
@@ -105,7 +106,7 @@ def load_tile(
 
 @triton.jit
 def through_scale(dy, xhat, weight_ptr, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
-    """The gradient g of xhat, and the term of dweight; weight is a tile if there is a weight_ptr."""
+    """The gradient g of xhat, and the term of dweight; weight is a tile if weight_ptr is not None."""
     g = dy.to(tl.float32)
     if CASTING == "llama":
         xhat = rounded(xhat, dtype).to(tl.float32)
@@ -185,9 +186,10 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """Program p takes every P-th tile of R rows, starting with tile p.
 
-    Without a rstd_ptr it works the statistics out again, with the forward's eps.
+    Without a rstd_ptr it computes the statistics again, with the forward's eps.
     """
-    # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
+    # Beside the partial sums of wide rows there are no registers for the weights: they stay in the
+    # cache.
     HELD: tl.constexpr = K * C <= 8192
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -308,7 +310,7 @@ def publish_sums(
     CASTING: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Make known to the programs of a row what one split adds to its two sums."""
+    """Publish to the programs of a row what one split adds to its two sums."""
     xhat = normalize(x, mean, rstd, CENTERED)
     g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
     g_xhat, g_alone = sums_of_rows(g * xhat, g, CENTERED)
@@ -342,7 +344,7 @@ def norm_backward_split_kernel(
     if dbias_ptr is not None:
         dbiases = tl.zeros([1, C], tl.float32)
 
-    # Three rows are under way: one waits for its words, the next makes its own known, one is loaded.
+    # Three rows are in flight: one waits for its words, the next publishes its own, one is loaded.
     row = group.to(tl.int64) + one  # [1]
     mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
     x, dy = load_tile(
@@ -493,8 +495,8 @@ def column_sums_kernel(
 ):
     """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
 
-    PDL: the launch is a dependent one (launch_pdl), which begins when the one before ends, and waits
-    for what that has written.
+    PDL: the launch is a dependent one (launch_pdl), which begins when the launch before ends, and waits
+    for what that launch has written.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

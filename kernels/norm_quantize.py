@@ -2,9 +2,9 @@
 
     y = what norm.py computes        scale = max over the row |y| / LARGEST        out = y / scale
 
-LARGEST is the largest number of the format (448 of e4m3, 57344 of e5m2), so that the whole range is
-used, and out * scale is y again but for one rounding.  A row of zeros gets the scale 2^-126, as does
-any whose own would be less, where float32 runs out of digits.
+LARGEST is the largest number of the format (448 of e4m3, 57344 of e5m2).  So the whole range is used,
+and out * scale is y except for one rounding.  A row of zeros gets the scale 2^-126, as does any row
+whose own scale would be smaller, where float32 runs out of digits.
 
 The regimes are those of norm.py.  Where rows are split over programs, these exchange the moments first
 and then the largest |y|.
@@ -119,8 +119,8 @@ def publish_largest(
     WHOLE: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """Make the largest |y| of one split x [1, C] of a row known to the other programs of the row;
-    returns y."""
+    """Publish the largest |y| of one split x [1, C] of a row to the other programs of the row; returns
+    y."""
     cols, inside = columns_of(split, N, C, WHOLE)
     xhat = (x - mean if CENTERED else x) * rstd
     y = y_of(xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N, dtype)
@@ -231,7 +231,7 @@ def norm_quantize_split_kernel(
     while missing > 0:
         split = tl.where(split + 1 < splits, split + 1, 0)
         cols_there, inside_there = columns_of(split, N, C, WHOLE)
-        # The total that another program writes may not have arrived: add it up again.
+        # The total that another program writes may not have arrived, so add it up again.
         x = load_total(
             x_ptr,
             x_stride,
