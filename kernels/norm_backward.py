@@ -10,19 +10,15 @@ total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fix
 program adds up its rows in registers and writes one float32 row of partial sums, and
 column_sums_kernel adds those.
 
-The regimes are those of the forward.  norm_backward_kernel: a few programs a multiprocessor take many
-tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile; where
-there are clusters, the programs of one share wide rows.  norm_backward_split_kernel: a program keeps
-to C columns and walks down the rows; the programs of a row exchange their parts of the two averages
-(exchange.py), those of the next row before they ask for this one's, and load one more row meanwhile.
+The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
+tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
+Where there are clusters, the programs of a cluster share wide rows.  In norm_backward_split_kernel a
+program keeps to C columns and walks down the rows.  The programs of a row exchange their parts of the
+two averages (exchange.py).  They publish those of the next row before they read this row's, and load
+one more row meanwhile.
 
-The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
-again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
-
-A mean that is kept is rounded, and xhat off by rstd times that, low: dx is off by as much of the
-averages of g and of g * xhat, which in a row of two or three elements may be far larger than dx, their
-difference; dweight by as much of dbias.  Of float32 rows norm_backward_kernel takes low, the average of
-such an xhat, beside those averages, and what it adds to them away.
+The statistics are those that the forward has kept.  Without them norm_backward_kernel computes them
+again from the rows that it loads in any case, so the forward of narrow rows need not keep any.
 
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
@@ -41,9 +37,9 @@ import triton.language as tl
 from .cluster import cluster_begin, cluster_exchange
 from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
-from .moments import sums_of_both, sums_of_three
-from .norm import columns_of, hold_rows, precise, scaled
-from .rows import load, rounded, store
+from .moments import sums_of_both
+from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
+from .rounding import load, rounded, store
 
 
 @triton.jit
@@ -58,7 +54,7 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 
 @triton.jit
 def there(rows, M, inside, CLUSTER: tl.constexpr):
-    """Which elements of a tile there are; the row of a cluster is always one."""
+    """Which elements of a tile exist; the row of a cluster always does."""
     return inside if CLUSTER > 1 else (rows < M) & inside
 
 
@@ -110,7 +106,7 @@ def load_tile(
 
 @triton.jit
 def through_scale(dy, xhat, weight_ptr, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
-    """The gradient g of xhat, and the term of dweight; weight is a tile if there is a weight_ptr."""
+    """The gradient g of xhat, and the term of dweight; weight is a tile if weight_ptr is not None."""
     g = dy.to(tl.float32)
     if CASTING == "llama":
         xhat = rounded(xhat, dtype).to(tl.float32)
@@ -131,9 +127,22 @@ def sums_of_rows(g_xhat, g, CENTERED: tl.constexpr):
 
 @triton.jit
 def store_dx(
-    dx, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-    prologue, prologue_gradients, PROLOGUE_BACKWARD: tl.constexpr, rows, cols, mask, M, N,
-):  # fmt: skip
+    dx,
+    dtotal_ptr,
+    dtotal_stride,
+    dx_ptr,
+    dresidual_ptr,
+    input_ptr,
+    input_stride,
+    prologue,
+    prologue_gradients,
+    PROLOGUE_BACKWARD: tl.constexpr,
+    rows,
+    cols,
+    mask,
+    M,
+    N,
+):
     """Add the gradient that reaches total from elsewhere; dx is what passes through PROLOGUE, and
     dresidual what does not, or dx in another dtype."""
     if dtotal_ptr is not None:
@@ -153,7 +162,7 @@ def store_dx(
 @triton.jit
 def store_partial(
     ptr, sums, chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, CLUSTER: tl.constexpr
-):  # fmt: skip
+):
     """Write the partial sums of a chunk of columns, [R, C] in registers."""
     if CLUSTER == 1:
         col = chunk * C + tl.arange(0, C)
@@ -177,13 +186,11 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """Program p takes every P-th tile of R rows, starting with tile p.
 
-    Without a rstd_ptr it works the statistics out again, with the forward's eps.
+    Without a rstd_ptr it computes the statistics again, with the forward's eps.
     """
-    # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
+    # Beside the partial sums of wide rows there are no registers for the weights: they stay in the
+    # cache.
     HELD: tl.constexpr = K * C <= 8192
-    PRECISE: tl.constexpr = (
-        mean_ptr is not None and CLUSTER == 1 and precise(x_ptr, None, PROLOGUE, CENTERED)
-    )
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weights, dweights, dbiases = (), (), ()
@@ -215,8 +222,6 @@ def norm_backward_kernel(
             mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         xs, dys = (), ()
         g_xhat, g_alone = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
-        if PRECISE:
-            lows = tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             if rstd_ptr is None:
@@ -228,6 +233,9 @@ def norm_backward_kernel(
                     prologue, epilogue, epilogue_gradients, CENTERED, CASTING,
                     PROLOGUE, EPILOGUE_BACKWARD, rows, cols, there(rows, M, inside, CLUSTER), M, N,
                 )  # fmt: skip
+                if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
+                    x -= mean  # the mean is now what its rounding left out; see norm.py
+                    mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
             xs, dys = xs + (x,), dys + (dy,)
             xhat = normalize(x, mean, rstd, CENTERED)
             # dy is 0 outside the mask, and with it g: the sums need no mask of their own.
@@ -237,14 +245,7 @@ def norm_backward_kernel(
             g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
             g_xhat += g * xhat
             g_alone += g
-            if PRECISE:
-                lows += xhat if WHOLE else tl.where(inside, xhat, 0.0)
-        if PRECISE:
-            average_g_xhat, average_g, low = sums_of_three(g_xhat, g_alone, lows)
-            low /= N
-            average_g_xhat -= low * average_g
-        else:
-            average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
+        average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
         if CLUSTER > 1:
             parts_g_xhat, parts_g = cluster_exchange(
                 mailbox, average_g_xhat, average_g, exchanges, CLUSTER
@@ -257,8 +258,6 @@ def norm_backward_kernel(
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             xhat = normalize(xs[k], mean, rstd, CENTERED)
-            if PRECISE:
-                xhat -= low[:, None]
             weight = weights[k]
             if not HELD and weight_ptr is not None:
                 weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
@@ -271,10 +270,22 @@ def norm_backward_kernel(
             if dbias_ptr is not None:
                 dbiases_now = dbiases_now + (dbiases[k] + dys[k].to(tl.float32),)
             store_dx(
-                dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-                prologue, prologue_gradients, PROLOGUE_BACKWARD,
-                rows, cols, there(rows, M, inside, CLUSTER), M, N,
-            )  # fmt: skip
+                dx * rstd,
+                dtotal_ptr,
+                dtotal_stride,
+                dx_ptr,
+                dresidual_ptr,
+                input_ptr,
+                input_stride,
+                prologue,
+                prologue_gradients,
+                PROLOGUE_BACKWARD,
+                rows,
+                cols,
+                there(rows, M, inside, CLUSTER),
+                M,
+                N,
+            )
         dweights, dbiases = dweights_now, dbiases_now
 
     partial = program.to(tl.int64) * N
@@ -287,10 +298,19 @@ def norm_backward_kernel(
 
 @triton.jit
 def publish_sums(
-    words_ptr, split, x, dy, weight_ptr, weight, mean, rstd,
-    CENTERED: tl.constexpr, CASTING: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Make known to the programs of a row what one split adds to its two sums."""
+    words_ptr,
+    split,
+    x,
+    dy,
+    weight_ptr,
+    weight,
+    mean,
+    rstd,
+    CENTERED: tl.constexpr,
+    CASTING: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Publish to the programs of a row what one split adds to its two sums."""
     xhat = normalize(x, mean, rstd, CENTERED)
     g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
     g_xhat, g_alone = sums_of_rows(g * xhat, g, CENTERED)
@@ -324,7 +344,7 @@ def norm_backward_split_kernel(
     if dbias_ptr is not None:
         dbiases = tl.zeros([1, C], tl.float32)
 
-    # Three rows are under way: one waits for its words, the next makes its own known, one is loaded.
+    # Three rows are in flight: one waits for its words, the next publishes its own, one is loaded.
     row = group.to(tl.int64) + one  # [1]
     mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
     x, dy = load_tile(
@@ -339,9 +359,18 @@ def norm_backward_split_kernel(
         row[:, None] + G, cols, (row[:, None] + G < M) & inside, M, N,
     )  # fmt: skip
     publish_sums(
-        words_ptr + group.to(tl.int64) * splits, own, x, dy, weight_ptr, weight, mean, rstd,
-        CENTERED, CASTING, dtype,
-    )  # fmt: skip
+        words_ptr + group.to(tl.int64) * splits,
+        own,
+        x,
+        dy,
+        weight_ptr,
+        weight,
+        mean,
+        rstd,
+        CENTERED,
+        CASTING,
+        dtype,
+    )
     for number in tl.range(group, M, G, num_stages=1):
         row = tl.cast(number, tl.int64) + one
         rows = row[:, None]
@@ -357,9 +386,18 @@ def norm_backward_split_kernel(
         )  # fmt: skip
         if number + G < M:
             publish_sums(
-                row_words_ptr + tl.cast(G, tl.int64) * splits, own, x_next, dy_next,
-                weight_ptr, weight, mean_next, rstd_next, CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr + tl.cast(G, tl.int64) * splits,
+                own,
+                x_next,
+                dy_next,
+                weight_ptr,
+                weight,
+                mean_next,
+                rstd_next,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
 
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         words, missing = collect(row_words_ptr, splits, LANES, POLLS)
@@ -376,9 +414,18 @@ def norm_backward_split_kernel(
             if weight_ptr is not None:
                 weight_there = tl.load(weight_ptr + cols_there, mask=inside_there, other=0.0)
             publish_sums(
-                row_words_ptr, split, x, dy, weight_ptr, weight_there, mean, rstd,
-                CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr,
+                split,
+                x,
+                dy,
+                weight_ptr,
+                weight_there,
+                mean,
+                rstd,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
             if split == own:
                 words, missing = collect(row_words_ptr, splits, LANES, POLLS)
         g_xhat, g_alone = unpack(words)
@@ -396,9 +443,22 @@ def norm_backward_split_kernel(
         if dbias_ptr is not None:
             dbiases += dy.to(tl.float32)
         store_dx(
-            dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-            prologue, prologue_gradients, PROLOGUE_BACKWARD, rows, cols, inside, M, N,
-        )  # fmt: skip
+            dx * rstd,
+            dtotal_ptr,
+            dtotal_stride,
+            dx_ptr,
+            dresidual_ptr,
+            input_ptr,
+            input_stride,
+            prologue,
+            prologue_gradients,
+            PROLOGUE_BACKWARD,
+            rows,
+            cols,
+            inside,
+            M,
+            N,
+        )
         x, dy = x_next, dy_next
         mean_next, rstd_next, x_next, dy_next = mean_later, rstd_later, x_later, dy_later
 
@@ -423,14 +483,20 @@ def column_sum(partial_ptr, out_ptr, tile, P, N, R: tl.constexpr, C: tl.constexp
 
 @triton.jit(do_not_specialize=["P"])
 def column_sums_kernel(
-    dweight_partial_ptr, dbias_partial_ptr,  # in [P, N] float32
-    dweight_ptr, dbias_ptr,  # out [N]
-    P, N, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr = False,
-):  # fmt: skip
+    dweight_partial_ptr,
+    dbias_partial_ptr,  # in [P, N] float32
+    dweight_ptr,
+    dbias_ptr,  # out [N]
+    P,
+    N,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
     """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
 
-    PDL: the launch is a dependent one (launch_pdl), which begins when the one before ends, and waits
-    for what that has written.
+    PDL: the launch is a dependent one (launch_pdl), which begins when the launch before ends, and waits
+    for what that launch has written.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -22,3 +22,15 @@ def hopper_head_dim(head_dim: int) -> int:
 def even_groups(heads: int, fit: int) -> int:
     """About `fit` heads, such that groups of that size have no short last one."""
     return -(-heads // -(-heads // max(1, fit)))
+
+
+def named_barriers(**counts: int) -> dict[str, int]:
+    """The first number of each kind of named barrier, of which there are so many.
+
+    A program has 16.  Triton's own come from the lowest numbers, these from the highest.
+    """
+    end, first = 16, {}
+    for name, count in counts.items():
+        end -= count
+        first[name] = end
+    return first
