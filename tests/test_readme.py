@@ -105,8 +105,10 @@ def test_commands_that_ci_runs_stand_once(command: str) -> None:
     assert len(re.findall(rf"^python3 -m venv .*{command}", README.read_text(), re.MULTILINE)) == 1
 
 
-@pytest.mark.parametrize("name", [str(p.relative_to(ROOT)) for p in DOCUMENTS if blocks(p, "python")])
+@pytest.mark.parametrize("name", [n for n in NAMES if blocks(ROOT / n, "python")])
 def test_samples_run(name: str, tmp_path: Path) -> None:
+    if name == "docs/api.md":
+        pytest.skip("signatures, and examples of docstrings, which test_docs.py runs")
     for sample in blocks(ROOT / name, "python"):
         if "transformers" not in sample:
             python(sample, tmp_path)
