@@ -138,9 +138,9 @@ def test_threads_launch_on_one_stream(gpu) -> None:
 
 
 def test_few_are_kept_and_can_be_forgotten(gpu) -> None:
-    for count in range(1, 3 * exchange_buffers.KEPT):
+    for count in range(1, 3 * exchange_buffers.CAPACITY):
         gpu.launch(count)
-        assert len(exchange_buffers._pairs) <= exchange_buffers.KEPT
+        assert len(exchange_buffers._pairs) <= exchange_buffers.CAPACITY
     call_cache.forget()
     assert not exchange_buffers._pairs
 

@@ -15,6 +15,7 @@ FLOORS = {
     "hooks": 3,
     "variant": 3,
     "configs": 4,
+    "softmax_hooks": 4,
     "ops": 5,
     "functional": 6,
     "explain": 7,

@@ -106,9 +106,7 @@ class Exact:
 
 def errors(got: list[Tensor], exact: Exact) -> list[Tensor]:
     """The largest of each row, or of each column of dweight and dbias."""
-    y, dx, dweight, dbias = (
-        (a.double() - b).abs() for a, b in zip(got, exact.results, strict=True)
-    )  # fmt: skip
+    y, dx, dweight, dbias = ((a.double() - b).abs() for a, b in zip(got, exact.results, strict=True))
     return [y.amax(1), dx.amax(1), dweight, dbias]
 
 

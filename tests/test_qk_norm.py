@@ -68,9 +68,16 @@ def check(
     inputs = [leaf(q), leaf(k), *(None if w is None else leaf(w) for w in weights)]
     leaves = [t for t in inputs if t is not None]
     got = flashproto.qk_norm(
-        *inputs, cos, sin, positions=positions, offset=offset, interleaved=interleaved, eps=EPS,
-        casting=casting, impl="triton",
-    )  # fmt: skip
+        *inputs,
+        cos,
+        sin,
+        positions=positions,
+        offset=offset,
+        interleaved=interleaved,
+        eps=EPS,
+        casting=casting,
+        impl="triton",
+    )
     grads = [torch.randn_like(t) for t in got]
     got = [*got, *torch.autograd.grad(got, leaves, grads)]
 
@@ -238,15 +245,17 @@ REFUSED = {
     "weight": (lambda: flashproto.qk_norm(Q, Q, Q[0, 0, 0, :3]), "q_weight is of shape"),
     "k_weight": (lambda: flashproto.qk_norm(Q, Q, None, Q[0, 0, 0].int()), "k_weight is of dtype"),
     "elsewhere": (
-        lambda: flashproto.qk_norm(Q, Q, torch.zeros(16, device="meta")), "q_weight is on meta"
+        lambda: flashproto.qk_norm(Q, Q, torch.zeros(16, device="meta")),
+        "q_weight is on meta",
     ),
     "casting": (lambda: flashproto.qk_norm(Q, Q, casting="t5"), "casting is 't5'"),
     "half a table": (lambda: flashproto.qk_norm(Q, Q, cos=Q[0, 0, :, :8]), "sin is None"),
     "positions": (
-        lambda: flashproto.qk_norm(Q, Q, positions=torch.zeros(3).long()), "positions is given"
+        lambda: flashproto.qk_norm(Q, Q, positions=torch.zeros(3).long()),
+        "positions is given",
     ),
     "packed": (lambda: flashproto.qk_norm_qkv(Q[0], 3, 1), "qkv is 16 wide"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -255,24 +264,6 @@ def test_bad_input_is_refused(case) -> None:
     with pytest.raises((TypeError, ValueError), match=text) as caught:
         call()
     assert "; it takes " in str(caught.value)
-
-
-def test_opcheck(device) -> None:
-    q, k = (torch.randn(2, 4, n, 8, device=device).transpose(1, 2) for n in (3, 1))
-    w, qkv = torch.randn(8, device=device), torch.randn(2, 4, 40, device=device)
-    tensors = (*tables(9, 3, device), torch.tensor([[3], [1]], device=device))
-    how, plain, rest = (0, True, False, EPS, "torch"), (None,) * 5, (0, False, False, EPS, "llama")
-    library, no = torch.ops.flashproto, [False] * 3
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), leaf(k), leaf(w), w, *tensors, *how))
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), None, *plain, *rest))
-    saved = q, k, w, w, *tensors
-    torch.library.opcheck(library.qk_norm_backward.default, (q, k, *saved, *how, [True] * 4 + no))
-    needs = [True, False, False, False, *no]
-    torch.library.opcheck(library.qk_norm_backward.default, (q, None, q, None, *plain, *rest, needs))
-    packed = (leaf(w), w, *tensors, 3, 1, *how)
-    torch.library.opcheck(library.qk_norm_packed.default, (leaf(qkv), *packed))
-    gradients = (q, k, k.clone(), qkv, w, w, *tensors, 3, 1, *how, [True, True, False, *no])
-    torch.library.opcheck(library.qk_norm_packed_backward.default, gradients)
 
 
 def test_compiles_in_one_graph(device) -> None:

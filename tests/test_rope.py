@@ -140,8 +140,9 @@ def test_in_place_leaves_the_rest_of_a_projection(device) -> None:
     assert torch.equal(v, reference.split_heads(before, 4, 1)[2])
     compiled = torch.compile(
         lambda q, k: flashproto.rope(q, k, cos, sin, inplace=True, impl="triton"),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
+        fullgraph=True,
+        backend="aot_eager",
+    )
     q, k, _ = reference.split_heads(before, 4, 1)
     compiled(q, k)
     assert torch.equal(before, qkv)
@@ -259,28 +260,6 @@ def test_bad_input_is_refused(case) -> None:
     with pytest.raises((TypeError, ValueError), match=text) as caught:
         call()
     assert "; it takes " in str(caught.value)
-
-
-def test_opcheck(device) -> None:
-    q = heads("tokens first", 2, 3, 4, 8, f32, device).requires_grad_()
-    k = heads("heads first", 2, 1, 4, 8, f32, device).requires_grad_()
-    cos, sin = tables(9, 3, device)
-    rows = (torch.tensor([[3], [1]], device=device), 0, True)
-    for arguments in (
-        (q, k, cos, sin, None, 2, False, False, False),
-        (q, None, cos, sin, *rows, True, True),
-    ):
-        torch.library.opcheck(torch.ops.flashproto.rope.default, arguments)
-    plain = (q.detach(), k.detach())
-    torch.library.opcheck(torch.ops.flashproto.rope_.default, (*plain, cos, sin, *rows, True))
-    qkv = torch.randn(2, 4, 40, device=device, requires_grad=True)
-    how = (cos, sin, rows[0], 3, 1, *rows[1:], False)
-    torch.library.opcheck(torch.ops.flashproto.rope_packed.default, (qkv, *how))
-    needs = [True, False, False, False]
-    gradients = (*plain, plain[1].clone(), *how, needs)
-    torch.library.opcheck(torch.ops.flashproto.rope_packed_backward.default, gradients)
-    gradients = (*plain, cos, sin, *rows, False, False, [True, True, False, False, False])
-    torch.library.opcheck(torch.ops.flashproto.rope_backward.default, gradients)
 
 
 def test_compiles_in_one_graph(device) -> None:

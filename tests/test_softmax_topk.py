@@ -36,9 +36,13 @@ def eager(x: Tensor, indices: Tensor, renormalize: bool, dtype: torch.dtype) -> 
 
 
 def check(
-    device: str, x: Tensor, k: int, renormalize: bool = False, dtype: torch.dtype | None = None,
+    device: str,
+    x: Tensor,
+    k: int,
+    renormalize: bool = False,
+    dtype: torch.dtype | None = None,
     layout: str = "contiguous",
-) -> None:  # fmt: skip
+) -> None:
     """Indices exactly, values and gradient no worse than eager's, of one call on x [M, N]."""
     dtype = dtype or x.dtype
     wanted = reference.softmax_topk(x.double(), k)[1]
@@ -69,7 +73,7 @@ def scores(M: int, N: int, device: str, dtype: torch.dtype = torch.float32) -> T
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("N", "k"), [(1, 1), (3, 2), (8, 8), (64, 6), (100, 64), (256, 8), (1000, 1), (5000, 3), (33000, 5)]
-)  # fmt: skip
+)
 def test_against_float64(device, monkeypatch, N, k, dtype, renormalize) -> None:
     poison(monkeypatch)
     # Rows enough, where they cost little, that eager's largest error is not a matter of luck.
@@ -192,17 +196,6 @@ def test_no_rows(device) -> None:
     assert torch.autograd.grad(values.sum(), x)[0].shape == (0, 8)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_opcheck(device, renormalize) -> None:
-    op = torch.ops.flashproto
-    x = torch.randn(3, 20, device=device, requires_grad=True)
-    torch.library.opcheck(op.softmax_topk.default, (x, 4, renormalize, torch.float32))
-    with torch.no_grad():
-        values, indices, states = op.softmax_topk(x, 4, renormalize, torch.float32)
-    arguments = (values, indices, x.detach(), states, 4, renormalize, torch.float32, [True])
-    torch.library.opcheck(op.softmax_topk_backward.default, arguments)
-
-
 def test_compiles_in_one_graph(device) -> None:
     x = torch.randn(6, 40, device=device, dtype=torch.bfloat16)
     dv = torch.randn(6, 3, device=device)
@@ -214,18 +207,6 @@ def test_compiles_in_one_graph(device) -> None:
     compiled = outcomes(torch.compile(f, fullgraph=True, backend=backend), x, dv)
     for a, b in zip(compiled, outcomes(f, x, dv), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_tangents_and_second_derivatives_raise(device) -> None:
-    def f(x: Tensor) -> Tensor:
-        return flashproto.softmax_topk(x, 2, impl="triton")[0]
-
-    x = torch.randn(3, 8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(f, (x.detach(),), (x.detach(),))
-    (dx,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        torch.autograd.grad(dx.sum(), x)
 
 
 @pytest.mark.gpu

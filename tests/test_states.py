@@ -57,9 +57,15 @@ def load_tile(x_ptr, N, R: tl.constexpr, C: tl.constexpr, other: tl.constexpr):
 
 @triton.jit
 def softmax_update_kernel(
-    x_ptr, state_ptr, p_ptr, N,
-    R: tl.constexpr, C: tl.constexpr, START: tl.constexpr, EXACT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    state_ptr,
+    p_ptr,
+    N,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    START: tl.constexpr,
+    EXACT: tl.constexpr,
+):
     """state [2, R] = (m, l), from the empty one if START, takes in x [R, N]; p [R, C]."""
     row = tl.arange(0, R)
     x, _ = load_tile(x_ptr, N, R, C, -float("inf"))
@@ -77,9 +83,12 @@ def softmax_update_kernel(
 def softmax_merge_kernel(a_ptr, b_ptr, out_ptr, weights_ptr, R: tl.constexpr):
     row = tl.arange(0, R)
     m, l, w1, w2 = online_softmax_merge(
-        tl.load(a_ptr + row), tl.load(a_ptr + R + row),
-        tl.load(b_ptr + row), tl.load(b_ptr + R + row), LOG2E,
-    )  # fmt: skip
+        tl.load(a_ptr + row),
+        tl.load(a_ptr + R + row),
+        tl.load(b_ptr + row),
+        tl.load(b_ptr + R + row),
+        LOG2E,
+    )
     tl.store(out_ptr + row, m)
     tl.store(out_ptr + R + row, l)
     tl.store(weights_ptr + row, w1)
@@ -123,9 +132,13 @@ def moments_tile_kernel(x_ptr, state_ptr, N, R: tl.constexpr, C: tl.constexpr, C
 def moments_merge_kernel(a_ptr, b_ptr, out_ptr, R: tl.constexpr):
     row = tl.arange(0, R)
     n, mean, M2 = moments_merge(
-        tl.load(a_ptr + row), tl.load(a_ptr + R + row), tl.load(a_ptr + 2 * R + row),
-        tl.load(b_ptr + row), tl.load(b_ptr + R + row), tl.load(b_ptr + 2 * R + row),
-    )  # fmt: skip
+        tl.load(a_ptr + row),
+        tl.load(a_ptr + R + row),
+        tl.load(a_ptr + 2 * R + row),
+        tl.load(b_ptr + row),
+        tl.load(b_ptr + R + row),
+        tl.load(b_ptr + 2 * R + row),
+    )
     tl.store(out_ptr + row, n)
     tl.store(out_ptr + R + row, mean)
     tl.store(out_ptr + 2 * R + row, M2)
@@ -168,9 +181,11 @@ def moments_merge_equals_kernel(shares_ptr, out_ptr, G: tl.constexpr):
     """shares [2, 2, G]: (s, q) of G pairs of states; out [2, G]."""
     lane = tl.arange(0, G)
     s, q = moments_merge_equals(
-        tl.load(shares_ptr + lane), tl.load(shares_ptr + 2 * G + lane),
-        tl.load(shares_ptr + G + lane), tl.load(shares_ptr + 3 * G + lane),
-    )  # fmt: skip
+        tl.load(shares_ptr + lane),
+        tl.load(shares_ptr + 2 * G + lane),
+        tl.load(shares_ptr + G + lane),
+        tl.load(shares_ptr + 3 * G + lane),
+    )
     tl.store(out_ptr + lane, s)
     tl.store(out_ptr + G + lane, q)
 
@@ -489,9 +504,7 @@ def test_moments_join_of_equal_counts(device, count, width, seed) -> None:
     _, means, M2 = reference.moments_of_tile(x)
     out = x.new_empty(2)
     reciprocal = (1 / torch.tensor(float(count))).item()
-    moments_join_equals_kernel[(1,)](
-        means, M2, out, float(count), float(width), reciprocal, G=GROUPS
-    )  # fmt: skip
+    moments_join_equals_kernel[(1,)](means, M2, out, float(count), float(width), reciprocal, G=GROUPS)
     close(out, torch.stack(reference.moments_of_tile(x.double().flatten())[1:]), 1e-5)
 
 
