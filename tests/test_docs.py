@@ -16,9 +16,9 @@ import torch
 import flashproto
 from flashproto import backends, hooks, nn
 from flashproto.bench import __main__ as bench
-from flashproto.bench import api, docs, plots
+from flashproto.bench import api, docs, plots, speed
 
-RESULTS = docs.machines(docs.ROOT)
+RESULTS = speed.machines(docs.ROOT)
 # Functions that take any keyword, and why.
 ANY_KEYWORD = {
     "flashproto.explain": "the arguments of the function that it calls",
@@ -107,10 +107,10 @@ CELLS = {
 
 
 def test_a_faster_peer_is_named() -> None:
-    (line,) = docs.summary(CELLS)
+    (line,) = speed.summary(CELLS)
     assert "1.061 times the fastest peer in geometric mean (0.750 to 1.500)" in line
     assert line.endswith("a peer is faster in 1 of 2 cells: a 3x4 (Liger, 0.750)")
-    head, _, first, second = docs.cells_table(CELLS).splitlines()
+    head, _, first, second = speed.cells_table(CELLS).splitlines()
     assert head == "|  | flashproto[triton] | Liger | quack | times the fastest peer |"
     assert first == "| a 1x2 | 500 | 333 | 250 | 1.500 |"
     assert second == "| a 3x4 | 500 | 667 | 250 | 0.750 |"
@@ -120,10 +120,10 @@ def test_an_error_has_no_figure() -> None:
     failed = cell("ms", {"forward": {"flashproto": 2.0, "torch": 3.0}, "backward": {"flashproto": 4.0}})
     failed["passes"]["backward"]["torch"] = {"error": "RuntimeError: no such kernel"}
     assert (
-        docs.cells_table({"a": failed}).splitlines()[2]
+        speed.cells_table({"a": failed}).splitlines()[2]
         == "| a | 2.00 / 4.00 | 3.00 / error | 1.500 / - |"
     )
-    assert len(list(docs.summary({"a": failed}))) == 1
+    assert len(list(speed.summary({"a": failed}))) == 1
 
 
 # --- plots ----------------------------------------------------------------------------------------
