@@ -39,6 +39,7 @@ class WriteError(TrainingError):
     """A file cannot be written."""
 
     def __init__(self, path: Path, error: OSError, kept: str = "") -> None:
+        self.why = error.strerror
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         do = "Make room" if full else "Make it writable"
         super().__init__(

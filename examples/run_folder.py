@@ -6,6 +6,7 @@ checkpoint thus holds nothing that training made, and the run can begin in it ag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -159,6 +160,8 @@ class Log:
             raise self._not_written(error) from None
 
     def _not_written(self, error: OSError) -> WriteError:
+        with contextlib.suppress(OSError):
+            self.file.close()  # which would try again when the process ends
         return WriteError(self.path, error, f"; {NAME} beside it is whole")
 
 
@@ -166,13 +169,13 @@ def row_of(line: bytes) -> dict | None:
     """A line of the log; None for one that a crash cut off, or that is something else."""
     try:
         row = json.loads(line)
-        numbers = [row[name] for name in ("loss", "learning_rate")]
-        if "validation" in row:
+        numbers = [row["loss"], row["learning_rate"]]
+        if "validation" in row or "bits_per_byte" in row:
             numbers += [row["validation"], row["bits_per_byte"]]
-        whole = type(row["step"]) is int and row["step"] > 0 and all(map(math.isfinite, numbers))
-    except (ValueError, KeyError, TypeError, OverflowError):
+        integer = type(row["step"]) is int and row["step"] > 0
+    except (ValueError, KeyError, TypeError):
         return None
-    return row if whole else None
+    return row if integer and all(type(x) in (int, float) for x in numbers) else None
 
 
 def plot(rows: list[dict], bigram: float, path: Path) -> None:
@@ -199,5 +202,5 @@ def plot(rows: list[dict], bigram: float, path: Path) -> None:
         figure.savefig(image, dpi=120)
         plt.close(figure)
         write_atomically(path, image.getvalue())
-    except (OSError, ImportError, WriteError) as error:
-        print(f"note: no picture of the losses: {error}")
+    except (ImportError, WriteError) as error:
+        print(f"note: {path} is not drawn ({getattr(error, 'why', error)})")
