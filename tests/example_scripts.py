@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import flashproto
+from flashproto.backends import get_default, set_default
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CHECKPOINT, LOG, SETTINGS, PLOT = "checkpoint.safetensors", "log.jsonl", "settings.json", "loss.png"
@@ -28,9 +29,13 @@ TINY = [
 
 @pytest.fixture(scope="module", autouse=True)
 def examples_path() -> Iterator[None]:
+    """The scripts can be imported; in this process they run on torch, not on Triton's interpreter."""
+    before = get_default()
+    set_default("torch")
     sys.path.insert(0, str(EXAMPLES))
     yield
     sys.path.remove(str(EXAMPLES))
+    set_default(before)
 
 
 @pytest.fixture(scope="module")

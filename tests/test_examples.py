@@ -157,8 +157,15 @@ def leave(folder: Path, *files: str) -> None:
         (folder / name).write_bytes(b"" if name == LOG else b"half of a f")
 
 
-@pytest.mark.parametrize("files", [[], [f"{CHECKPOINT}.partial"], [f"{CHECKPOINT}.partial", LOG]])
-@pytest.mark.parametrize("how", ["--resume", "--resume auto", "the same command"])
+@pytest.mark.parametrize(
+    ("how", "files"),
+    [
+        ("--resume", []),
+        ("--resume", [f"{CHECKPOINT}.partial", LOG]),
+        ("--resume auto", [f"{CHECKPOINT}.partial"]),
+        ("the same command", [f"{CHECKPOINT}.partial", LOG]),
+    ],
+)
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path, text, tiny, how, files):
     run_folder, settings = map(importlib.import_module, ("run_folder", "settings"))
     folder = tmp_path / "run"
@@ -605,12 +612,10 @@ def test_the_default_prompt_is_in_any_text(tmp_path, monkeypatch, capsys, line, 
 def test_generate_prints_as_it_goes(tmp_path, tiny):
     """More tokens than anyone waits for: the first ones are read, then Ctrl-C ends it."""
     process = start("generate.py", "--run", tiny, "--prompt", "The ", "--tokens", 10**9, cwd=tmp_path)
-    begin = process.stdout.read(8)
-    assert begin.startswith("The ")
-    out, err = send_when(process, lambda: True, signal.SIGINT)
+    assert process.stdout.read(8).startswith("The ")
+    _, err = send_when(process, lambda: True, signal.SIGINT)
     assert process.returncode == 130
     assert err.strip() == ""
-    assert len(begin + out) > 8
 
 
 def test_a_reader_that_goes_ends_generate_without_a_traceback(tmp_path, tiny):

@@ -341,7 +341,7 @@ def test_errors_of_backends_speak_of_options(capsys, by_default):
         with pytest.raises(BackendError) as caught:
             flashproto.attention(q, q, q, impl=None if by_default else "hopper")
     finally:
-        set_default(None)
+        set_default("torch")
     assert errors.tell("train_gpt.py", caught.value) == 2
     said = capsys.readouterr().err
     assert said.startswith("train_gpt.py: attention: backend 'hopper' cannot run")
