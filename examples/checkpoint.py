@@ -13,19 +13,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from errors import CheckpointError, WriteError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
-from text_data import Vocabulary
 from torch import Tensor
+from vocabulary import Vocabulary
 
 from flashproto.nn import GPT, GPTConfig
 
 NAME = "checkpoint.safetensors"
 FORMAT = "flashproto-gpt-1"
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be read, written or used; the message is for the person who named it."""
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -44,10 +41,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.close(folder)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{path} could not be written ({error.strerror}); what it held before is unchanged. "
-            "Make room, then continue with --resume."
-        ) from None
+        raise WriteError(path, error, "; what it held before is unchanged") from None
 
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict) -> None:

@@ -12,6 +12,9 @@ trains better is what that says.  Tokens/s are of runs that have the machine to 
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import start
+
 import argparse
 import itertools
 import json
@@ -123,4 +126,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -1,26 +1,28 @@
-"""Sample text from a checkpoint that train_gpt.py wrote.
+"""Sample text from a checkpoint that train_gpt.py wrote, and print it as it comes.
 
     python examples/generate.py                            the newest run under runs/
     python examples/generate.py --run runs/gpt-1 --prompt "The " --tokens 500 --temperature 0.7
 
-Exit codes: 0, or 2 for bad input.
+Exit codes: 0, 2 for bad input, or 130 when stopped by Ctrl-C.
 """
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import start
+
 import argparse
-import sys
 from pathlib import Path
 
 import checkpoint
 import torch
-from checkpoint import CheckpointError
-from run_log import newest_folder
-from settings import OneLineParser, OptionError, integer_seed
-from text_data import DataError, Vocabulary, code_points
+from errors import EXPECTED, OptionError, tell
+from run_folder import newest_folder, no_run
+from sampling import show, stream
+from settings import OneLineParser, check_backend, check_device, integer_seed, not_negative, positive
 from torch import Tensor
+from vocabulary import Vocabulary, code_points
 
-from flashproto import BackendError
 from flashproto.backends import BACKENDS
 from flashproto.nn import GPT
 
@@ -30,57 +32,56 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "generate.py", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    p.add_argument("--run", help="folder of the run (the newest under runs/)", metavar="FOLDER")
-    p.add_argument("--prompt", default="\n", help="text to continue (a newline)", metavar="TEXT")
-    p.add_argument("--tokens", type=int, default=500, help="how many to add (500)", metavar="N")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)", metavar="X")
-    p.add_argument("--top-k", type=int, help="sample among the N likeliest (all)", metavar="N")
-    p.add_argument("--seed", type=integer_seed, default=0, help="of the sampling (0)", metavar="N")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--impl", choices=BACKENDS, help="backend; hopper: of attention alone")
+    add = p.add_argument
+    add("--run", help="folder of the run (the newest under runs/)", metavar="FOLDER")
+    add("--prompt", help="text to continue (a newline, where the model knows it)", metavar="TEXT")
+    add("--tokens", type=not_negative(int), default=500, help="how many to add (500)", metavar="N")
+    add("--temperature", type=not_negative(float), default=0.8, help="0 is greedy (0.8)", metavar="X")
+    add("--top-k", type=positive(int), help="sample among the N likeliest (all)", metavar="N")
+    add("--seed", type=integer_seed, default=0, help="of the sampling (0)", metavar="N")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is a GPU")
+    add("--impl", choices=BACKENDS, help="backend (the best that runs); hopper: of attention alone")
     return p.parse_args(argv)
 
 
 def encode_prompt(prompt: str, vocabulary: Vocabulary) -> Tensor:
-    """[1, S] ids; OptionError for an empty prompt or one with characters the model never saw."""
+    """[S] ids; OptionError for an empty prompt or one with characters the model never saw."""
     if not prompt:
         raise OptionError("--prompt is empty; it takes at least one character. Leave it out.")
     ids = vocabulary.encode(code_points(prompt.encode(errors="surrogateescape"), vocabulary.level))
-    if vocabulary.level == "char" and bool((ids == vocabulary.size - 1).any()):
+    if vocabulary.unseen(ids):
         unseen = "".join(sorted({c for c in prompt if ord(c) not in vocabulary.symbols}))
         raise OptionError(
             f"--prompt has {unseen!r}; it takes characters of the text that the model was trained "
             "on. Leave those out."
         )
-    return ids[None]
+    return ids
 
 
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
-        folder = Path(options.run) if options.run else newest_folder("--run")
+        folder = Path(options.run) if options.run else newest_folder(checkpoint.NAME)
+        if folder is None:
+            raise no_run("--run")
         tensors, facts = checkpoint.load(folder / checkpoint.NAME)
         config, vocabulary = checkpoint.model_parts(facts)
-        device = options.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        elif device == "cuda" and not torch.cuda.is_available():
-            raise OptionError("--device is 'cuda', and torch sees no GPU; it takes 'cpu' here.")
+        device = check_device(options.device)
+        check_backend(options.impl, device)
         model = GPT(config, impl=options.impl)
         checkpoint.restore_model(tensors, model)
-        tokens = model.to(device).generate(
-            encode_prompt(options.prompt, vocabulary).to(device), options.tokens,
-            temperature=options.temperature, top_k=options.top_k,
-            generator=torch.Generator(device).manual_seed(options.seed),
+        prompt = vocabulary.opening() if options.prompt is None else options.prompt
+        ids = encode_prompt(prompt, vocabulary)
+        drawn = stream(
+            model.to(device), ids.to(device), options.tokens, options.temperature, options.top_k,
+            torch.Generator(device).manual_seed(options.seed),
         )  # fmt: skip
-    except (BackendError, CheckpointError, DataError, OptionError, ValueError) as error:
-        print(f"generate.py: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    print(vocabulary.decode(tokens[0].cpu()))
-    return 0
+        print(prompt, end="", flush=True)
+        show(vocabulary.pieces(drawn))
+        return 0
+    except EXPECTED as error:
+        return tell("generate.py", error)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    start.run(main)

@@ -8,16 +8,14 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from errors import CheckpointError, OptionError
 
-from flashproto.backends import BACKENDS
-from flashproto.nn import PRESETS
-
-
-class OptionError(Exception):
-    """An option cannot be used; the message is for the person who gave it."""
+from flashproto.backends import BACKENDS, device_reasons
+from flashproto.nn import PRESETS, GPTConfig
 
 
 @dataclass(frozen=True)
@@ -40,44 +38,105 @@ class Settings:
     minutes: float | None = None
     save_every: int = 100
     validate_every: int = 300
+    validate_tokens: int = 131072
+    init_from: str | None = None
 
     def resolved(self) -> Settings:
-        """With "auto" replaced: a GPU where there is one, and bfloat16 on it."""
-        device = self.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = self.dtype
+        """With "auto" replaced: a GPU where there is one, and bfloat16 on it; OptionError for one that
+        is not there."""
+        device, dtype = check_device(self.device), self.dtype
         if dtype == "auto":
             dtype = "bfloat16" if device == "cuda" else "float32"
         return dataclasses.replace(self, device=device, dtype=dtype)
 
-    def resumed(self, given: dict) -> Settings:
-        """With the options given now; OptionError for one that would change the run's losses."""
+    def resumed(self, given: dict, step: int) -> Settings:
+        """With the options given now, at `step`; OptionError for one that the run cannot change."""
+        if given.get("dtype") == "auto":
+            given = given | {"dtype": self.dtype}
         for name in sorted(FIXED & given.keys()):
             if given[name] != getattr(self, name):
+                began = getattr(self, name)
                 raise OptionError(
-                    f"--{name.replace('_', '-')} is {given[name]!r}; a resumed run takes what it "
-                    f"began with, {getattr(self, name)!r}. Leave it out, or start a new run."
+                    f"{option(name)} is {given[name]!r}; a resumed run takes what it began with, "
+                    f"{'nothing' if began is None else repr(began)}. Leave it out, or start a new run."
                 )
+        if given.get("steps", step) < step:
+            raise OptionError(
+                f"--steps is {given['steps']}, and the run has made {step}; it takes the number of all "
+                f"its steps, {step} or more. Leave it out, or pass a larger one."
+            )
         return dataclasses.replace(self, **{"minutes": None, **given}).resolved()
+
+    @classmethod
+    def from_run(cls, given: dict, source: Settings, config: GPTConfig) -> Settings:
+        """The options given for a new run that begins with the model of another one, whose settings
+        and shape those are; OptionError for one that does not fit it."""
+        for name in ("preset", "level"):
+            if given.get(name, getattr(source, name)) != getattr(source, name):
+                raise OptionError(
+                    f"{option(name)} is {given[name]!r}; with --init-from it takes what that run has, "
+                    f"{getattr(source, name)!r}. Leave it out."
+                )
+        if config.positions == "learned" and given.get("context", 0) > config.context:
+            raise OptionError(
+                f"--context is {given['context']}; with --init-from a run with learned positions it "
+                f"takes at most that run's, {config.context}. Leave it out, or pass a smaller one."
+            )
+        inherited = {name: getattr(source, name) for name in ("preset", "level", "context")}
+        return cls(**inherited | given).resolved()
 
     def check_machine(self) -> None:
         """Raise OptionError for what this machine does not have."""
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise OptionError(
-                "--device is 'cuda', and torch sees no GPU; it takes 'cpu' here. Pass --device cpu."
-            )
+        check_backend(self.impl, self.device)
         if self.compile and self.device == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
             raise OptionError(
                 "--compile on the CPU takes a C++ compiler, and there is no g++ or clang++. "
                 "Leave --compile out."
             )
 
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
 
-# What decides the losses of a run, with the text, which is known by its hash.
-FIXED = frozenset(
-    ["level", "preset", "context", "batch_size", "steps", "learning_rate", "seed", "dtype"]
-)
+    @classmethod
+    def from_json(cls, saved: object, where: Path) -> Settings:
+        """Those that a run kept in `where`; CheckpointError where they are not of this version."""
+        try:
+            return cls(**saved)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise CheckpointError(
+                f"the settings in {str(where)!r} do not fit this version of the script ({error}). "
+                "Use the version that wrote them, or start a new run."
+            ) from None
+
+
+# What a run keeps to its end: what decides its losses, but for --steps and --learning-rate, and for the
+# text, which is known by its hash.
+FIXED = frozenset(["level", "preset", "context", "batch_size", "seed", "dtype", "init_from"])
+
+
+def option(name: str) -> str:
+    """How the command line spells a field."""
+    return "--" + name.replace("_", "-")
+
+
+def check_device(device: str) -> str:
+    """--device with "auto" replaced; OptionError for a GPU that is not there."""
+    gpu = torch.cuda.is_available()
+    if device == "cuda" and not gpu:
+        raise OptionError(
+            "--device is 'cuda', and torch sees no GPU; it takes 'cpu' here. Pass --device cpu."
+        )
+    return ("cuda" if gpu else "cpu") if device == "auto" else device
+
+
+def check_backend(impl: str | None, device: str) -> None:
+    """Raise OptionError for a backend that does not run on the device, however it is called."""
+    reasons = device_reasons(impl, torch.device(device)) if impl is not None else ()
+    if reasons:
+        raise OptionError(
+            f"--impl is {impl!r}, which cannot run on {device!r}: {'; '.join(reasons)}. Leave --impl "
+            "out to let flashproto choose, or see python -m flashproto.env."
+        )
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -113,6 +172,19 @@ def integer_seed(text: str) -> int:
     return value
 
 
+def not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """An argparse type: 0 or a number above it."""
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not 0 <= value < float("inf"):
+            raise argparse.ArgumentTypeError(f"{text} is not 0 or above")
+        return value
+
+    number.__name__ = kind.__name__
+    return number
+
+
 def parse(argv: list[str] | None, description: str | None) -> dict:
     """The options given on the command line, and only those; exits with code 2 for a bad one."""
     p = OneLineParser(
@@ -142,6 +214,10 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--minutes", "save and stop after so long", type=positive(float), metavar="X")
     add("--save-every", "steps between checkpoints", type=positive(int), metavar="N")
     add("--validate-every", "steps between validations", type=positive(int), metavar="N")
+    add("--validate-tokens", "at most so many a validation, spread over the last tenth",
+        type=positive(int), metavar="N")  # fmt: skip
     add("--out", "folder of the run (runs/gpt-N, the next free N)", metavar="FOLDER")
-    add("--resume", "go on with the run in --out (the newest under runs/)", action="store_true")
+    add("--init-from", "begin with the weights of the run in that folder", type=absolute, metavar="RUN")
+    add("--resume", "go on with the run in --out (the newest under runs/); auto: or begin it",
+        nargs="?", const=True, choices=("auto",), metavar="auto")  # fmt: skip
     return vars(p.parse_args(argv))

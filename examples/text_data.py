@@ -1,4 +1,4 @@
-"""Text for the examples: loading, splitting, the vocabulary, and a bigram to compare with."""
+"""Text for the examples: loading, splitting, what is validated on, and a bigram to compare with."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from errors import DataError
 from torch import Tensor
+from vocabulary import Vocabulary, code_points
 
-UNICODE_CHARACTERS = 0x110000 - 0x800  # code points that are not surrogates
-
-
-class DataError(Exception):
-    """The text cannot be used; the message is for the person who named it."""
+CHUNK = 1 << 20  # ids at a time, where all of a long text are looked at
 
 
 def read_text(path: str | None) -> tuple[str, bytes]:
@@ -36,56 +34,37 @@ def read_text(path: str | None) -> tuple[str, bytes]:
 
 
 @dataclass(frozen=True)
-class Vocabulary:
-    """Token ids of a text: its bytes, or the characters of its training part.
+class Windows:
+    """The windows of `length` ids in which the validation part is predicted.
 
-    At character level the last id stands for every character that the training part does not have;
-    `symbols` are the code points of the others, in order.
+    A window advances by half its length; each id is predicted once, with at least half a window before
+    it except at the very beginning.  Where that are more than `most` ids, as many windows as make them
+    (at least one) stand for all, evenly spread.
     """
 
-    level: str  # "char" or "byte"
-    symbols: tuple[int, ...]
+    starts: Tensor  # [W]
+    skipped: Tensor  # [W] leading targets, predicted in the window before
+    length: int
 
     @classmethod
-    def of(cls, level: str, codes: Tensor) -> Vocabulary:
-        return cls(level, tuple(range(256) if level == "byte" else codes.unique().tolist()))
+    def of(cls, n: int, context: int, most: int | None) -> Windows:
+        """Of n predicted ids, that is n + 1 in all."""
+        T = min(context, n)
+        hop = max(1, T // 2)
+        starts = torch.tensor([*range(0, n - T, hop), n - T])
+        skipped = torch.cat((torch.zeros(1, dtype=torch.int64), starts[:-1] + T - starts[1:]))
+        if most is not None and n > most and len(starts) > 1:
+            kept = torch.linspace(1, len(starts) - 1, min(max(1, most // hop), len(starts) - 1)).long()
+            starts, skipped = starts[kept], skipped[kept]
+        return cls(starts, skipped, T)
 
-    @property
-    def size(self) -> int:
-        return len(self.symbols) + (self.level == "char")
+    def __len__(self) -> int:
+        return len(self.starts)
 
-    @property
-    def unknown_nats(self) -> float:
-        """What it costs to say which unseen character the unknown id stands for, all being equally
-        likely: without it a model would look better for being vague."""
-        return math.log(UNICODE_CHARACTERS - len(self.symbols))
-
-    def encode(self, codes: Tensor) -> Tensor:
-        """Code points or bytes [N] to ids [N] int64."""
-        if self.level == "byte":
-            return codes.long()
-        symbols = torch.tensor(self.symbols, dtype=codes.dtype)
-        ids = torch.searchsorted(symbols, codes)
-        known = symbols[ids.clamp(max=len(symbols) - 1)] == codes
-        return torch.where(known, ids, len(symbols))
-
-    def decode(self, ids: Tensor) -> str:
-        if self.level == "byte":
-            return bytes(ids.tolist()).decode(errors="replace")
-        return "".join(chr(self.symbols[i]) if i < len(self.symbols) else "\ufffd" for i in ids)
-
-
-def code_points(text: bytes, level: str) -> Tensor:
-    """UTF-8 text to its bytes or code points [N]; DataError where it is not UTF-8."""
-    if level == "byte":
-        return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    try:
-        return torch.frombuffer(bytearray(text.decode().encode("utf-32-le")), dtype=torch.int32)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the text is not UTF-8 (byte {text[error.start]:#04x} at offset {error.start}); "
-            "--level char takes UTF-8. Pass --level byte."
-        ) from None
+    def targets(self) -> Tensor:
+        """Places of the predicted ids [N], in the order of the windows."""
+        places = torch.arange(1, self.length + 1)
+        return (self.starts[:, None] + places)[places > self.skipped[:, None]]
 
 
 @dataclass(frozen=True)
@@ -97,11 +76,24 @@ class Corpus:
     vocabulary: Vocabulary
     train: Tensor
     validation: Tensor
-    validation_bytes: int  # of the predicted ids: all but the first
+    windows: Windows
+    targets: Tensor  # windows.targets(), the places in `validation` that are predicted
+    validation_bytes: int  # of the targets
 
     @classmethod
-    def load(cls, path: str | None, level: str, context: int) -> Corpus:
-        """Read and split; DataError for a text too short for `context`."""
+    def load(
+        cls,
+        path: str | None,
+        level: str,
+        context: int,
+        validate_tokens: int | None = None,
+        vocabulary: Vocabulary | None = None,
+    ) -> Corpus:
+        """Read and split; DataError for a text too short for `context`.
+
+        validate_tokens: the most ids that a validation predicts.
+        vocabulary: that of an earlier run; None makes one of the training part.
+        """
         name, text = read_text(path)
         codes = code_points(text, level)
         cut = len(codes) * 9 // 10
@@ -112,42 +104,71 @@ class Corpus:
                 "Pass a longer text or a smaller --context."
             )
         train, validation = codes[:cut], codes[cut:]
-        vocabulary = Vocabulary.of(level, train)
-        predicted = validation[1:]
-        n_bytes = len(predicted)
+        vocabulary = vocabulary or Vocabulary.of(level, train)
+        windows = Windows.of(len(validation) - 1, context, validate_tokens)
+        targets = windows.targets()
+        n_bytes, predicted = len(targets), validation[targets]
         if level == "char":
             n_bytes += sum(int((predicted >= limit).sum()) for limit in (0x80, 0x800, 0x10000))
         return cls(
-            name, hashlib.sha256(text).hexdigest(), vocabulary,
-            vocabulary.encode(train), vocabulary.encode(validation), n_bytes,
+            name, hashlib.sha256(text).hexdigest(), vocabulary, vocabulary.encode(train),
+            vocabulary.encode(validation), windows, targets, n_bytes,
         )  # fmt: skip
 
     @property
     def unseen(self) -> int:
-        """Predicted characters of the validation part that the training part does not have."""
-        if self.vocabulary.level == "byte":
-            return 0
-        return int((self.validation[1:] == self.vocabulary.size - 1).sum())
+        """Predicted characters that the vocabulary does not have."""
+        return self.vocabulary.unseen(self.validation[self.targets])
 
     def validation_loss(self, nats: float) -> tuple[float, float]:
         """(nats per token, bits per byte) of a model that predicts the ids in `nats` per token."""
-        tokens = len(self.validation) - 1
+        tokens = len(self.targets)
         nats += self.unseen * self.vocabulary.unknown_nats / tokens
         return nats, nats * tokens / (math.log(2) * self.validation_bytes)
 
     def bigram_loss(self) -> tuple[float, float]:
         """validation_loss of pair frequencies in the training part, one added to each count."""
         V = self.vocabulary.size
-        pairs = self.train[:-1] * V + self.train[1:]
-        counts = torch.bincount(pairs, minlength=V * V).view(V, V).double() + 1
-        log_p = (counts / counts.sum(1, keepdim=True)).log()
-        return self.validation_loss(-float(log_p[self.validation[:-1], self.validation[1:]].mean()))
+        before, after = self.validation[self.targets - 1], self.validation[self.targets]
+        pairs, where = (before * V + after).unique(return_inverse=True)
+        counts = torch.zeros(len(pairs), dtype=torch.int64)
+        for i in range(0, len(self.train) - 1, CHUNK):
+            ids = self.train[i : i + CHUNK + 1]
+            counts += occurrences(pairs, ids[:-1] * V + ids[1:])
+        firsts = torch.bincount(self.train[:-1], minlength=V)
+        p = (counts[where] + 1).double() / (firsts[before] + V)
+        return self.validation_loss(-float(p.log().mean()))
 
     def share_seen(self, width: int = 64, passages: int = 300) -> float:
         """Share of the validation part's passages of `width` ids, evenly spaced, that the training
-        part has too: a text that repeats itself makes any model look better."""
-        where, train = (x.to(torch.int32).numpy() for x in (self.validation, self.train))
-        haystack = train.tobytes()
-        step = max(width, len(where) // passages)
-        starts = range(0, len(where) - width + 1, step)
-        return sum(where[i : i + width].tobytes() in haystack for i in starts) / max(len(starts), 1)
+        part has too: a text that repeats itself makes any model look better.
+
+        width: a power of 2.  Passages are compared by a hash of 64 bits.
+        """
+        ids = self.validation
+        if len(ids) < width:
+            return 0.0
+        starts = torch.arange(0, len(ids) - width + 1, max(width, len(ids) // passages))
+        places = starts[:, None] + torch.arange(width)
+        wanted, where = hashes(ids[places], width)[:, 0].unique(return_inverse=True)
+        counts = torch.zeros(len(wanted), dtype=torch.int64)
+        for i in range(0, len(self.train) - width + 1, CHUNK):
+            counts += occurrences(wanted, hashes(self.train[i : i + CHUNK + width - 1], width))
+        return (counts[where] > 0).double().mean().item()
+
+
+def occurrences(wanted: Tensor, values: Tensor) -> Tensor:
+    """[W]: how often each of wanted [W], sorted and distinct, stands in values [N]."""
+    places = torch.searchsorted(wanted, values).clamp(max=len(wanted) - 1)
+    return torch.bincount(places[wanted[places] == values], minlength=len(wanted))
+
+
+def hashes(ids: Tensor, width: int) -> Tensor:
+    """[..., N - width + 1] int64, a number for each `width` neighbours of ids [..., N]: the value of
+    their polynomial at an odd number, modulo 2^64."""
+    base, length, h = 0x2545F4914F6CDD1D, 1, ids
+    while length < width:
+        h = h[..., :-length] * base + h[..., length:]
+        base = (base * base + 2**63) % 2**64 - 2**63  # as a signed number
+        length *= 2
+    return h

@@ -10,6 +10,9 @@ against float32 first; prints a table with ratios and draws runs/time_layers.png
 
 from __future__ import annotations
 
+if __name__ == "__main__":
+    import start
+
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flashproto.backends import BACKENDS, device_reasons
 from flashproto.bench import block, plots, report
 from flashproto.bench.measure import measure_cell
 from flashproto.bench.peers import can_compile
@@ -34,12 +38,16 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--heads", type=int, help="attention heads; default: head_dim 128 (32 on a CPU)")
     add("--length", type=int, default=4096 if gpu else 256, help="tokens of a sequence")
     add("--batch", type=int, default=4 if gpu else 2, help="sequences")
-    add("--impl", help="flashproto's backend; default: the one that impl=None takes")
+    add("--impl", choices=BACKENDS, help="flashproto's backend; default: the best that runs")
     add("--no-compile", action="store_true", help="leave out torch.compile, which takes a while")
     add("--repeats", type=int, default=3, help="interleaved repeats; the median counts")
     add("--out", type=Path, default=Path("runs/time_layers.png"), help="the plot")
     options = parser.parse_args(arguments)
     options.device = torch.device("cuda" if gpu else "cpu")
+    reasons = device_reasons(options.impl, options.device) if options.impl else ()
+    if reasons:
+        takes = "leave it out for the best that runs"
+        parser.error(f"--impl is {options.impl}, which cannot run: {'; '.join(reasons)}; {takes}")
     if options.heads is None:
         options.heads = max(1, options.d_model // (128 if gpu else 32))
     for name in ("d_model", "heads", "length", "batch", "repeats"):
@@ -87,4 +95,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    start.run(main)

@@ -277,6 +277,8 @@ def test_subject_runs_without_a_gpu(
     bench.main([*arguments, "--repeats", "1", "--rep-ms", "1"])
     text = capsys.readouterr().out
     assert "ours/best peer" in text
+    assert "wanted" not in text
+    assert "goal" not in text
     assert "copy" in text
     data = json.loads((tmp_path / f"{subject}.json").read_text())
     assert data["runs"][0]["environment"]["versions"]["torch"] == torch.__version__
@@ -287,6 +289,10 @@ def test_subject_runs_without_a_gpu(
             for name, figures in by_name.items():
                 assert figures.get("ms", 0) > 0, (name, figures)
     assert (tmp_path / f"{subject}.png").stat().st_size > 1000
+    bench.main([*arguments, "--resume", "--goals"])
+    text = capsys.readouterr().out
+    has_goals = hasattr(import_module(f"flashproto.bench.{subject}"), "goals")
+    assert ("goal" in text or "wanted" in text) == has_goals
 
 
 def test_parts_add_up_and_nothing_is_overwritten(
@@ -374,7 +380,7 @@ def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
         "first_attention_s": {"forward": 1.0, "backward": 2.0},
         "host_us": host_us | {"flashproto.softmax with grad": (40.0, 24.0)},
     }  # fmt: skip
-    line = launch.launch_text(figures).splitlines()[-1]
+    line = launch.launch_text(figures, goals=True).splitlines()[-1]
     assert line.endswith("40.0    24.0 (at most 15)    12.0")
 
 
@@ -402,7 +408,8 @@ def test_host_times_of_a_backward_call() -> None:
         "host_us": {"torch attention": (14.0, 14.0)}
         | {name: (40.0, 24.0) for row in rows for name in (f"flashproto.{row}", f"torch {row}")},
     }  # fmt: skip
-    lines = launch.launch_text(figures).splitlines()[-8:]
+    assert "at most" not in launch.launch_text(figures)
+    lines = launch.launch_text(figures, goals=True).splitlines()[-8:]
     assert [line.split()[0] for line in lines if "(at most 60)" in line] == ["flashproto.attention"] * 4
 
 

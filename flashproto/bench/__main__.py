@@ -72,6 +72,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a contender that takes FACTOR times the "
         "fastest one's time in the first repeat takes part in no other, and is marked",
     )
+    add("--goals", action="store_true", help="print what the developers aim at, and what falls short")
     add("--ahead", type=int, metavar="PROCESSES", help="compile in that many processes first")
     add("--compile-only", action="store_true", help="run every contender once and report nothing")
     add("--compile", action="store_true", help="torch.compile as a peer on a CPU too")
@@ -197,13 +198,15 @@ def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
     return warm.commands(arguments, families, options.contenders, compiled_ours)
 
 
-def conclude(plan: Plan) -> None:
-    """The tables, the goals and the plot of all cells that the subject's file holds."""
+def conclude(plan: Plan, goals: bool = False) -> None:
+    """The tables, the plot and, with `goals`, the goals of all cells that the subject's file holds."""
     cells = plan.data["cells"]
     for which in report.passes(cells):
         print("\n" + report.table(cells, which))
     if hasattr(plan.module, "conclusion"):
         print("\n" + plan.module.conclusion(plan.data))
+    if goals and hasattr(plan.module, "goals"):
+        print("\n" + plan.module.goals(plan.data))
     machine = plan.data["runs"][-1]["environment"]
     where = machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
     title = f"{plan.subject}, {where}, torch {machine['versions']['torch']}"
@@ -255,14 +258,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             print(f"{each.subject}: no cell left to measure")
         if each.data["cells"]:
-            conclude(each)
+            conclude(each, options.goals)
 
 
 def run_launch(options: argparse.Namespace, device: torch.device, impls: list[str]) -> None:
     from .launch import launch_text, measure_launch
 
     figures = [measure_launch(impl, device) for impl in impls]
-    print("\n\n".join(map(launch_text, figures)))
+    print("\n\n".join(launch_text(figure, options.goals) for figure in figures))
     run = report.describe_run({}, {"host": "median and lowest of 31 rounds of 100 calls"})
     report.save(options.out / "launch.json", {"subject": "launch", "runs": [run], "launch": figures})
     print(f"\nwrote {options.out / 'launch.json'}")

@@ -42,7 +42,7 @@ def work(p: Problem) -> Work:
     return Work("GB/s", 4 * nbytes / 1e6, 4 * nbytes / 1e6, copied=nbytes)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The passes against their goals: 1.2 times the two operators' speed forward, 1.35 backward."""
     return "\n\n".join(
         report.targets(data["cells"], which, goal)

@@ -75,23 +75,26 @@ def work(p: Problem) -> Work:
     return Work("TFLOP/s", flops / 1e9, 2.5 * flops / 1e9)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The passes against their goals: 1.05 times the best peer in every cell (1.0 where it is at the
-    matmul ceiling) and 1.10 in geometric mean; and what determinism costs, at most a quarter."""
-    texts = [
+    matmul ceiling) and 1.10 in geometric mean.  Determinism may cost a quarter (see conclusion)."""
+    return "\n\n".join(
         report.targets(data["cells"], which, 1.05, 1.10, at_ceiling=1.0)
         for which in ("forward", "backward")
-    ]
+    )
+
+
+def conclusion(data: dict[str, Any]) -> str:
+    """What determinism costs."""
     costs = {}
     for key, cell in data["cells"].items():
         timed = {n: r["ms"] for n, r in cell["passes"]["backward"].items() if "ms" in r}
         for name, ms in timed.items():
             if name.endswith(DETERMINISTIC) and name.removesuffix(DETERMINISTIC) in timed:
                 costs[key] = ms / timed[name.removesuffix(DETERMINISTIC)] - 1
-    if costs:
-        cells = "; ".join(f"{key} {cost:+.0%}" for key, cost in costs.items())
-        texts.append(f"cost of a deterministic backward, at most {max(costs.values()):.0%}: {cells}")
-    return "\n\n".join(texts)
+    cells = "; ".join(f"{key} {cost:+.0%}" for key, cost in costs.items())
+    most = f", at most {max(costs.values()):.0%}" if costs else ""
+    return f"cost of a deterministic backward{most}: {cells or 'not measured'}"
 
 
 class Sampled:

@@ -49,7 +49,7 @@ def work(p: Problem) -> Work:
     return Work("GB/s", nbytes / 1e6, 3 * nbytes / 1e6, step=True, no_grad=True, copied=nbytes // 2)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The passes against their goal, the best peer's speed."""
     return "\n\n".join(
         report.targets(data["cells"], which, 1.0) for which in ("forward", "forward+backward")

@@ -210,24 +210,26 @@ def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def launch_text(figures: dict[str, Any]) -> str:
+def launch_text(figures: dict[str, Any], goals: bool = False) -> str:
+    """The figures in words; `goals` adds the limits, and times as on the host that they are of."""
     first = figures["first_attention_s"]
-    most = FIRST_LIMITS if figures["impl"] == "hopper" else {}
+    most = FIRST_LIMITS if goals and figures["impl"] == "hopper" else {}
     lines = [
         f"backend {figures['impl']}",
         f"import torch {figures['import_torch_s']:.2f} s, import flashproto "
         f"{figures['import_flashproto_s']:.2f} s, ratio {figures['import_ratio']:.2f}",
         "first causal attention with an empty cache: "
         + ", ".join(f"{name} {first[name]:.2f} s{_limit(most.get(name))}" for name in first),
-        "host time of a call on a tiny input, microseconds: median and lowest of rounds in turn;",
-        "last the lowest as on the host for which the limits were set",
+        "host time of a call on a tiny input, microseconds: median and lowest of rounds in turn"
+        + "; last the lowest as on the host for which the limits were set" * goals,
     ]
     there = speed_there(figures["host_us"])
     for name, (us, lowest) in figures["host_us"].items():
         operator = name.removeprefix("flashproto.").removesuffix(" with grad").partition(",")[0]
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
-        lines.append(f"  {name:<56}{us:8.1f}{lowest:8.1f}{_limit(most_us):<13}{lowest * there:8.1f}")
+        limit = f"{_limit(most_us):<13}{lowest * there:8.1f}" if goals else ""
+        lines.append(f"  {name:<56}{us:8.1f}{lowest:8.1f}{limit}")
     return "\n".join(lines)
 
 

@@ -66,7 +66,7 @@ def floor(which: str, key: str) -> float | None:
     return None if width < 2048 else 0.8 if width <= 16384 else 0.65
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The passes against their goals: the best peer's speed (2% allowed for noise) in every cell."""
     texts = []
     for kind, means in MEANS.items():

@@ -44,7 +44,7 @@ def work(p: Problem) -> Work:
     return Work("GB/s", 2 * nbytes / 1e6, 3 * nbytes / 1e6, copied=nbytes)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The passes against their goal: the best peer's speed (2% allowed for noise) in every cell."""
     return "\n\n".join(report.targets(data["cells"], which, 0.98) for which in ("forward", "backward"))
 

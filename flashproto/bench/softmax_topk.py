@@ -44,7 +44,7 @@ def work(p: Problem) -> Work:
     return Work("ms", None, None)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """Forward against its goal, three times the speed of the two operators."""
     return report.targets(data["cells"], "forward", 3.0, peer="torch")
 

@@ -47,7 +47,7 @@ def work(p: Problem) -> Work:
     return Work(alone.unit, alone.forward, alone.forward + alone.backward, step=True)
 
 
-def conclusion(data: dict[str, Any]) -> str:
+def goals(data: dict[str, Any]) -> str:
     """The step against its goal, 1.05 times the best peer's speed in every cell."""
     return report.targets(data["cells"], "forward+backward", 1.05)
 

@@ -1,0 +1,72 @@
+"""Errors whose message is for the person at the command line: one line, and what to do."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from pathlib import Path
+
+import torch
+
+from flashproto import BackendError
+
+
+class UserError(Exception):
+    """Something given cannot be used."""
+
+    code = 2  # the exit code
+
+
+class OptionError(UserError):
+    """An option cannot be used."""
+
+
+class DataError(UserError):
+    """The text cannot be used."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be read or used."""
+
+
+class TrainingError(UserError):
+    """Training cannot go on."""
+
+    code = 1
+
+
+class WriteError(TrainingError):
+    """A file cannot be written."""
+
+    def __init__(self, path: Path, error: OSError, kept: str = "") -> None:
+        self.why = error.strerror
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        do = "Make room" if full else "Make it writable"
+        super().__init__(
+            f"{path} could not be written ({error.strerror}){kept}. {do}, then go on with --resume."
+        )
+
+
+# What main() of a script catches and gives to `tell`.
+EXPECTED = (UserError, BackendError, torch.OutOfMemoryError, OSError, ValueError)
+
+# What flashproto's messages advise in Python, as an option says it.
+OPTIONS = {
+    "Pass impl=None to let": "Leave --impl out to let",
+    "Call flashproto.backends.set_default(None) to let": "Unset FLASHPROTO_IMPL to let",
+}
+
+
+def tell(script: str, error: Exception) -> int:
+    """Print the message; returns the exit code, 1 where a run failed and 2 for bad input."""
+    text = str(error)
+    if isinstance(error, BrokenPipeError):
+        raise error  # start.run
+    if isinstance(error, OSError) and error.filename is None:
+        text = f"{error.strerror or text}, while printing or in a file of a library"
+    for python, option in OPTIONS.items():
+        text = text.replace(python, option)
+    print(f"{script}: {text}", file=sys.stderr)
+    if isinstance(error, torch.OutOfMemoryError):
+        return 1
+    return getattr(error, "code", 2)

@@ -1,0 +1,81 @@
+"""What a run computes on, and what is said of it before it begins."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from settings import Settings
+from text_data import Corpus
+
+from flashproto.nn import GPT
+
+# Dense bfloat16 tensor-core peak in FLOP/s by a part of the device's name, from the data sheets.
+PEAK_FLOPS = {
+    "GB200": 2500e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
+    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12,
+}  # fmt: skip
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{torch.get_num_threads()} threads"
+
+
+def machine(settings: Settings) -> str:
+    """What the last bits of the losses depend on."""
+    return f"{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
+
+
+def peak_flops(settings: Settings) -> float | None:
+    """Of the device with the run's dtype; None where that is not known."""
+    if settings.dtype != "bfloat16":
+        return None
+    name = device_name(settings.device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
+    """Run the model once on a token and listen to what flashproto logs about its choices."""
+    chosen: dict[str, str] = {}
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if isinstance(record.args, tuple):
+                operator, backend = map(str, record.args[:2])
+                chosen[operator] = backend
+
+    log, listener = logging.getLogger("flashproto"), Listener()
+    level = log.level
+    log.addHandler(listener)
+    log.setLevel(logging.INFO)
+    try:
+        with torch.no_grad(), settings.autocast():
+            model(corpus.train[None, :1].to(settings.device))
+    finally:
+        log.removeHandler(listener)
+        log.setLevel(level)
+    return ", ".join(f"{operator} {backend}" for operator, backend in chosen.items())
+
+
+def describe(model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float]) -> None:
+    """Print what is trained, on what, and what to compare its loss with."""
+    level, config = settings.level, model.config
+    total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
+    predicted = len(corpus.targets)
+    unknown = corpus.vocabulary.unseen(corpus.train)
+    lines = {
+        "text": f"{corpus.name}: {total} {level}s, SHA-256 {corpus.sha256}"
+        + f"; {unknown} of the training part are not in the vocabulary" * (unknown > 0),
+        "validation": f"{predicted} of the last {last} {level}s: {corpus.unseen} unseen in training; "
+        f"{corpus.share_seen():.0%} of passages of 64 also stand in the training part",
+        "bigram": f"{bigram[0]:.4f} nats per {level}, {bigram[1]:.4f} bits per byte",
+        "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"
+        + ", compiled" * settings.compile,
+        "backends": backends_in_use(model, corpus, settings),
+        "model": f"{settings.preset}: {model.parameter_count():,} parameters, {config.n_layers} "
+        f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids",
+    }
+    for name, line in lines.items():
+        print(f"{name:<12}{line}")

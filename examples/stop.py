@@ -1,0 +1,31 @@
+"""Stopping between two steps, when a signal asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+
+class StopSignal:
+    """Remembers the first SIGINT (Ctrl-C) or SIGTERM, so that the step can end and be saved; a second
+    one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.number: int | None = None
+        self.text = "stopping after this step, press again to quit without saving"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._remember)
+
+    def __bool__(self) -> bool:
+        return self.number is not None
+
+    @property
+    def name(self) -> str | None:
+        return None if self.number is None else signal.Signals(self.number).name
+
+    def _remember(self, number: int, frame: object) -> None:
+        self.number = number
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_DFL)
+        # Not by print, which the signal may have interrupted.
+        os.write(2, f"\n{self.text}\n".encode())

@@ -1,0 +1,44 @@
+"""The loss on the part of the text that is not trained on."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from settings import Settings
+from stop import StopSignal
+from text_data import Corpus
+from tqdm import tqdm
+
+SMALLEST_BATCH = 4096  # tokens
+
+
+@torch.inference_mode()
+def validate(
+    model: torch.nn.Module, corpus: Corpus, settings: Settings, stop: StopSignal | None = None
+) -> dict[str, float] | None:
+    """{"validation": nats per token, "bits_per_byte"} on the targets of the validation part (see
+    text_data.Windows); None where `stop` came on the way."""
+    windows, device = corpus.windows, settings.device
+    batch = max(settings.batch_size, SMALLEST_BATCH // windows.length)
+    places = torch.arange(windows.length + 1)
+    total, terminal = 0.0, sys.stdout.isatty()
+    bar = tqdm(
+        total=len(windows), desc="validating", unit="window", leave=False, dynamic_ncols=True,
+        file=sys.stdout, delay=0.5 if terminal else 10.0, mininterval=0.5 if terminal else 10.0,
+    )  # fmt: skip
+    with bar:
+        for starts, skipped in zip(
+            windows.starts.split(batch), windows.skipped.split(batch), strict=True
+        ):
+            if stop:
+                return None
+            ids = corpus.validation[starts[:, None] + places]
+            x, y = ids[:, :-1].to(device), ids[:, 1:]
+            y = y.masked_fill(places[:-1] < skipped[:, None], -100)
+            with settings.autocast():
+                _, loss = model(x, y.to(device), return_logits=False)
+            total += loss.item() * int((y != -100).sum())
+            bar.update(len(starts))
+    nats, bits = corpus.validation_loss(total / len(corpus.targets))
+    return {"validation": nats, "bits_per_byte": bits}
