@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _dispatch_key_parse as key_named
+from torch._C import _dispatch_tls_is_dispatch_key_included as key_is_on
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -138,16 +140,31 @@ def check_eps(operator: str, eps: float | None) -> None:
 
 # --- values ---------------------------------------------------------------------------------------
 
+# Keys of torch's dispatcher that are on during make_fx(pre_dispatch=True), while torch.autograd takes
+# gradients of a batch by its own vmap, and during torch.jit.trace.
+PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "VmapMode", "Tracer"))
+
+
+def watched() -> bool:
+    """Whether something beside torch.compile and torch.func wants to see each call: a dispatch mode, or
+    what has one of these keys."""
+    return bool(
+        dispatch_modes()
+        or key_is_on(PRE_DISPATCH)
+        or key_is_on(BATCHED_GRADIENTS)
+        or key_is_on(JIT_TRACE)
+    )
+
 
 def is_readable(x: Tensor) -> bool:
     """Whether the values of x can be looked at for nothing: of a plain tensor on the CPU, where neither
-    torch.compile, torch.func nor a dispatch mode sees it."""
+    torch.compile, torch.func, a dispatch mode nor a trace sees it."""
     return not (
         is_compiling()
         or not x.is_cpu
         or (type(x) is not Tensor and type(x) is not Parameter)
         or transforms_active()
-        or dispatch_modes()
+        or watched()
     )
 
 

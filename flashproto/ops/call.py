@@ -24,11 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._functorch import unwrap_if_dead
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import private
 from .library import NO_SECOND_DERIVATIVE, NO_TANGENT, first, packed, plain_values, register
-from .private import dispatch_modes, transforms_active
+from .private import (
+    BATCHED_GRADIENTS,
+    PRE_DISPATCH,
+    dispatch_modes,
+    key_is_on,
+    transforms_active,
+    watched,
+)
 from .recipe import New, Operand, Recipe, is_aligned
 from .written import runner
 
@@ -210,7 +218,13 @@ class Operator:
     def gradients_visibly(
         self, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of all inputs: by the op where something wants to see it, or a Function."""
+        """The gradients of all inputs: by the op where something wants to see it, or a Function; of a
+        batch of gradients those of each."""
+        return private.one_by_one(lambda *one: self._gradients(context, needs, one), tensors)
+
+    def _gradients(
+        self, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         if self.gives_away is not None:  # what may be written over is for eager calls alone
             tensors = without(tensors, self.differentiable + self.gives_away)
         tensors, n = alive(tensors), self.differentiable
@@ -270,14 +284,9 @@ def through_op(tensors: Sequence[Tensor | None]) -> bool:
         if private.forward_mode():
             raise NotImplementedError(NO_TANGENT)
         return True
-    if dispatch_modes():
+    if watched():
         return True
     return any(x is not None and type(x) is not Tensor and type(x) is not Parameter for x in tensors)
-
-
-def differentiates() -> bool:
-    """Whether gradients may be differentiated themselves, or come from a transform of torch.func."""
-    return is_grad_enabled() or transforms_active()
 
 
 def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
@@ -292,7 +301,7 @@ def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
 def facts() -> tuple[bool, bool]:
     """What recipes follow from beside metadata and settings: whether products of float32 may be rounded
     to tf32, and whether results have to be the same bits in each run."""
-    return private.allows_tf32(), torch.are_deterministic_algorithms_enabled()
+    return private.allows_tf32(), private.deterministic()
 
 
 def metadata(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -438,7 +447,14 @@ def backward_of(
         needs = ctx.needs_input_grad
         if len(grads) > 1 and all(x is None for x in grads):
             return (None,) * len(needs)
-        if differentiates() or dispatch_modes():
+        if (
+            is_dynamo_compiling()
+            or is_grad_enabled()
+            or transforms_active()
+            or dispatch_modes()
+            or key_is_on(BATCHED_GRADIENTS)
+            or key_is_on(PRE_DISPATCH)
+        ):
             made = operator.gradients_visibly(context, all_needs(needs), tensors)
             return made if complete else tuple(made[i] for i in given)
         key = needs, facts(), _forgotten, *[None if x is None else x.stride() for x in tensors]
