@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _functorch
+from torch.autograd import forward_ad
 from torch._C import _is_any_autocast_enabled as autocasts
 from torch.nn import Parameter
 
@@ -151,10 +152,14 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
 
     Fake and traced tensors fit: their calls go through the operators' fakes.
     """
+    if has_tangents(tensors):
+        why = "the kernels have no forward-mode derivative (jvp)"
+        return why, "Pass impl='reference', which has one, or use reverse mode."
     if transforms_active():
-        if _vmaps():
-            why = "it is inside torch.func.vmap, for which the kernels have no rule"
-            return why, "Call it outside of vmap."
+        for transform in ("vmap", "functionalize"):
+            if _is_inside(transform):
+                why = f"it is inside torch.func.{transform}, for which the kernels have no rule"
+                return why, f"Call it outside of {transform}."
         if not torch.compiler.is_compiling():
             tensors = [_unwrapped(x) for x in tensors]
     for x in tensors:
@@ -163,11 +168,21 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
     return None
 
 
+def has_tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether forward-mode differentiation concerns one of them; inside torch.func.jvp, and while
+    torch.compile traces, whether it is on."""
+    return forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling()
+        or _is_inside("jvp")
+        or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
+
+
 @constant_under_compile
-def _vmaps() -> bool:
-    """Whether a vmap is among the transforms of torch.func that are on."""
+def _is_inside(transform: str) -> bool:
+    """Whether it is among the transforms of torch.func that are on."""
     levels = _functorch.get_interpreter_stack() or ()
-    return any(level.key() == _functorch.TransformType.Vmap for level in levels)
+    return any(level.key().name.lower() == transform for level in levels)
 
 
 def _unwrapped(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
 from . import private
-from .library import NO_SECOND_DERIVATIVE, NO_TANGENT, first, packed, plain_values, register
+from .library import NO_SECOND_DERIVATIVE, first, packed, plain_values, register
 from .private import (
     BATCHED_GRADIENTS,
     PRE_DISPATCH,
@@ -275,16 +275,8 @@ _steps: dict[Any, Callable[..., Any]] = {}
 
 
 def through_op(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a call with these tensors goes through its op.
-
-    Raises NotImplementedError where that happens under forward-mode differentiation: an op without a
-    formula for tangents would return zeros without a word, where an autograd.Function raises.
-    """
-    if torch.compiler.is_compiling():
-        if private.forward_mode():
-            raise NotImplementedError(NO_TANGENT)
-        return True
-    if watched():
+    """Whether a call with these tensors goes through its op."""
+    if torch.compiler.is_compiling() or watched():
         return True
     return any(x is not None and type(x) is not Tensor and type(x) is not Parameter for x in tensors)
 
