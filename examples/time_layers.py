@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from flashproto.bench import block, report
+from flashproto.bench import block, plots, report
 from flashproto.bench.measure import measure_cell
 from flashproto.bench.peers import can_compile
 from flashproto.bench.timing import make_timer
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         peers = ["torch"] if options.no_compile else ["torch", "compile"]
         print("\n" + report.table(cells, which, peers))
     print("\na ratio above 1: flashproto is faster than that plain PyTorch layer")
-    report.plot(cells, f"milliseconds on {options.device}: {shape}", options.out)
+    plots.plot(cells, f"Layers on {options.device}: {shape}", options.out)
     print(f"wrote {options.out}")
 
 

@@ -2,57 +2,8 @@
 
 from .backends import BackendError
 from .explain import explain
-from .functional import (
-    add_layer_norm,
-    add_rms_norm,
-    attention,
-    attention_qkv,
-    cross_entropy,
-    geglu,
-    gelu,
-    layer_norm,
-    layer_norm_fp8,
-    linear_cross_entropy,
-    log_softmax,
-    logsumexp,
-    qk_norm,
-    qk_norm_qkv,
-    reglu,
-    rms_norm,
-    rms_norm_fp8,
-    rope,
-    rope_qkv,
-    scaled_dot_product_attention,
-    softmax,
-    softmax_topk,
-    swiglu,
-)
+from .functional import *  # noqa: F403, the names that functional/__init__.py lists
+from .functional import __all__ as _functions
 
 __version__ = "0.1.0"
-__all__ = [
-    "BackendError",
-    "add_layer_norm",
-    "add_rms_norm",
-    "attention",
-    "attention_qkv",
-    "cross_entropy",
-    "explain",
-    "geglu",
-    "gelu",
-    "layer_norm",
-    "layer_norm_fp8",
-    "linear_cross_entropy",
-    "log_softmax",
-    "logsumexp",
-    "qk_norm",
-    "qk_norm_qkv",
-    "reglu",
-    "rms_norm",
-    "rms_norm_fp8",
-    "rope",
-    "rope_qkv",
-    "scaled_dot_product_attention",
-    "softmax",
-    "softmax_topk",
-    "swiglu",
-]
+__all__ = ["BackendError", "explain", *_functions]

@@ -34,6 +34,8 @@ from torch.nn import Parameter
 
 from .checks import described
 
+__all__ = ["BACKENDS", "BackendError", "get_default", "set_default"]
+
 BACKENDS = ("hopper", "triton", "torch", "reference")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -59,18 +61,39 @@ def constant_under_compile(function: F) -> F:
 
 
 class BackendError(RuntimeError):
-    """The backend that was asked for by name cannot run this call."""
+    """The backend that was asked for by name cannot run this call.
+
+    Example:
+        >>> flashproto.softmax(torch.zeros(4), impl="hopper")
+        Traceback (most recent call last):
+            ...
+        flashproto.backends.BackendError: softmax: backend 'hopper' cannot run this call: ...
+    """
 
 
 def set_default(impl: str | None) -> None:
-    """Make `impl` the backend of every call that names none; None restores the automatic choice."""
+    """Make `impl` the backend of every call that names none; None restores the automatic choice.
+
+    Raises: ValueError: there is no backend of that name.
+
+    Example:
+        >>> backends.set_default("torch")
+        >>> backends.get_default()
+        'torch'
+        >>> backends.set_default(None)
+    """
     global _default
     _check_name(impl)
     _default = impl
 
 
 def get_default() -> str | None:
-    """The backend set by FLASHPROTO_IMPL or set_default, None while the choice is automatic."""
+    """The backend set by FLASHPROTO_IMPL or set_default, None while the choice is automatic.
+
+    Example:
+        >>> backends.get_default() in (None, *backends.BACKENDS)
+        True
+    """
     return _default
 
 

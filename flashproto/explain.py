@@ -26,7 +26,11 @@ def explain(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     of how a tensor lies in memory; and why each other backend does not run this call.
 
     Raises: what the call raises.
-    Example: flashproto.explain(flashproto.attention, q, k, v, causal=True)
+
+    Example:
+        >>> text = flashproto.explain(flashproto.softmax, torch.zeros(2, 8), impl="reference")
+        softmax: backend reference
+        ...
     """
     lines: list[str] = []
     with watched(lines):

@@ -45,17 +45,24 @@ if backends.HAS_TRITON:
     from .kernels import hooks as device
 
 
+__all__ = ["Call", "Hook", "call", "dropout", "get", "register"]
+
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
 class Hook:
-    """An element-wise function in both languages; see the head of this file.
+    """An element-wise function in both languages; see the head of this module.  `register` makes one.
 
     forward, backward: @triton.jit functions, see kernels/hooks.py; backward None: forward only.
     reference(x, index, *operands, *scalars): the same in PyTorch, differentiable if backward is given.
     operands, scalars: how many of each it takes.
     needs_value: whether backward reads x.  If it does not, a prologue need not keep x in memory.
+
+    Example:
+        >>> hook = hooks.get("dropout")
+        >>> hook.operands, hook.scalars, hook.needs_value
+        (1, 1, False)
     """
 
     name: str
@@ -69,7 +76,12 @@ class Hook:
 
 @dataclass(frozen=True)
 class Call:
-    """A hook with its arguments, as operators take it; made by `call`."""
+    """A hook with its arguments, as operators take it; made by `call`.
+
+    Example:
+        >>> hooks.call("multiply", torch.ones(3)).hook.name
+        'multiply'
+    """
 
     hook: Hook
     operands: tuple[Tensor, ...] = ()
@@ -89,14 +101,40 @@ def register(
     scalars: int = 0,
     needs_value: bool = True,
 ) -> None:
-    """Make a hook known under `name`.  Raises ValueError if the name is taken."""
+    """Make a hook known under `name`.
+
+    Args:
+        name: how `call` finds it.
+        forward, backward: @triton.jit functions, as at the head of this module; backward None: forward
+            only; forward None: for backend "reference" only.
+        reference: reference(x, index, *operands, *scalars) in PyTorch; differentiable if there is a
+            backward.
+        operands, scalars: how many tensors and how many numbers it takes.
+        needs_value: whether backward reads x.
+
+    Raises: ValueError: the name is taken.
+
+    Example:
+        >>> hooks.register("square", forward=None, reference=lambda x, index: x * x)
+        >>> x = torch.tensor([1.0, 2.0, 3.0])
+        >>> y = flashproto.softmax(x, prologue=hooks.call("square"), impl="reference")
+        >>> torch.allclose(y, torch.softmax(x * x, -1))
+        True
+    """
     if name in _hooks:
         refuse("hooks.register", "name", f"{name!r}, which is taken", "a new name", "Choose another.")
     _hooks[name] = Hook(name, forward, backward, reference, operands, scalars, needs_value)
 
 
 def get(name: str) -> Hook:
-    """The hook of that name.  Raises ValueError for an unknown one."""
+    """The hook of that name.
+
+    Raises: ValueError: there is none.
+
+    Example:
+        >>> hooks.get("multiply").operands
+        1
+    """
     if name not in _hooks:
         known = ", ".join(map(repr, sorted(_hooks)))
         refuse("hooks.get", "name", repr(name), f"one of {known}", "Call hooks.register first.")
@@ -106,7 +144,14 @@ def get(name: str) -> Hook:
 def call(name: str, *arguments: Tensor | float) -> Call:
     """The hook `name` with its operands and then its scalars.
 
-    Raises TypeError or ValueError for an unknown name or other arguments than the hook takes.
+    Raises: ValueError: there is no such hook; TypeError: it takes other arguments.
+
+    Example:
+        >>> x, gate = torch.randn(4, 64), torch.randn(4, 64)
+        >>> y = flashproto.rms_norm(x, 64, epilogue=hooks.call("silu_gate", gate))
+        >>> expected = flashproto.rms_norm(x, 64) * torch.nn.functional.silu(gate)
+        >>> torch.allclose(y, expected, atol=1e-5)
+        True
     """
     hook = get(name)
     operands = tuple(a for a in arguments[: hook.operands] if isinstance(a, Tensor))
@@ -222,7 +267,22 @@ def _dropout(x: Tensor, index: Tensor, seed: Tensor, p: float) -> Tensor:
 
 def dropout(p: float, seed: Tensor | None = None, device: torch.device | str | None = None) -> Call:
     """Dropout with a seed on the device, so that a CUDA graph can change it; drawn from torch's
-    generator if None.  The mask depends on the seed and on each element's position alone."""
+    generator if None.  The mask depends on the seed and on each element's position alone.
+
+    Args:
+        p: the share of elements to drop, at least 0 and less than 1; the others are divided by 1 - p.
+        seed: an int64 tensor of one element, or None.
+        device: where a seed is drawn.
+
+    Raises: TypeError, ValueError: p does not fit.
+    Source: Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3" (2011), for Philox.
+
+    Example:
+        >>> x, seed = torch.ones(4, 64), torch.tensor(7)
+        >>> a, b = (flashproto.softmax(x, epilogue=hooks.dropout(0.5, seed)) for _ in range(2))
+        >>> torch.equal(a, b), bool((a == 0).any())
+        (True, True)
+    """
     takes, do = "at least 0 and less than 1", "Pass the share to drop."
     check_number("hooks.dropout", "p", p, 0, math.nextafter(1, 0), takes, do)
     if seed is None:

@@ -9,14 +9,14 @@ Two states merge without cancellation (Chan, Golub and LeVeque, 1979):
     M2 = M2_1 + M2_2 + delta^2 * n1 * n2 / n
 
 The merge joins tiles of a row, splits of a row and shards of a hidden dimension.  Sums of x and x^2
-would be cheaper and wrong: at mean 1e4 and deviation 1 float32 gives a variance of 8.
+would be cheaper but wrong: at mean 1e4 and deviation 1 float32 gives a variance of 8.
 
 RMSNorm is the degenerate case CENTERED = False: deviations are taken from zero, mean stays 0,
 M2 is the sum of squares, and the same merge applies with delta = 0.
 
-A mean in float32 is off by what its sum has lost, several units in its last place over many elements,
-and it is rounded.  Deviations from such a mean are exact, or nearly.  So their own mean is what it is
-off by, and what M2 is too large by is n times the square of that: see moments_corrected.
+A mean in float32 is rounded, and off by what its sum has lost, which is several units in the last place
+over many elements.  Deviations from such a mean are exact, or nearly.  So their own mean is its error,
+and M2 is too large by n times the square of that error: see moments_corrected.
 
 States of equal counts, which kernels know beforehand, need no n: moments_merge_equals and
 moments_join_equals.
@@ -42,9 +42,9 @@ def moments_start(R: tl.constexpr):
 def moments_of_tile(x, mask, n, CENTERED: tl.constexpr):
     """The state of a tile x [R, C] of which `mask` selects n elements in each row (n may be 0).
 
-    Three passes over registers: the mean, what it is off by, and the squared deviations from it.  The
-    division is rounded to nearest: where a row's mean is large beside its deviation, the last digit
-    matters.
+    It makes three passes over registers: for the mean, for its error, and for the squared deviations
+    from it.  The division is rounded to nearest: where a row's mean is large beside its deviation, the
+    last digit matters.
     """
     if CENTERED:
         count = tl.maximum(n, 1.0)
@@ -154,9 +154,9 @@ def average_by_reciprocal(total, n, reciprocal):
 def reciprocal_deviation(variance, eps):
     """1 / sqrt(variance + eps) [R], within about one unit in the last place.
 
-    The hardware's approximation and a step of Newton's: a root and a quotient rounded to nearest would
-    branch.  The hardware takes subnormal numbers for zeros, hence the scale.  Of 0 and of infinity it
-    is right, and the step not a number.
+    It is the hardware's approximation and a step of Newton's, since a root and a quotient rounded to
+    nearest would branch.  The hardware treats subnormal numbers as zeros, hence the scale.  For 0 and
+    infinity the hardware is right, and the step would give NaN.
     """
     x = variance + tl.cast(eps, tl.float32)
     small = x < 2.0**-100

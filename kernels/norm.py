@@ -7,23 +7,23 @@ For one row of x (or of total = x + residual, rounded as it is stored):
 where (mean, variance) come from the moments state of moments.py; CENTERED = False is RMSNorm, whose
 mean is 0 and whose variance is the mean square.
 
-Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x before the residual
-is added, EPILOGUE on y.  CASTING says how xhat meets the weight: "torch" rounds nothing before the
+Other element-wise work comes in as functions of hooks.py: PROLOGUE acts on x before the residual is
+added, EPILOGUE on y.  CASTING says how xhat meets the weight: "torch" rounds nothing before the
 result, "llama" rounds xhat to the dtype of x, "gemma" multiplies by 1 + weight.
 
-Two regimes, by the width alone.  norm_forward_kernel holds R whole rows in registers, each of K chunks
-of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.  Wider rows are split
-over programs, which take C columns of a row each and exchange their moments (exchange.py) while their
-columns wait in the cache, so that those too are read once from memory (norm_forward_split_kernel).  On
-Hopper they wait in shared memory instead: hopper/norm_forward.py, or norm_forward_unaligned.py where N
-is no multiple of 16 bytes.
+There are two regimes, chosen by the width alone.  norm_forward_kernel holds R whole rows in registers,
+each as K chunks of C columns, so that widths of 3, 5 or 7 times a power of two leave no lane idle.
+Wider rows are split over programs, which take C columns of a row each and exchange their moments
+(exchange.py).  Meanwhile their columns wait in the cache, so that they too are read once from memory
+(norm_forward_split_kernel).  On Hopper they wait in shared memory instead: hopper/norm_forward.py, or
+norm_forward_unaligned.py where N is no multiple of 16 bytes.
 
-A mean in float32 is off by several units in its last place, which its sum has lost, and xhat by rstd
-times that: much where the elements of a row are large and nearly equal.  Of float32 rows (PRECISE) the
-deviations from it are summed beside their squares; their mean, low, is that error, and is taken from
-the mean and from M2 (moments_corrected).  The mean is then off by no more than its rounding.  Programs
-that share a row make known how far their means are from the row's first element: float32 has digits
-enough for that, unless this element alone makes up the row's deviation.
+A mean in float32 is off by several units in its last place, which its sum has lost.  xhat is off by
+rstd times that, which is much where the elements of a row are large and nearly equal.  So for float32
+rows (PRECISE) the deviations from the mean are summed beside their squares.  Their own mean, low, is
+the error, and the mean and M2 are corrected by it (moments_corrected).  The mean is then off by no more
+than its rounding.  Programs that share a row publish how far their means are from the row's first
+element: float32 has enough digits for that, unless this element alone makes up the row's deviation.
 
 That rounding too may be large beside dx, a difference, in a row of two or three elements, since it adds
 its multiple of the averages of g and of g * xhat (norm_backward.py).  Float32 rows of at most SHORT
@@ -60,7 +60,7 @@ SHORT = tl.constexpr(64)
 @triton.jit
 def columns_of(
     chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr = 1, CLUSTER: tl.constexpr = 1
-):  # fmt: skip
+):
     """Columns of a chunk of a row [1, C], or of that of every program of a cluster [CLUSTER, C], and
     which of them there are."""
     cols = chunk * C + tl.arange(0, C)[None, :]
@@ -85,9 +85,19 @@ def scaled(xhat, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def load_sum(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
-    rows, cols, mask, M, N,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
+    prologue,
+    PROLOGUE: tl.constexpr,
+    rows,
+    cols,
+    mask,
+    M,
+    N,
+):
     """What is normalized [R, C]: x as in memory, or in float32 after its hook; with a residual their
     sum, as it is to be stored in total."""
     x = load_own(x_ptr, rows * x_stride + cols, mask)
@@ -101,14 +111,34 @@ def load_sum(
 
 @triton.jit
 def load_total(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
-    rows, cols, mask, M, N,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
+    prologue,
+    PROLOGUE: tl.constexpr,
+    rows,
+    cols,
+    mask,
+    M,
+    N,
+):
     """load_sum, and with a residual its result stored in total."""
     x = load_sum(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, cols, mask, M, N,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        cols,
+        mask,
+        M,
+        N,
+    )
     if residual_ptr is not None:
         tl.store(total_ptr + rows * N + cols, x, mask=mask)
     return x
@@ -168,9 +198,20 @@ def load_parameters(weight_ptr, bias_ptr, cols, inside):
 
 @triton.jit
 def y_from(
-    xhat, weight_ptr, bias_ptr, weight, bias, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
-    rows, cols, M, N, dtype: tl.constexpr,
-):  # fmt: skip
+    xhat,
+    weight_ptr,
+    bias_ptr,
+    weight,
+    bias,
+    epilogue,
+    EPILOGUE: tl.constexpr,
+    CASTING: tl.constexpr,
+    rows,
+    cols,
+    M,
+    N,
+    dtype: tl.constexpr,
+):
     """y [R, C] from xhat: what load_parameters has returned, then the hook."""
     y = xhat
     if weight_ptr is not None:
@@ -182,9 +223,19 @@ def y_from(
 
 @triton.jit
 def y_of(
-    xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE: tl.constexpr, CASTING: tl.constexpr,
-    rows, cols, inside, M, N, dtype: tl.constexpr,
-):  # fmt: skip
+    xhat,
+    weight_ptr,
+    bias_ptr,
+    epilogue,
+    EPILOGUE: tl.constexpr,
+    CASTING: tl.constexpr,
+    rows,
+    cols,
+    inside,
+    M,
+    N,
+    dtype: tl.constexpr,
+):
     """y [R, C] from xhat, weight and bias not loaded before."""
     weight, bias = load_parameters(weight_ptr, bias_ptr, cols, inside)
     return y_from(
@@ -194,19 +245,41 @@ def y_of(
 
 @triton.jit
 def hold_rows(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
-    rows, M, N, eps,
-    CENTERED: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
+    prologue,
+    PROLOGUE: tl.constexpr,
+    rows,
+    M,
+    N,
+    eps,
+    CENTERED: tl.constexpr,
+    C: tl.constexpr,
+    K: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
     """What load_sum returns of whole rows [R, 1], in K tiles [R, C], shifted if they are short, and [R]
     each the mean and rstd of the tiles, and the mean of the rows."""
     chunks = ()
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
         x = load_sum(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, cols, (rows < M) & inside, M, N,
-        )  # fmt: skip
+            x_ptr,
+            x_stride,
+            residual_ptr,
+            residual_stride,
+            total_ptr,
+            prologue,
+            PROLOGUE,
+            rows,
+            cols,
+            (rows < M) & inside,
+            M,
+            N,
+        )
         chunks = chunks + (x,)
     if residual_ptr is not None:  # only now: no load is moved above a store
         for k in tl.static_range(K):
@@ -235,16 +308,29 @@ def norm_forward_kernel(
     """Program i normalizes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
-    # Weights of narrow rows are on their way before x is, and as tiles [R, C]: those of one row [1, C]
-    # would go through shared memory into the layout of x.
+    # Weights of narrow rows are loaded before x, and as tiles [R, C]: a single row [1, C] would go
+    # through shared memory into the layout of x.
     EARLY: tl.constexpr = K == 1 and C <= 512
     if EARLY:
         cols, inside = columns_of(0, N, C, WHOLE)
         weight, bias = load_parameters(weight_ptr, bias_ptr, cols + tl.zeros([R, 1], tl.int32), inside)
     chunks, mean, rstd, row_mean = hold_rows(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, M, N, eps, CENTERED, C, K, WHOLE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        M,
+        N,
+        eps,
+        CENTERED,
+        C,
+        K,
+        WHOLE,
+    )
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
@@ -252,9 +338,20 @@ def norm_forward_kernel(
         if not EARLY:
             weight, bias = load_parameters(weight_ptr, bias_ptr, cols, inside)
         y = y_from(
-            xhat, weight_ptr, bias_ptr, weight, bias, epilogue, EPILOGUE, CASTING,
-            rows, cols, M, N, x_ptr.dtype.element_ty,
-        )  # fmt: skip
+            xhat,
+            weight_ptr,
+            bias_ptr,
+            weight,
+            bias,
+            epilogue,
+            EPILOGUE,
+            CASTING,
+            rows,
+            cols,
+            M,
+            N,
+            x_ptr.dtype.element_ty,
+        )
         store(y_ptr, rows * N + cols, y, (rows < M) & inside)
     if CENTERED and mean_ptr is not None:
         tl.store(mean_ptr + row, row_mean, mask=row < M)
@@ -263,12 +360,10 @@ def norm_forward_kernel(
 
 
 @triton.jit
-def load_again(
-    x_ptr, x_stride, total_ptr, prologue, PROLOGUE: tl.constexpr, rows, cols, mask, M, N
-):  # fmt: skip
+def load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE: tl.constexpr, rows, cols, mask, M, N):
     """What load_total returned, in float32, from cache.
 
-    Registers that would hold it meanwhile are better spent on other programs, which hide its wait.
+    Registers that would hold it until then are better spent on more programs, which hide the wait.
     """
     if total_ptr is not None:
         return load(total_ptr, rows * N + cols, mask)
@@ -294,35 +389,78 @@ def elements_of(split, N, C: tl.constexpr):
 
 @triton.jit
 def first_of_row(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
-    rows, M, N, PRECISE: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
+    prologue,
+    PROLOGUE: tl.constexpr,
+    rows,
+    M,
+    N,
+    PRECISE: tl.constexpr,
+):
     """The first element of what load_sum returns of a row [1, 1], a scalar; 0 unless PRECISE."""
     first = 0.0
     if PRECISE:
         x = load_sum(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, tl.zeros_like(rows), rows >= 0, M, N,
-        )  # fmt: skip
+            x_ptr,
+            x_stride,
+            residual_ptr,
+            residual_stride,
+            total_ptr,
+            prologue,
+            PROLOGUE,
+            rows,
+            tl.zeros_like(rows),
+            rows >= 0,
+            M,
+            N,
+        )
         first = tl.sum(tl.sum(x, 1), 0)
     return first
 
 
 @triton.jit
 def publish_moments(
-    x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue,
-    PROLOGUE: tl.constexpr, first, rows, split, M, N,
-    C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Make the moments of one split of a row known to the other programs of the row; the mean less
+    x_ptr,
+    x_stride,
+    residual_ptr,
+    residual_stride,
+    total_ptr,
+    words_ptr,
+    prologue,
+    PROLOGUE: tl.constexpr,
+    first,
+    rows,
+    split,
+    M,
+    N,
+    C: tl.constexpr,
+    WHOLE: tl.constexpr,
+    CENTERED: tl.constexpr,
+    PRECISE: tl.constexpr,
+):
+    """Publish the moments of one split of a row to the other programs of the row; the mean less
     first_of_row."""
     cols, inside = columns_of(split, N, C, WHOLE)
     n = tl.zeros([1], tl.float32) + elements_of(split, N, C)
     mean = tl.zeros([1], tl.float32)
     x = load_total(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, cols, inside, M, N,
-    ).to(tl.float32)  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        cols,
+        inside,
+        M,
+        N,
+    ).to(tl.float32)
     if CENTERED:
         mean = tl.div_rn(tl.sum(x if WHOLE else tl.where(inside, x, 0.0), 1), n)
         x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
@@ -369,21 +507,60 @@ def norm_forward_split_kernel(
     rows = row[:, None]
     words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
     first = first_of_row(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, M, N, PRECISE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        M,
+        N,
+        PRECISE,
+    )
     publish_moments(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        words_ptr,
+        prologue,
+        PROLOGUE,
+        first,
+        rows,
+        own,
+        M,
+        N,
+        C,
+        WHOLE,
+        CENTERED,
+        PRECISE,
+    )
     words, missing = collect(words_ptr, splits, LANES, POLLS)
     split = own
     while missing > 0:  # others are late: their splits too, its own again, and one more look
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
-        )  # fmt: skip
+            x_ptr,
+            x_stride,
+            residual_ptr,
+            residual_stride,
+            total_ptr,
+            words_ptr,
+            prologue,
+            PROLOGUE,
+            first,
+            rows,
+            split,
+            M,
+            N,
+            C,
+            WHOLE,
+            CENTERED,
+            PRECISE,
+        )
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
     n, mean, M2 = join_moments(words, splits, N, C)
@@ -397,7 +574,17 @@ def norm_forward_split_kernel(
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
     xhat = (x - mean if CENTERED else x) * rstd
     y = y_of(
-        xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
-        rows, cols, inside, M, N, x_ptr.dtype.element_ty,
-    )  # fmt: skip
+        xhat,
+        weight_ptr,
+        bias_ptr,
+        epilogue,
+        EPILOGUE,
+        CASTING,
+        rows,
+        cols,
+        inside,
+        M,
+        N,
+        x_ptr.dtype.element_ty,
+    )
     store(y_ptr, rows * N + cols, y, inside)

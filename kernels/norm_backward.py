@@ -10,14 +10,15 @@ total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fix
 program adds up its rows in registers and writes one float32 row of partial sums, and
 column_sums_kernel adds those.
 
-The regimes are those of the forward.  norm_backward_kernel: a few programs a multiprocessor take many
-tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile; where
-there are clusters, the programs of one share wide rows.  norm_backward_split_kernel: a program keeps
-to C columns and walks down the rows; the programs of a row exchange their parts of the two averages
-(exchange.py), those of the next row before they ask for this one's, and load one more row meanwhile.
+The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
+tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
+Where there are clusters, the programs of a cluster share wide rows.  In norm_backward_split_kernel a
+program keeps to C columns and walks down the rows.  The programs of a row exchange their parts of the
+two averages (exchange.py).  They publish those of the next row before they read this row's, and load
+one more row meanwhile.
 
-The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
-again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
+The statistics are those that the forward has kept.  Without them norm_backward_kernel computes them
+again from the rows that it loads in any case, so the forward of narrow rows need not keep any.
 
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
@@ -53,7 +54,7 @@ def rows_of(tile, R: tl.constexpr, CLUSTER: tl.constexpr):
 
 @triton.jit
 def there(rows, M, inside, CLUSTER: tl.constexpr):
-    """Which elements of a tile there are; the row of a cluster is always one."""
+    """Which elements of a tile exist; the row of a cluster always does."""
     return inside if CLUSTER > 1 else (rows < M) & inside
 
 
@@ -105,7 +106,7 @@ def load_tile(
 
 @triton.jit
 def through_scale(dy, xhat, weight_ptr, weight, CASTING: tl.constexpr, dtype: tl.constexpr):
-    """The gradient g of xhat, and the term of dweight; weight is a tile if there is a weight_ptr."""
+    """The gradient g of xhat, and the term of dweight; weight is a tile if weight_ptr is not None."""
     g = dy.to(tl.float32)
     if CASTING == "llama":
         xhat = rounded(xhat, dtype).to(tl.float32)
@@ -126,9 +127,22 @@ def sums_of_rows(g_xhat, g, CENTERED: tl.constexpr):
 
 @triton.jit
 def store_dx(
-    dx, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-    prologue, prologue_gradients, PROLOGUE_BACKWARD: tl.constexpr, rows, cols, mask, M, N,
-):  # fmt: skip
+    dx,
+    dtotal_ptr,
+    dtotal_stride,
+    dx_ptr,
+    dresidual_ptr,
+    input_ptr,
+    input_stride,
+    prologue,
+    prologue_gradients,
+    PROLOGUE_BACKWARD: tl.constexpr,
+    rows,
+    cols,
+    mask,
+    M,
+    N,
+):
     """Add the gradient that reaches total from elsewhere; dx is what passes through PROLOGUE, and
     dresidual what does not, or dx in another dtype."""
     if dtotal_ptr is not None:
@@ -148,7 +162,7 @@ def store_dx(
 @triton.jit
 def store_partial(
     ptr, sums, chunk, N, C: tl.constexpr, WHOLE: tl.constexpr, K: tl.constexpr, CLUSTER: tl.constexpr
-):  # fmt: skip
+):
     """Write the partial sums of a chunk of columns, [R, C] in registers."""
     if CLUSTER == 1:
         col = chunk * C + tl.arange(0, C)
@@ -172,9 +186,10 @@ def norm_backward_kernel(
 ):  # fmt: skip
     """Program p takes every P-th tile of R rows, starting with tile p.
 
-    Without a rstd_ptr it works the statistics out again, with the forward's eps.
+    Without a rstd_ptr it computes the statistics again, with the forward's eps.
     """
-    # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
+    # Beside the partial sums of wide rows there are no registers for the weights: they stay in the
+    # cache.
     HELD: tl.constexpr = K * C <= 8192
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
@@ -255,10 +270,22 @@ def norm_backward_kernel(
             if dbias_ptr is not None:
                 dbiases_now = dbiases_now + (dbiases[k] + dys[k].to(tl.float32),)
             store_dx(
-                dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-                prologue, prologue_gradients, PROLOGUE_BACKWARD,
-                rows, cols, there(rows, M, inside, CLUSTER), M, N,
-            )  # fmt: skip
+                dx * rstd,
+                dtotal_ptr,
+                dtotal_stride,
+                dx_ptr,
+                dresidual_ptr,
+                input_ptr,
+                input_stride,
+                prologue,
+                prologue_gradients,
+                PROLOGUE_BACKWARD,
+                rows,
+                cols,
+                there(rows, M, inside, CLUSTER),
+                M,
+                N,
+            )
         dweights, dbiases = dweights_now, dbiases_now
 
     partial = program.to(tl.int64) * N
@@ -271,10 +298,19 @@ def norm_backward_kernel(
 
 @triton.jit
 def publish_sums(
-    words_ptr, split, x, dy, weight_ptr, weight, mean, rstd,
-    CENTERED: tl.constexpr, CASTING: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Make known to the programs of a row what one split adds to its two sums."""
+    words_ptr,
+    split,
+    x,
+    dy,
+    weight_ptr,
+    weight,
+    mean,
+    rstd,
+    CENTERED: tl.constexpr,
+    CASTING: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Publish to the programs of a row what one split adds to its two sums."""
     xhat = normalize(x, mean, rstd, CENTERED)
     g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
     g_xhat, g_alone = sums_of_rows(g * xhat, g, CENTERED)
@@ -308,7 +344,7 @@ def norm_backward_split_kernel(
     if dbias_ptr is not None:
         dbiases = tl.zeros([1, C], tl.float32)
 
-    # Three rows are under way: one waits for its words, the next makes its own known, one is loaded.
+    # Three rows are in flight: one waits for its words, the next publishes its own, one is loaded.
     row = group.to(tl.int64) + one  # [1]
     mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
     x, dy = load_tile(
@@ -323,9 +359,18 @@ def norm_backward_split_kernel(
         row[:, None] + G, cols, (row[:, None] + G < M) & inside, M, N,
     )  # fmt: skip
     publish_sums(
-        words_ptr + group.to(tl.int64) * splits, own, x, dy, weight_ptr, weight, mean, rstd,
-        CENTERED, CASTING, dtype,
-    )  # fmt: skip
+        words_ptr + group.to(tl.int64) * splits,
+        own,
+        x,
+        dy,
+        weight_ptr,
+        weight,
+        mean,
+        rstd,
+        CENTERED,
+        CASTING,
+        dtype,
+    )
     for number in tl.range(group, M, G, num_stages=1):
         row = tl.cast(number, tl.int64) + one
         rows = row[:, None]
@@ -341,9 +386,18 @@ def norm_backward_split_kernel(
         )  # fmt: skip
         if number + G < M:
             publish_sums(
-                row_words_ptr + tl.cast(G, tl.int64) * splits, own, x_next, dy_next,
-                weight_ptr, weight, mean_next, rstd_next, CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr + tl.cast(G, tl.int64) * splits,
+                own,
+                x_next,
+                dy_next,
+                weight_ptr,
+                weight,
+                mean_next,
+                rstd_next,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
 
         mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         words, missing = collect(row_words_ptr, splits, LANES, POLLS)
@@ -360,9 +414,18 @@ def norm_backward_split_kernel(
             if weight_ptr is not None:
                 weight_there = tl.load(weight_ptr + cols_there, mask=inside_there, other=0.0)
             publish_sums(
-                row_words_ptr, split, x, dy, weight_ptr, weight_there, mean, rstd,
-                CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                row_words_ptr,
+                split,
+                x,
+                dy,
+                weight_ptr,
+                weight_there,
+                mean,
+                rstd,
+                CENTERED,
+                CASTING,
+                dtype,
+            )
             if split == own:
                 words, missing = collect(row_words_ptr, splits, LANES, POLLS)
         g_xhat, g_alone = unpack(words)
@@ -380,9 +443,22 @@ def norm_backward_split_kernel(
         if dbias_ptr is not None:
             dbiases += dy.to(tl.float32)
         store_dx(
-            dx * rstd, dtotal_ptr, dtotal_stride, dx_ptr, dresidual_ptr, input_ptr, input_stride,
-            prologue, prologue_gradients, PROLOGUE_BACKWARD, rows, cols, inside, M, N,
-        )  # fmt: skip
+            dx * rstd,
+            dtotal_ptr,
+            dtotal_stride,
+            dx_ptr,
+            dresidual_ptr,
+            input_ptr,
+            input_stride,
+            prologue,
+            prologue_gradients,
+            PROLOGUE_BACKWARD,
+            rows,
+            cols,
+            inside,
+            M,
+            N,
+        )
         x, dy = x_next, dy_next
         mean_next, rstd_next, x_next, dy_next = mean_later, rstd_later, x_later, dy_later
 
@@ -407,14 +483,20 @@ def column_sum(partial_ptr, out_ptr, tile, P, N, R: tl.constexpr, C: tl.constexp
 
 @triton.jit(do_not_specialize=["P"])
 def column_sums_kernel(
-    dweight_partial_ptr, dbias_partial_ptr,  # in [P, N] float32
-    dweight_ptr, dbias_ptr,  # out [N]
-    P, N, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr = False,
-):  # fmt: skip
+    dweight_partial_ptr,
+    dbias_partial_ptr,  # in [P, N] float32
+    dweight_ptr,
+    dbias_ptr,  # out [N]
+    P,
+    N,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    PDL: tl.constexpr = False,
+):
     """The second step of dweight and dbias, one tile of columns a program: first the tiles of dweight.
 
-    PDL: the launch is a dependent one (launch_pdl), which begins when the one before ends, and waits
-    for what that has written.
+    PDL: the launch is a dependent one (launch_pdl), which begins when the launch before ends, and waits
+    for what that launch has written.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

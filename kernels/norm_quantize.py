@@ -2,9 +2,9 @@
 
     y = what norm.py computes        scale = max over the row |y| / LARGEST        out = y / scale
 
-LARGEST is the largest number of the format (448 of e4m3, 57344 of e5m2), so that the whole range is
-used, and out * scale is y again but for one rounding.  A row of zeros gets the scale 2^-126, as does
-any whose own would be less, where float32 runs out of digits.
+LARGEST is the largest number of the format (448 of e4m3, 57344 of e5m2).  So the whole range is used,
+and out * scale is y except for one rounding.  A row of zeros gets the scale 2^-126, as does any row
+whose own scale would be smaller, where float32 runs out of digits.
 
 The regimes are those of norm.py.  Where rows are split over programs, these exchange the moments first
 and then the largest |y|.
@@ -54,9 +54,22 @@ def norm_quantize_kernel(
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
     chunks, mean, rstd, _ = hold_rows(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, M, N, eps, CENTERED, C, K, WHOLE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        M,
+        N,
+        eps,
+        CENTERED,
+        C,
+        K,
+        WHOLE,
+    )
     ys = ()
     largest = tl.zeros([R, C], tl.float32)
     for k in tl.static_range(K):
@@ -64,9 +77,19 @@ def norm_quantize_kernel(
         x = chunks[k].to(tl.float32)
         xhat = (x - mean[:, None] if CENTERED else x) * rstd[:, None]
         y = y_of(
-            xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N,
+            xhat,
+            weight_ptr,
+            bias_ptr,
+            epilogue,
+            EPILOGUE,
+            CASTING,
+            rows,
+            cols,
+            inside,
+            M,
+            N,
             x_ptr.dtype.element_ty,
-        )  # fmt: skip
+        )
         ys = ys + (y,)
         largest = tl.maximum(largest, tl.where(inside, tl.abs(y), 0.0))
     scale = scale_of(tl.max(largest, 1), LARGEST)
@@ -78,12 +101,26 @@ def norm_quantize_kernel(
 
 @triton.jit
 def publish_largest(
-    x, weight_ptr, bias_ptr, words_ptr, epilogue, mean, rstd, rows, split, M, N,
-    CENTERED: tl.constexpr, CASTING: tl.constexpr, EPILOGUE: tl.constexpr,
-    C: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Make the largest |y| of one split x [1, C] of a row known to the other programs of the row;
-    returns y."""
+    x,
+    weight_ptr,
+    bias_ptr,
+    words_ptr,
+    epilogue,
+    mean,
+    rstd,
+    rows,
+    split,
+    M,
+    N,
+    CENTERED: tl.constexpr,
+    CASTING: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    C: tl.constexpr,
+    WHOLE: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Publish the largest |y| of one split x [1, C] of a row to the other programs of the row; returns
+    y."""
     cols, inside = columns_of(split, N, C, WHOLE)
     xhat = (x - mean if CENTERED else x) * rstd
     y = y_of(xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N, dtype)
@@ -110,21 +147,60 @@ def norm_quantize_split_kernel(
     moments_ptr = words_ptr + (tl.program_id(0) // splits).to(tl.int64) * splits
     largest_ptr = moments_ptr + tl.cast(M, tl.int64) * splits
     first = first_of_row(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-        rows, M, N, PRECISE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        prologue,
+        PROLOGUE,
+        rows,
+        M,
+        N,
+        PRECISE,
+    )
     publish_moments(
-        x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
-    )  # fmt: skip
+        x_ptr,
+        x_stride,
+        residual_ptr,
+        residual_stride,
+        total_ptr,
+        moments_ptr,
+        prologue,
+        PROLOGUE,
+        first,
+        rows,
+        own,
+        M,
+        N,
+        C,
+        WHOLE,
+        CENTERED,
+        PRECISE,
+    )
     words, missing = collect(moments_ptr, splits, LANES, POLLS)
     split = own
     while missing > 0:  # others are late: their splits too, its own again, and one more look
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
-        )  # fmt: skip
+            x_ptr,
+            x_stride,
+            residual_ptr,
+            residual_stride,
+            total_ptr,
+            moments_ptr,
+            prologue,
+            PROLOGUE,
+            first,
+            rows,
+            split,
+            M,
+            N,
+            C,
+            WHOLE,
+            CENTERED,
+            PRECISE,
+        )
         if split == own:
             words, missing = collect(moments_ptr, splits, LANES, POLLS)
     n, mean, M2 = join_moments(words, splits, N, C)
@@ -133,22 +209,62 @@ def norm_quantize_split_kernel(
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
     y = publish_largest(
-        x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, rstd, rows, own, M, N,
-        CENTERED, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
-    )  # fmt: skip
+        x,
+        weight_ptr,
+        bias_ptr,
+        largest_ptr,
+        epilogue,
+        mean,
+        rstd,
+        rows,
+        own,
+        M,
+        N,
+        CENTERED,
+        CASTING,
+        EPILOGUE,
+        C,
+        WHOLE,
+        x_ptr.dtype.element_ty,
+    )
     words, missing = collect(largest_ptr, splits, LANES, POLLS)
     while missing > 0:
         split = tl.where(split + 1 < splits, split + 1, 0)
         cols_there, inside_there = columns_of(split, N, C, WHOLE)
-        # The total that another program writes may not have arrived: add it up again.
+        # The total that another program writes may not have arrived, so add it up again.
         x = load_total(
-            x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, cols_there, inside_there, M, N,
-        ).to(tl.float32)  # fmt: skip
+            x_ptr,
+            x_stride,
+            residual_ptr,
+            residual_stride,
+            total_ptr,
+            prologue,
+            PROLOGUE,
+            rows,
+            cols_there,
+            inside_there,
+            M,
+            N,
+        ).to(tl.float32)
         publish_largest(
-            x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, rstd, rows, split, M, N,
-            CENTERED, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
-        )  # fmt: skip
+            x,
+            weight_ptr,
+            bias_ptr,
+            largest_ptr,
+            epilogue,
+            mean,
+            rstd,
+            rows,
+            split,
+            M,
+            N,
+            CENTERED,
+            CASTING,
+            EPILOGUE,
+            C,
+            WHOLE,
+            x_ptr.dtype.element_ty,
+        )
         if split == own:
             words, missing = collect(largest_ptr, splits, LANES, POLLS)
     largest, _ = unpack(words)

@@ -55,7 +55,7 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             boxed = [main[name] for name in ("q_desc", "do_desc", "k_desc", "v_desc")]
             assert all(tma_reads(x.operand) for x in boxed)
             for x in boxed:
-                assert tuple(x.boxes.first.shape) == tuple(x.operand.shape)
+                assert tuple(x.tma_descriptors.first.shape) == tuple(x.operand.shape)
             assert launches[0].arguments["HAS_DLSE"] == (dlse is not None)
             assert main["dk_ptr"].strides == main["dv_ptr"].strides
 

@@ -232,7 +232,7 @@ def test_launch_of_packed_heads(causal: bool, planned: Planned) -> None:
     counts = [given[name] for name in ("total", "NT", "H", "GROUP", "BH")]
     assert counts == [2 * B * Hkv, 2, Hkv, group, B * Hkv]
     assert given["HG"] == configs.heads_together_forward(config, B, Hq, Hkv, Sk) <= B * Hkv
-    box = given["q_desc"].boxes.first
+    box = given["q_desc"].tma_descriptors.first
     assert tuple(box.block_shape) == (1, 1, 16, 4, 128)
     view = torch.as_strided(qkv, tuple(box.shape), tuple(box.strides), q.storage_offset())
     expected = q.unflatten(1, (Hkv, group)).transpose(2, 3)
@@ -245,7 +245,7 @@ def test_launch_of_many_queries_is_not_packed(planned: Planned) -> None:
     assert given["CFG"] == configs.attention_forward_hopper(128, 1024, CAUSAL)
     counts = [given[name] for name in ("total", "NT", "H", "GROUP", "BH")]
     assert counts == [8 * 16, 8, 8, 4, 16]
-    assert len(given["q_desc"].boxes.first.shape) == 4
+    assert len(given["q_desc"].tma_descriptors.first.shape) == 4
 
 
 def test_launch_where_consumers_sit_out(planned: Planned) -> None:

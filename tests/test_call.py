@@ -32,7 +32,6 @@ from operators import (
     default_backend,
     deterministic,
     f32,
-    first_of_each,
     launches,
     layout,
     no_launch,
@@ -669,9 +668,10 @@ def test_gradients_of_a_batch(case: Case, impl: str, device: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("case", "impl"), parameters(first_of_each(lambda case: case.op)))
+@pytest.mark.parametrize(("case", "impl"), parameters(CASES))
 def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
-    """Their schemas, and what they make of tensors without memory, by the arguments of calls."""
+    """Their schemas, and what they make of tensors without memory, by the arguments of calls; of a
+    backward pass also where only one gradient is needed."""
     watched = watch(case, base_of(case, impl, device).inputs, impl)
     assert watched.own
     for op, arguments, outputs in watched.own:
@@ -679,7 +679,14 @@ def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
         made = op(*metas)
         made = [] if made is None else [made] if isinstance(made, Tensor) else made
         assert [layout(t)[:3] for t in made] == [layout(t)[:3] for t in outputs]
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+        *others, needs = arguments
+        fewer = [[needs]]
+        if isinstance(needs, list) and sum(needs) > 1 and all(isinstance(n, bool) for n in needs):
+            wanted = [i for i, need in enumerate(needs) if need]
+            fewer += [[[i == j for i in range(len(needs))]] for j in (wanted[0], wanted[-1])]
+        for last in fewer:
+            checks = ("test_schema", "test_faketensor")
+            torch.library.opcheck(op, (*others, *last), test_utils=checks)
 
 
 # --- torch.func -----------------------------------------------------------------------------------
@@ -700,6 +707,22 @@ def of_gradients(
         return tuple(made[i] for i in roots)
 
     return f, [copy_of(inputs[n]) for n in names], [upstream(outputs[i]) for i in roots]
+
+
+@pytest.mark.parametrize(("case", "impl"), parameters(MAIN_DIFFERENTIABLE))
+def test_second_derivatives_raise(case: Case, impl: str, device: str) -> None:
+    """But of rope, which is linear."""
+    leaves = case.leaves(base_of(case, impl, device).inputs)
+    wanted = [leaves[n] for n in case.gradients(leaves)]
+    outputs = [y for y in case(leaves, impl) if y.requires_grad]
+    squares = [y.square().sum() for y in outputs]
+    gradients = torch.autograd.grad(squares, wanted, create_graph=True)
+    total = torch.stack([g.square().sum() for g in gradients]).sum()
+    if case.op == "rope":
+        assert all(g is not None for g in torch.autograd.grad(total, wanted))
+        return
+    with pytest.raises(NotImplementedError, match="second derivative"):
+        torch.autograd.grad(total, wanted)
 
 
 @pytest.mark.parametrize(("case", "impl"), parameters(MAIN_DIFFERENTIABLE))

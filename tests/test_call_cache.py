@@ -205,8 +205,8 @@ def test_keeps_no_tensor(device: str) -> None:
 
 
 def test_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "KEPT", 5)
-    monkeypatch.setattr(call, "KEPT", 5)
+    monkeypatch.setattr(call_cache, "CAPACITY", 5)
+    monkeypatch.setattr(call, "CAPACITY", 5)
     for n in range(1, 30):
         x = torch.randn(2, 2 * n, device=device)
         for _ in range(3):

@@ -156,28 +156,6 @@ def test_public_functions(device) -> None:
         assert flashproto.gelu(x[0, 0, 0], impl=impl).shape == ()
 
 
-def test_second_derivative_raises(device) -> None:
-    x = torch.randn(3, 8, device=device, requires_grad=True)
-    (dx,) = torch.autograd.grad(flashproto.swiglu(x, impl="triton").sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        dx.sum().backward()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_opcheck(device, kind) -> None:
-    gate, up = (torch.randn(4, 6, device=device) for _ in range(2))
-    inputs = inputs_of(kind, gate, up)
-    up = inputs[1] if len(inputs) == 2 else None
-    halves = kind == "halves"
-    torch.library.opcheck(torch.ops.flashproto.glu.default, (inputs[0], up, "silu", halves))
-    inputs = [t.detach() for t in inputs]
-    up = inputs[1] if len(inputs) == 2 else None
-    dy = torch.randn_like(gate)
-    for needs in ((True, True), (False, True)) if kind == "two tensors" else ((True, False),):
-        arguments = (dy, inputs[0], up, "gelu", halves, list(needs))
-        torch.library.opcheck(torch.ops.flashproto.glu_backward.default, arguments)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_in_one_graph(device, kind) -> None:
     torch.compiler.reset()

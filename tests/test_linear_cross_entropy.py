@@ -412,31 +412,6 @@ def test_many_rows_whose_class_is_among_the_last_few(device, dtype, reduction, l
         check(inputs, t, chunk_size=4, low_memory=low_memory, reduction=reduction)
 
 
-@pytest.mark.parametrize("need_gradients", [False, True])
-def test_opcheck(device, need_gradients) -> None:
-    op = torch.ops.flashproto
-    (h, weight, bias), t = problem(6, 8, 20, torch.float32, device, bias=True)
-    leaves = [x.requires_grad_() for x in (h, weight, bias)]
-    options, needs = (-100, 0.1, 0.1, 5.0), (need_gradients,) * 3
-    arguments = (*leaves, t, torch.rand(20, device=device), *options, "mean", True, 4, True, *needs)
-    torch.library.opcheck(op.linear_cross_entropy.default, arguments)
-    loss, _, lse, *state = (y.detach() for y in op.linear_cross_entropy(*arguments)[:6])
-    arguments = (
-        torch.ones_like(loss),
-        torch.ones_like(lse),
-        *(x.detach() for x in leaves),
-        *arguments[3:5],
-        lse,
-        *state,
-        *options,
-        4,
-        True,
-        True,
-        True,
-    )
-    torch.library.opcheck(op.linear_cross_entropy_backward.default, arguments)
-
-
 @pytest.mark.parametrize("options", [{}, {"low_memory": True}, {"reduction": "none"}], ids=str)
 def test_compiles_in_one_graph(device, options) -> None:
     inputs, t = problem(20, 8, 50, torch.bfloat16, device)
@@ -452,24 +427,6 @@ def test_compiles_in_one_graph(device, options) -> None:
         got.append((y, *torch.autograd.grad(y, leaves, torch.full_like(y, 0.7))))
     for a, b in zip(*got, strict=True):
         assert (a.double() - b.double()).abs().max() <= 2**-6 * b.double().abs().max()
-
-
-def test_tangents_and_second_derivatives_raise(device) -> None:
-    (h, weight), t = problem(5, 8, 20, torch.float32, device)
-
-    def f(h):
-        return flashproto.linear_cross_entropy(h, weight, t, impl="triton")
-
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(f, (h,), (h,))
-    leaf = h.clone().requires_grad_()
-    (dh,) = torch.autograd.grad(f(leaf).square(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dh.sum().backward()
-    torch.testing.assert_close(
-        torch.func.grad(lambda h: f(h).square())(h),
-        torch.func.grad(lambda h: F.cross_entropy(F.linear(h, weight), t).square())(h),
-    )
 
 
 # --- on a GPU only -------------------------------------------------------------------------------

@@ -175,14 +175,6 @@ def test_compiles_in_one_graph(device) -> None:
         assert torch.equal(a.float(), b.float())
 
 
-def test_opcheck(device) -> None:
-    x, weight = torch.randn(3, 20, device=device), torch.randn(20, device=device)
-    no_hooks = ("", [], "", [])
-    for residual in (None, x):
-        args = (x, residual, weight, None, [], 1, EPS, False, "torch", FORMATS[1], *no_hooks)
-        torch.library.opcheck(torch.ops.flashproto.quantized_norm.default, args)
-
-
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_no_elements(device, shape) -> None:
     for impl in ("triton", "reference"):

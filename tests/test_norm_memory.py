@@ -187,34 +187,6 @@ def test_compiles_in_one_graph(device, name) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_opcheck(device) -> None:
-    x, residual = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
-    weight = torch.randn(20, device=device, requires_grad=True)
-    ops = torch.ops.flashproto
-    torch.library.opcheck(
-        ops.memory_efficient_norm.default, (x, residual, weight, 1, EPS, True, "torch")
-    )
-    torch.library.opcheck(ops.memory_efficient_norm.default, (x, None, None, 1, EPS, False, "torch"))
-    y, rstd = torch.randn(3, 20, device=device), torch.rand(1, 3, device=device)
-    settings = (1, EPS, True, "torch", True, f32, bf16, f32)
-    args = (y, y, y, weight.detach(), rstd, *settings, [True, True, True])
-    torch.library.opcheck(ops.memory_efficient_norm_backward.default, args)
-
-
-def test_tangents_and_second_derivatives_raise(device) -> None:
-    x = torch.randn(3, 8, device=device)
-
-    def f(x):
-        return flashproto.rms_norm(x, 8, memory_efficient=True, impl="triton")
-
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(f, (x,), (x,))
-    x.requires_grad_()
-    (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dx.sum().backward()
-
-
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0)])
 def test_no_elements(device, shape) -> None:
     x = torch.randn(shape, device=device, requires_grad=True)

@@ -43,7 +43,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source tree, so that building leaves nothing behind in it."""
     target = tmp_path_factory.mktemp("source") / "tree"
     target.mkdir()
-    for name in ("flashproto", "kernels", "tests", "examples"):
+    for name in ("flashproto", "kernels", "tests", "examples", "docs"):
         skip = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, target / name, symlinks=True, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "constraints.txt"):
@@ -87,11 +87,12 @@ def test_wheel_of_sdist_is_the_same(wheel_of_sdist: Path, source: Path) -> None:
     assert wheel_files(wheel_of_sdist) == package_files(source)
 
 
-def test_sdist_holds_tests_and_examples(sdist: Path, source: Path) -> None:
+def test_sdist_holds_tests_examples_and_docs(sdist: Path, source: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert package_files(source) <= names
-    assert {"tests/conftest.py", "examples/time_layers.py", "LICENSE", "constraints.txt"} <= names
+    assert {"tests/conftest.py", "examples/time_layers.py", "docs/kernels.md"} <= names
+    assert {"LICENSE", "constraints.txt"} <= names
 
 
 def test_installed_wheel_imports_from_anywhere(wheel_of_sdist: Path, tmp_path: Path) -> None:

@@ -266,24 +266,6 @@ def test_bad_input_is_refused(case) -> None:
     assert "; it takes " in str(caught.value)
 
 
-def test_opcheck(device) -> None:
-    q, k = (torch.randn(2, 4, n, 8, device=device).transpose(1, 2) for n in (3, 1))
-    w, qkv = torch.randn(8, device=device), torch.randn(2, 4, 40, device=device)
-    tensors = (*tables(9, 3, device), torch.tensor([[3], [1]], device=device))
-    how, plain, rest = (0, True, False, EPS, "torch"), (None,) * 5, (0, False, False, EPS, "llama")
-    library, no = torch.ops.flashproto, [False] * 3
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), leaf(k), leaf(w), w, *tensors, *how))
-    torch.library.opcheck(library.qk_norm.default, (leaf(q), None, *plain, *rest))
-    saved = q, k, w, w, *tensors
-    torch.library.opcheck(library.qk_norm_backward.default, (q, k, *saved, *how, [True] * 4 + no))
-    needs = [True, False, False, False, *no]
-    torch.library.opcheck(library.qk_norm_backward.default, (q, None, q, None, *plain, *rest, needs))
-    packed = (leaf(w), w, *tensors, 3, 1, *how)
-    torch.library.opcheck(library.qk_norm_packed.default, (leaf(qkv), *packed))
-    gradients = (q, k, k.clone(), qkv, w, w, *tensors, 3, 1, *how, [True, True, False, *no])
-    torch.library.opcheck(library.qk_norm_packed_backward.default, gradients)
-
-
 def test_compiles_in_one_graph(device) -> None:
     torch.compiler.reset()
     qkv, w = (torch.randn(s, device=device, requires_grad=True) for s in ((2, 5, 40), (8,)))

@@ -262,28 +262,6 @@ def test_bad_input_is_refused(case) -> None:
     assert "; it takes " in str(caught.value)
 
 
-def test_opcheck(device) -> None:
-    q = heads("tokens first", 2, 3, 4, 8, f32, device).requires_grad_()
-    k = heads("heads first", 2, 1, 4, 8, f32, device).requires_grad_()
-    cos, sin = tables(9, 3, device)
-    rows = (torch.tensor([[3], [1]], device=device), 0, True)
-    for arguments in (
-        (q, k, cos, sin, None, 2, False, False, False),
-        (q, None, cos, sin, *rows, True, True),
-    ):
-        torch.library.opcheck(torch.ops.flashproto.rope.default, arguments)
-    plain = (q.detach(), k.detach())
-    torch.library.opcheck(torch.ops.flashproto.rope_.default, (*plain, cos, sin, *rows, True))
-    qkv = torch.randn(2, 4, 40, device=device, requires_grad=True)
-    how = (cos, sin, rows[0], 3, 1, *rows[1:], False)
-    torch.library.opcheck(torch.ops.flashproto.rope_packed.default, (qkv, *how))
-    needs = [True, False, False, False]
-    gradients = (*plain, plain[1].clone(), *how, needs)
-    torch.library.opcheck(torch.ops.flashproto.rope_packed_backward.default, gradients)
-    gradients = (*plain, cos, sin, *rows, False, False, [True, True, False, False, False])
-    torch.library.opcheck(torch.ops.flashproto.rope_backward.default, gradients)
-
-
 def test_compiles_in_one_graph(device) -> None:
     torch.compiler.reset()
     qkv, (cos, sin) = torch.randn(2, 5, 40, device=device, requires_grad=True), tables(9, 3, device)

@@ -224,20 +224,6 @@ def test_public_functions(device) -> None:
     torch.testing.assert_close(y, torch.softmax(x.bfloat16(), -1, dtype=torch.float32))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_opcheck(device, dtype) -> None:
-    op = torch.ops.flashproto
-    x = torch.randn(3, 20, device=device, dtype=dtype, requires_grad=True)
-    y, lse = torch.softmax(x, -1).detach(), torch.logsumexp(x, -1).detach().float()
-    for log in (False, True):
-        torch.library.opcheck(op.softmax.default, (x, log, torch.float32))
-        torch.library.opcheck(op.softmax_backward.default, (y, y, log, dtype, [True]))
-    for result in (torch.float32, torch.bfloat16):
-        torch.library.opcheck(op.logsumexp.default, (x, result))
-        arguments = (lse.to(result), x.detach(), lse, result, [True])
-        torch.library.opcheck(op.logsumexp_backward.default, arguments)
-
-
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_compiles_in_one_graph(device, operator) -> None:
     x = torch.randn(6, 40, device=device, dtype=torch.bfloat16)
@@ -250,29 +236,6 @@ def test_compiles_in_one_graph(device, operator) -> None:
     compiled = outcomes(torch.compile(f, fullgraph=True, backend=backend), x, dy)
     for a, b in zip(compiled, outcomes(f, x, dy), strict=True):
         torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_tangents_and_second_derivatives_raise(device, operator) -> None:
-    x = torch.randn(3, 8, device=device)
-
-    def f(x):
-        return getattr(flashproto, operator)(x, impl="triton")
-
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(f, (x,), (x,))
-    with pytest.raises(RuntimeError):
-        torch.compile(lambda x, t: torch.func.jvp(f, (x,), (t,)), fullgraph=True, backend="aot_eager")(
-            x, x
-        )
-    leaf = x.clone().requires_grad_()
-    (dx,) = torch.autograd.grad(f(leaf).square().sum(), leaf, create_graph=True)
-    with pytest.raises(RuntimeError):
-        dx.sum().backward()
-    torch.testing.assert_close(
-        torch.func.grad(lambda x: f(x).square().sum())(x),
-        torch.func.grad(lambda x: eager(operator)(x).square().sum())(x),
-    )
 
 
 # --- on a GPU only -------------------------------------------------------------------------------

@@ -142,19 +142,6 @@ def test_results_of_another_dtype(device) -> None:
             assert y.dtype == getattr(torch, operator)(x.bfloat16(), -1).dtype
 
 
-def test_opcheck_with_hooks(device) -> None:
-    op = torch.ops.flashproto
-    x, bias = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
-    z = torch.randn(20, device=device, requires_grad=True)
-    settings = (True, torch.float32, False, "scale_bias", [0.5], "multiply", [])
-    torch.library.opcheck(op.hooked_softmax.default, (x, [bias, z], *settings))
-    x, bias, z = (t.detach() for t in (x, bias, z))
-    y, lse = op.hooked_softmax(x, [bias, z], *settings)
-    for needs in ([True, True, False], [False, False, True]):
-        arguments = (y, x, lse, [bias, z], *settings, needs)
-        torch.library.opcheck(op.hooked_softmax_backward.default, arguments)
-
-
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0), (3, 0, 8)])
 def test_no_elements(device, monkeypatch, shape) -> None:
     """The gradient of what is broadcast to no element is 0, and the logsumexp of none -inf."""

@@ -196,17 +196,6 @@ def test_no_rows(device) -> None:
     assert torch.autograd.grad(values.sum(), x)[0].shape == (0, 8)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-def test_opcheck(device, renormalize) -> None:
-    op = torch.ops.flashproto
-    x = torch.randn(3, 20, device=device, requires_grad=True)
-    torch.library.opcheck(op.softmax_topk.default, (x, 4, renormalize, torch.float32))
-    with torch.no_grad():
-        values, indices, states = op.softmax_topk(x, 4, renormalize, torch.float32)
-    arguments = (values, indices, x.detach(), states, 4, renormalize, torch.float32, [True])
-    torch.library.opcheck(op.softmax_topk_backward.default, arguments)
-
-
 def test_compiles_in_one_graph(device) -> None:
     x = torch.randn(6, 40, device=device, dtype=torch.bfloat16)
     dv = torch.randn(6, 3, device=device)
@@ -218,18 +207,6 @@ def test_compiles_in_one_graph(device) -> None:
     compiled = outcomes(torch.compile(f, fullgraph=True, backend=backend), x, dv)
     for a, b in zip(compiled, outcomes(f, x, dv), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_tangents_and_second_derivatives_raise(device) -> None:
-    def f(x: Tensor) -> Tensor:
-        return flashproto.softmax_topk(x, 2, impl="triton")[0]
-
-    x = torch.randn(3, 8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(f, (x.detach(),), (x.detach(),))
-    (dx,) = torch.autograd.grad(f(x).sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivative"):
-        torch.autograd.grad(dx.sum(), x)
 
 
 @pytest.mark.gpu

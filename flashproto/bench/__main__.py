@@ -28,7 +28,7 @@ import torch._functorch.config as functorch_config
 
 from .. import backends
 from ..env import environment, render
-from . import report, warm
+from . import plots, report, warm
 from .ceilings import copy_speed, measure_ceilings
 from .measure import measure_cell
 from .timing import make_timer
@@ -39,7 +39,7 @@ SUBJECTS = (
     "block", "gpt",
 )  # fmt: skip
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
-TOOLS = ("sanitize", "search")  # modules with a command line of their own
+TOOLS = ("sanitize", "search", "docs")  # modules with a command line of their own
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -54,7 +54,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         metavar="SUBJECT",
         choices=(*SUBJECTS, "launch"),
-        help=f"{', '.join(SUBJECTS)}, or launch alone; {' and '.join(TOOLS)} have their own --help",
+        help=f"{', '.join(SUBJECTS)}, or launch alone; {', '.join(TOOLS)} have their own --help",
     )
     add("--quick", action="store_true", help="few cells")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
@@ -207,7 +207,7 @@ def conclude(plan: Plan) -> None:
     machine = plan.data["runs"][-1]["environment"]
     where = machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
     title = f"{plan.subject}, {where}, torch {machine['versions']['torch']}"
-    report.plot(cells, title, plan.path.with_suffix(".png"))
+    plots.plot(cells, title, plan.path.with_suffix(".png"))
     print(f"\nwrote {plan.path} and .png")
 
 

@@ -1,10 +1,9 @@
-"""Tables, the JSON file and the plot of a benchmark."""
+"""Tables and the JSON file of a benchmark; its plot: plots.py."""
 
 from __future__ import annotations
 
 import datetime
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -87,6 +86,14 @@ def save(path: Path, data: dict[str, Any]) -> None:
 def passes(cells: Cells) -> list[str]:
     """The timed passes, in order of appearance."""
     return list(dict.fromkeys(p for cell in cells.values() for p in cell["passes"]))
+
+
+def contenders(cells: Cells) -> list[str]:
+    """All contenders, ours first."""
+    names = {
+        n: None for which in passes(cells) for c in cells.values() for n in c["passes"].get(which, {})
+    }
+    return sorted(names, key=lambda name: not name.startswith(OURS))
 
 
 def ratio(results: dict[str, Any], peer: str | None = None) -> float | None:
@@ -209,53 +216,3 @@ def ceilings_text(ceilings: dict[str, Any]) -> str:
         f"ceilings of this run: copy {ceilings['copy_gb_s']:.0f} GB/s, "
         f"matmul {ceilings['matmul']} {ceilings['matmul_tflop_s']:.3g} TFLOP/s"
     )
-
-
-# --- the plot ------------------------------------------------------------------------------------
-
-
-BAR_CELLS = 6  # up to that many cells are drawn as bars, more as lines
-
-
-def plot(cells: Cells, title: str, path: Path) -> None:
-    """One panel for each pass: the contenders' values over the cells."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels = passes(cells)
-    size = (min(40.0, 7.0 + 0.45 * len(cells)), 3.6 * len(panels))
-    figure, axes = plt.subplots(len(panels), 1, figsize=size, squeeze=False, layout="constrained")
-    keys = list(cells)
-    places = range(len(keys))
-    for axis, which in zip(axes[:, 0], panels, strict=True):
-        by_cell = [cells[key]["passes"].get(which, {}) for key in keys]
-        names = list(dict.fromkeys(name for results in by_cell for name in results))
-        for index, name in enumerate(names):
-            values = [results.get(name, {}).get("value", math.nan) for results in by_cell]
-            ours = name.startswith(OURS)
-            if len(keys) <= BAR_CELLS:
-                width = 0.8 / len(names)
-                offset = (index - (len(names) - 1) / 2) * width
-                axis.bar([x + offset for x in places], values, width, label=name)
-            else:
-                axis.plot(
-                    places, values, marker="o", markersize=5 if ours else 3, label=name,
-                    linewidth=2.2 if ours else 1.1, zorder=3 if ours else 2,
-                )  # fmt: skip
-        axis.set_title(which)
-        unit = next(iter(cells.values()))["unit"]
-        axis.set_ylabel(unit)
-        if unit == "ms":
-            axis.set_yscale("log")  # layers of one block differ a hundredfold
-        else:
-            axis.set_ylim(bottom=0)
-        tilted = {} if len(keys) <= BAR_CELLS else {"rotation": 60, "ha": "right"}
-        axis.set_xticks(places, keys, fontsize=7, **tilted)
-        axis.grid(alpha=0.3, axis="y")
-        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -72,6 +72,12 @@ def attention(
         TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
+
+    Example:
+        >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+        >>> out, lse = flashproto.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
     """
     q, k, v = autocast_low_precision(q, k, v)
     check_attention("attention", q, k, v)
@@ -96,6 +102,11 @@ def attention_qkv(
 
     Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
+
+    Example:
+        >>> qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
+        >>> flashproto.attention_qkv(qkv, 4, 2, causal=True).shape
+        torch.Size([2, 4, 8, 16])
     """
     name = "attention_qkv"
     (qkv,) = autocast_low_precision(qkv)
@@ -180,6 +191,13 @@ def scaled_dot_product_attention(
     another backend was made the default by name they raise BackendError.
 
     Raises: TypeError, ValueError: an argument does not fit.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+        >>> out = flashproto.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
     """
     name = "scaled_dot_product_attention"
     for argument, x in (("query", query), ("key", key), ("value", value)):

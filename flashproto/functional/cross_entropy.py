@@ -29,8 +29,6 @@ if backends.HAS_TRITON:
     from ..ops import cross_entropy as op
     from ..ops import linear_cross_entropy as linear_op
 
-Losses = Tensor | tuple[Tensor, ...]
-
 
 @cached
 def cross_entropy(
@@ -48,7 +46,7 @@ def cross_entropy(
     inplace_backward: bool = False,
     class_dim: int = -1,
     impl: str | None = None,
-) -> Losses:
+) -> Tensor | tuple[Tensor, ...]:
     """torch.nn.functional.cross_entropy over the last dimension, with the options of language models.
 
     On backend "triton", outside torch.compile, the gradient of a loss that is one number, of logits
@@ -74,15 +72,21 @@ def cross_entropy(
         impl: the backend by name; None chooses.
 
     Returns: the loss in float32 (float64 for float64 logits), where torch rounds it to the dtype of
-        the logits: one number, or [...] with reduction="none"; then lse and z_loss, if asked for.
-        The mean over no rows is NaN, as in torch.  A target that is neither a class nor ignore_index
-        makes the loss NaN, and the gradient of its row (torch stops the process's use of the GPU).  On
-        a CPU it raises ValueError, but on backends "triton" and "reference" asked for by name, under
-        torch.compile, torch.func and dispatch modes.
+    the logits: one number, or [...] with reduction="none"; then lse and z_loss, if asked for.  The mean
+    over no rows is NaN, as in torch.  A target that is neither a class nor ignore_index makes the loss
+    NaN, and the gradient of its row (torch stops the process's use of the GPU).  On a CPU it raises
+    ValueError, but on backends "triton" and "reference" asked for by name, under torch.compile,
+    torch.func and dispatch modes.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
-    Example: cross_entropy(logits, tokens), or cross_entropy(pixels, labels, class_dim=1).
+    Example:
+        >>> logits, tokens = torch.randn(2, 5, 100), torch.randint(100, (2, 5))
+        >>> loss = flashproto.cross_entropy(logits, tokens)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(logits.mT, tokens), atol=1e-5)
+        True
+        >>> torch.equal(flashproto.cross_entropy(logits.mT, tokens, class_dim=1), loss)
+        True
     """
     name = "cross_entropy"
     if type(class_dim) is not int or class_dim != -1:
@@ -137,7 +141,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     low_memory: bool = False,
     impl: str | None = None,
-) -> Losses:
+) -> Tensor | tuple[Tensor, ...]:
     """cross_entropy(h weight^T + bias, targets), the logits of all tokens never in memory together.
 
     The gradients are exact: every class of every token counts, and weight's gradient is summed in
@@ -154,15 +158,27 @@ def linear_cross_entropy(
         targets: [...] int64 or int32, the class of each token.
         bias: [V] or None.
         class_weight: what `weight` is in cross_entropy.
+        ignore_index, label_smoothing, z_loss, softcap, reduction: as in cross_entropy.
+        return_lse, return_z_loss: as in cross_entropy.
         chunk_size: tokens whose logits are held at once (as much memory wherever they are computed a
             second time); None for as many as cost no memory at the peak, or a few thousand.
         low_memory: keep a float32 copy of one half of weight's gradient at most, and compute the logits
             of the other half twice: a sixth more work, for half that memory.  With float16, whose
             gradients wait for the loss scale in float32, as with return_lse.
-        The others, results and errors: as cross_entropy.
+        impl: the backend by name; None chooses.
+
+    Returns: what cross_entropy returns of these logits.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
 
     Source: Wijmans et al., "Cut Your Losses in Large-Vocabulary Language Models" (2024), for the
     problem; Hsu et al., "Liger Kernel" (2024), for gradients computed with the loss.
+
+    Example:
+        >>> h, weight = torch.randn(2, 5, 16), torch.randn(100, 16)
+        >>> tokens = torch.randint(100, (2, 5))
+        >>> loss = flashproto.linear_cross_entropy(h, weight, tokens)
+        >>> torch.allclose(loss, flashproto.cross_entropy(h @ weight.T, tokens), atol=1e-4)
+        True
     """
     name = "linear_cross_entropy"
     h = _check_linear(name, h, weight, bias)
@@ -200,7 +216,9 @@ def linear_cross_entropy(
     return _wanted(results, return_lse, return_z_loss)
 
 
-def _wanted(results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_z_loss: bool) -> Losses:
+def _wanted(
+    results: tuple[Tensor, Tensor, Tensor], return_lse: bool, return_z_loss: bool
+) -> Tensor | tuple[Tensor, ...]:
     loss, z, lse = results
     if return_z_loss:
         return (loss, lse, z.detach()) if return_lse else (loss, z.detach())

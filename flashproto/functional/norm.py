@@ -68,7 +68,12 @@ def layer_norm(
     Returns: y of x's shape, computed in float32 (float64 for float64) and rounded once.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Ba, Kiros and Hinton, "Layer Normalization" (2016); Chan et al. (1979) for the moments.
-    Example: y = flashproto.layer_norm(x, x.shape[-1], weight, bias)
+
+    Example:
+        >>> x, weight, bias = torch.randn(4, 64), torch.ones(64), torch.zeros(64)
+        >>> y = flashproto.layer_norm(x, 64, weight, bias)
+        >>> torch.allclose(y, torch.nn.functional.layer_norm(x, [64], weight, bias), atol=1e-5)
+        True
     """
     options = Options(casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl)
     return _norm("layer_norm", x, None, normalized_shape, weight, bias, eps, True, options)
@@ -93,8 +98,14 @@ def rms_norm(
     """x / sqrt(mean(x^2) + eps) * weight + bias over the trailing `normalized_shape`.
 
     Arguments, result and errors as layer_norm; eps=None is torch.finfo(x.dtype).eps, as in torch.
+
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization" (2019).
-    Example: y = flashproto.rms_norm(x, x.shape[-1], weight, casting="llama")
+
+    Example:
+        >>> x, weight = torch.randn(4, 64), torch.ones(64)
+        >>> y = flashproto.rms_norm(x, 64, weight, eps=1e-6, casting="llama")
+        >>> torch.allclose(y, x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6), atol=1e-5)
+        True
     """
     options = Options(casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl)
     return _norm("rms_norm", x, None, normalized_shape, weight, bias, eps, False, options)
@@ -123,7 +134,14 @@ def add_layer_norm(
     the two dtypes); the norm is that of the total as stored, so the pair equals the two operators one
     after the other; a prologue acts on x alone, before the sum, which is rounded once.  Arguments and
     errors otherwise as layer_norm.
-    Example: y, total = flashproto.add_layer_norm(x, residual, x.shape[-1], weight, bias)
+
+    Example:
+        >>> x, residual = torch.randn(4, 64), torch.randn(4, 64)
+        >>> y, total = flashproto.add_layer_norm(x, residual, 64)
+        >>> torch.equal(total, x + residual)
+        True
+        >>> torch.allclose(y, flashproto.layer_norm(total, 64), atol=1e-6)
+        True
     """
     options = Options(casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl)
     return _norm("add_layer_norm", x, residual, normalized_shape, weight, bias, eps, True, options)
@@ -148,7 +166,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """rms_norm(x + residual) and the sum, in one pass; otherwise as add_layer_norm.
 
-    Example: y, total = flashproto.add_rms_norm(x, residual, x.shape[-1], weight)
+    Example:
+        >>> x, residual = torch.randn(4, 64, dtype=torch.bfloat16), torch.randn(4, 64)
+        >>> y, total = flashproto.add_rms_norm(x, residual, 64)
+        >>> y.dtype, total.dtype
+        (torch.bfloat16, torch.float32)
     """
     options = Options(casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl)
     return _norm("add_rms_norm", x, residual, normalized_shape, weight, bias, eps, False, options)

@@ -54,6 +54,13 @@ def qk_norm(
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Henry et al., "Query-Key Normalization for Transformers" (2020), with RMSNorm as in
     Dehghani et al., "Scaling Vision Transformers to 22 Billion Parameters" (2023); rope.
+
+    Example:
+        >>> q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+        >>> q1, k1 = flashproto.qk_norm(q, k, torch.ones(16), torch.ones(16), *nn.rope_tables(8, 16))
+        >>> normed = flashproto.rms_norm(q, 16)
+        >>> torch.allclose(q1, flashproto.rope(normed, None, *nn.rope_tables(8, 16)), atol=1e-5)
+        True
     """
     name = "qk_norm"
     check_heads_of(name, q, k)
@@ -97,8 +104,20 @@ def qk_norm_qkv(
     """q, k and v of a fused projection, q and k normalized and rotated, in one pass; the gradient of
     qkv is written once.
 
-    Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; the others as
-    qk_norm.  Returns: q [B, n_heads, S, D], k and v [B, n_kv_heads, S, D].  Errors as qk_norm.
+    Args:
+        qkv: [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v.
+        n_heads, n_kv_heads: the numbers of query heads and of key heads.
+        q_weight, k_weight, eps, casting, impl: as in qk_norm.
+        cos, sin, positions, offset, interleaved: as in rope; without cos and sin no rotation.
+
+    Returns: q [B, n_heads, S, D], k and v [B, n_kv_heads, S, D].
+    Raises: what qk_norm raises.
+
+    Example:
+        >>> qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
+        >>> q, k, v = flashproto.qk_norm_qkv(qkv, 4, 2, torch.ones(16), torch.ones(16))
+        >>> q.shape, k.shape, v.shape
+        (torch.Size([2, 4, 8, 16]), torch.Size([2, 2, 8, 16]), torch.Size([2, 2, 8, 16]))
     """
     name = "qk_norm_qkv"
     n_heads, n_kv_heads, D = check_packed(name, qkv, n_heads, n_kv_heads)

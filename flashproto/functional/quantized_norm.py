@@ -47,7 +47,14 @@ def layer_norm_fp8(
     Raises: TypeError, ValueError: an argument does not fit, or is differentiated, which out is not;
     BackendError: `impl` cannot run; the kernels need compute capability 8.9.
     Source: Micikevicius et al., "FP8 Formats for Deep Learning" (2022).
-    Example: out, scale = flashproto.layer_norm_fp8(x, x.shape[-1], weight, bias)
+
+    Example:
+        >>> x = torch.randn(4, 64)
+        >>> out, scale = flashproto.layer_norm_fp8(x, 64)
+        >>> out.dtype, scale.shape
+        (torch.float8_e4m3fn, torch.Size([4, 1]))
+        >>> torch.allclose(out.float() * scale, flashproto.layer_norm(x, 64), rtol=0.07, atol=1e-4)
+        True
     """
     return _quantized_norm(
         "layer_norm_fp8", x, residual, normalized_shape, weight, bias, eps, True, dtype, casting,
@@ -71,7 +78,11 @@ def rms_norm_fp8(
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor]:
     """rms_norm(x), quantized with a scale for each row; otherwise as layer_norm_fp8.
 
-    Example: out, scale = flashproto.rms_norm_fp8(x, x.shape[-1], weight)
+    Example:
+        >>> x, residual = torch.randn(4, 64), torch.randn(4, 64)
+        >>> out, scale, total = flashproto.rms_norm_fp8(x, 64, residual=residual)
+        >>> out.shape, scale.shape, torch.equal(total, x + residual)
+        (torch.Size([4, 64]), torch.Size([4, 1]), True)
     """
     return _quantized_norm(
         "rms_norm_fp8", x, residual, normalized_shape, weight, bias, eps, False, dtype, casting,

@@ -50,15 +50,25 @@ def rope(
     impl: str | None = ...,
 ) -> Tensor: ...
 def rope(
-    q, k, cos, sin, *, positions=None, offset=0, interleaved=False, inplace=False, impl=None
-):  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    positions: Tensor | None = None,
+    offset: int | Tensor = 0,
+    interleaved: bool = False,
+    inplace: bool = False,
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Rotate pairs of dimensions of q and k by the angles of their positions, in one launch.
 
         y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 
     Args:
         q: [B, Hq, S, D], any floating dtype and strides: views of a fused projection are read as they
-            are.  k: [B, Hkv, S, D] of q's dtype, any number of heads; None for none.
+            are.
+        k: [B, Hkv, S, D] of q's dtype, any number of heads; None for none.
         cos, sin: [length, R] with 2 R <= D, any floating dtype (float32 is right: nn.rope_tables);
             dimensions from 2 R on are left as they are.
         positions: integers [S] or [B, S], each token's row of the tables; None is 0 to S - 1.
@@ -74,6 +84,14 @@ def rope(
     on impl="reference", which is chosen where they need a gradient.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Su et al., "RoFormer" (2021), equation 34.
+
+    Example:
+        >>> q, k = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16)
+        >>> cos, sin = nn.rope_tables(32, 16)
+        >>> q1, k1 = flashproto.rope(q, k, cos, sin)
+        >>> last = flashproto.rope(q[:, :, -1:], None, cos, sin, offset=7)
+        >>> torch.equal(last, q1[:, :, -1:])
+        True
     """
     name = "rope"
     check_heads_of(name, q, k)
@@ -120,9 +138,20 @@ def rope_qkv(
     """q, k and v of a fused projection, q and k rotated, in one pass; the gradient of qkv is written
     once, where splitting would have three gradients put together.
 
-    Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; the others as rope.
+    Args:
+        qkv: [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v.
+        n_heads, n_kv_heads: the numbers of query heads and of key heads.
+        cos, sin, positions, offset, interleaved, impl: as in rope.
+
     Returns: q [B, n_heads, S, D], k and v [B, n_kv_heads, S, D] in memory of their own, so that qkv is
-    not kept for the backward pass.  Errors as rope.
+    not kept for the backward pass.
+    Raises: what rope raises.
+
+    Example:
+        >>> qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
+        >>> q, k, v = flashproto.rope_qkv(qkv, 4, 2, *nn.rope_tables(8, 16))
+        >>> torch.equal(v, qkv[..., -2 * 16 :].view(2, 8, 2, 16).transpose(1, 2))
+        True
     """
     name = "rope_qkv"
     n_heads, n_kv_heads, D = check_packed(name, qkv, n_heads, n_kv_heads)

@@ -58,6 +58,14 @@ def softmax(
     Returns: y of x's shape; NaN in a row whose scores are all -inf, as in torch.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
+
+    Example:
+        >>> x = torch.randn(2, 4, 4)
+        >>> torch.allclose(flashproto.softmax(x), torch.softmax(x, -1), atol=1e-6)
+        True
+        >>> flashproto.softmax(torch.zeros(2, 2), causal=True)
+        tensor([[1.0000, 0.0000],
+                [0.5000, 0.5000]])
     """
     if causal is not False or split_rows is not False:
         causal = check_flag("softmax", "causal", causal)
@@ -81,7 +89,13 @@ def log_softmax(
     dtype: torch.dtype | None = None,
     impl: str | None = None,
 ) -> Tensor:
-    """s - logsumexp(s) over the last dimension; arguments, result and errors as softmax."""
+    """s - logsumexp(s) over the last dimension; arguments, result, errors and source as softmax.
+
+    Example:
+        >>> x = torch.randn(4, 50)
+        >>> torch.allclose(flashproto.log_softmax(x), torch.log_softmax(x, -1), atol=1e-5)
+        True
+    """
     if causal is not False or split_rows is not False:
         causal = check_flag("log_softmax", "causal", causal)
         split_rows = check_flag("log_softmax", "split_rows", split_rows)
@@ -95,7 +109,12 @@ def log_softmax(
 def logsumexp(x: Tensor, *, impl: str | None = None) -> Tensor:
     """log(sum(exp(x))) over the last dimension: [..., N] to [...], in x's dtype.
 
-    -inf for a row that is all -inf or of no elements.  Arguments and errors otherwise as softmax.
+    -inf for a row that is all -inf or of no elements.  Arguments, errors and source: as softmax.
+
+    Example:
+        >>> x = torch.randn(4, 50)
+        >>> torch.allclose(flashproto.logsumexp(x), torch.logsumexp(x, -1), atol=1e-5)
+        True
     """
     return _softmax("logsumexp", x, None, impl)
 
@@ -119,13 +138,19 @@ def softmax_topk(
         impl: the backend by name; None chooses.
 
     Returns: (values, indices), both [..., k]; values descending, indices int64.  Equal scores come in
-        the order of their indices (but on backend "torch", where torch.topk decides).  In a row that
-        holds a NaN or +inf, or nothing but -inf, all values are NaN, as those of torch.softmax are;
-        the indices are still k different ones of the row.
-
-    Differentiable in the values.
+    the order of their indices (but on backend "torch", where torch.topk decides).  In a row that holds
+    a NaN or +inf, or nothing but -inf, all values are NaN, as those of torch.softmax are; the indices
+    are still k different ones of the row.  The values are differentiable.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018), section 4.
+
+    Example:
+        >>> router = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+        >>> gates, experts = flashproto.softmax_topk(router, 2, renormalize=True)
+        >>> experts
+        tensor([[1, 3]])
+        >>> torch.allclose(gates, torch.softmax(torch.tensor([[4.0, 3.0]]), -1))
+        True
     """
     check_rows("softmax_topk", x)
     N = x.shape[-1]

@@ -31,7 +31,12 @@ def rope_tables(
     Always float32: rounded to bfloat16, neighbouring positions past 256 would be the same.
     Source: Su et al., "RoFormer" (2021), equation 34; dimension i is paired with i + D/2
     as in Llama.
-    Raises ValueError for an odd head_dim or a number out of range, TypeError for what is no number.
+    Raises: ValueError: head_dim is odd or a number out of range; TypeError: one is no number.
+
+    Example:
+        >>> cos, sin = nn.rope_tables(32, 16)
+        >>> cos.shape, cos.dtype
+        (torch.Size([32, 8]), torch.float32)
     """
     check_integer("rope_tables", "length", length, 0, sys.maxsize, "a number of tokens", "Pass it.")
     do = "Leave it out for what is usual."
@@ -48,7 +53,14 @@ def rope_tables(
 
 def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     """Rotate x [B, H, S, D] by the tables (cos, sin), each [length, D/2] with length >= S, from
-    position 0 on; x's shape and dtype.  flashproto.rope does more."""
+    position 0 on; x's shape and dtype.  flashproto.rope does more, and raises what this raises.
+
+    Example:
+        >>> x = torch.randn(2, 4, 8, 16)
+        >>> y = nn.apply_rope(x, nn.rope_tables(8, 16))
+        >>> torch.allclose(y.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
+        True
+    """
     return F.rope(x, None, *rope)
 
 
@@ -78,11 +90,18 @@ class Attention(nn.Module):
             Normalization", 2020), before RoPE; its weights are q_norm.weight and k_norm.weight.
         eps: epsilon of QK norm; None is torch.finfo's of the dtype.
         interleaved: RoPE turns dimensions (2i, 2i + 1), as in GPT-J, not (i, i + D/2), as in Llama.
-        impl: the backend by name, None chooses; of RoPE and QK norm too, but see beside_attention.
+        impl: the backend by name, None chooses; of RoPE and QK norm too, which choose beside "hopper".
+        device, dtype: of the parameters.
 
     forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
     any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
-    Raises ValueError where heads and widths do not fit, TypeError for an argument of another type.
+
+    Raises: ValueError: heads and widths do not fit; TypeError: an argument is of another type.
+
+    Example:
+        >>> layer = nn.Attention(64, n_heads=4, n_kv_heads=2, qk_norm=True)
+        >>> layer(torch.randn(2, 8, 64), nn.rope_tables(8, 16)).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

@@ -28,14 +28,25 @@ class TransformerBlock(nn.Module):
 
     Args:
         d_model, n_heads, n_kv_heads, head_dim, causal: see Attention.
-        d_ff, mlp ("gelu", "swiglu" or "geglu"): see MLP.
-        norm: "layer" or "rms"; eps: its epsilon.
+        d_ff: see MLP.
+        norm: "layer" or "rms".
+        mlp: "gelu", "swiglu" or "geglu": the kind of MLP.
         bias: whether the projections (and LayerNorm) have one.
+        eps: epsilon of the norms.
         impl: the backend of attention, norms and MLP by name; None chooses.  With "hopper", which has
             attention alone, norms and MLP choose, and that is "triton" on such a GPU.
+        device, dtype: of the parameters.
 
-    Raises ValueError where widths and heads do not fit or a name is unknown, TypeError for an argument
-    of another type.
+    forward(x [B, S, C], residual=None, rope=None) returns (x, residual), both [B, S, C].
+
+    Raises: ValueError: widths and heads do not fit or a name is unknown; TypeError: an argument is of
+    another type.
+
+    Example:
+        >>> block = nn.TransformerBlock(64, n_heads=4, norm="rms", mlp="swiglu", bias=False)
+        >>> x, residual = block(torch.randn(2, 8, 64), None, nn.rope_tables(8, 16))
+        >>> (x + residual).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

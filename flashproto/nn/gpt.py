@@ -35,11 +35,17 @@ from .norm import make_norm, norm_before_linear
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a GPT; raises ValueError when its parts do not fit together, and TypeError for
-    a number or a flag that is something else.
+    """The shape of a GPT.
 
-    n_kv_heads=None is n_heads; d_ff=None is default_d_ff(d_model, mlp).  context is the longest
-    input; with positions="learned" it is also the length of the position table.
+    n_kv_heads=None is n_heads; d_ff=None is 4 d_model, or 8/3 of it with mlp="swiglu".  context is the
+    longest input; with positions="learned" it is also the length of the position table.
+
+    Raises: ValueError: its parts do not fit together; TypeError: a number or a flag is something else.
+
+    Example:
+        >>> config = nn.GPTConfig(vocab_size=256, context=128, n_layers=2, n_heads=4, d_model=64)
+        >>> config.head_dim, config.kv_heads, config.hidden
+        (16, 4, 256)
     """
 
     vocab_size: int
@@ -96,7 +102,14 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """The preset called `name`, with some fields changed."""
+        """The preset called `name`, one of PRESETS, with some fields changed: any field by its name.
+
+        Raises: ValueError: there is no such preset; TypeError: there is no such field.
+
+        Example:
+            >>> nn.GPTConfig.preset("toy", n_layers=2).n_layers
+            2
+        """
         if not isinstance(name, str) or name not in PRESETS:
             names = ", ".join(map(repr, PRESETS))
             refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
@@ -123,7 +136,8 @@ class GPT(nn.Module):
 
     The residual stream passes between blocks as a pair whose sum the next norm takes (see
     TransformerBlock).  With tie_weights the embedding is also the output matrix, and state_dict
-    holds it once.  impl is the backend by name, see TransformerBlock; None chooses.
+    holds it once.  impl is the backend by name, see TransformerBlock; None chooses; device and dtype
+    are those of the parameters.
 
     Adapters, hooks, parametrizations and sharding of single modules work as in any torch model.  A
     module that they change is called and takes no part in a fusion.  For a norm that costs a pass over
@@ -131,6 +145,15 @@ class GPT(nn.Module):
     return_logits=False avoids otherwise.  With tie_weights the output matrix is what the embedding
     gives for all V ids: its weight, or, where an adapter, a parametrization or sharding changes that,
     the result of a second call.  Hooks of the embedding alone cause no second call.
+
+    Example:
+        >>> model = nn.GPT(nn.GPTConfig.preset("toy", n_layers=1, d_model=32, context=16))
+        >>> tokens = torch.randint(256, (2, 8))
+        >>> logits, loss = model(tokens, targets=tokens)
+        >>> logits.shape, loss.shape
+        (torch.Size([2, 8, 256]), torch.Size([]))
+        >>> model.generate(tokens, 2, temperature=0).shape
+        torch.Size([2, 10])
     """
 
     def __init__(
@@ -180,7 +203,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
     ) -> tuple[Tensor | None, Tensor | None]:
-        """tokens [B, S] to (logits [B, S, V], loss).
+        """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
         loss is the mean cross entropy of targets [B, S] in nats (float32), over those that are not
         -100; None without targets.  return_logits=False with targets gives (None, loss), and on a GPU

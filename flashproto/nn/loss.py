@@ -13,12 +13,19 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """torch.nn.CrossEntropyLoss with classes in the last dimension: logits [..., V], targets [...].
 
     The arguments are torch's, in torch's order; of these size_average and reduce, which torch
-    deprecates, are None.  Args beyond torch's: class_dim, 1 for logits [N, V, d1, ...] as torch takes
-    them; z_loss, softcap, inplace_backward and impl, the backend by name; see flashproto.cross_entropy,
-    also for what differs from torch.
+    deprecates, are None.  flashproto.cross_entropy tells what differs from torch.
+
+    Args beyond torch's:
+        class_dim: the dimension of the classes; 1 for logits [N, V, d1, ...] as torch takes them.
+        z_loss, softcap, inplace_backward: as in flashproto.cross_entropy.
+        impl: the backend by name; None chooses.
+
     Raises: TypeError, ValueError: an argument does not fit; at a call what cross_entropy raises.
 
-    Example: CrossEntropyLoss(ignore_index=0)(logits, targets).
+    Example:
+        >>> loss = nn.CrossEntropyLoss(ignore_index=0)
+        >>> loss(torch.randn(2, 5, 100), torch.randint(100, (2, 5))).shape
+        torch.Size([])
     """
 
     def __init__(

@@ -33,9 +33,15 @@ class MLP(nn.Module):
             Shazeer, "GLU Variants Improve Transformer", 2020).
         bias: whether the projections have one.
         impl: the backend of the activation by name; None chooses, and so does "hopper", which has none.
+        device, dtype: of the parameters.
 
-    forward(x [..., C]) returns [..., C].  Raises ValueError for an unknown kind or a width below 1,
-    TypeError for an argument of another type.
+    forward(x [..., C]) returns [..., C].
+
+    Raises: ValueError: the kind is unknown or a width below 1; TypeError: an argument of another type.
+
+    Example:
+        >>> nn.MLP(64, kind="swiglu", bias=False)(torch.randn(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
     """
 
     def __init__(

@@ -24,11 +24,20 @@ class LayerNorm(torch.nn.LayerNorm):
     norm(x) is the norm of x.  norm(x, residual) returns (norm of x + residual, x + residual) in one
     pass over memory: what a pre-norm Transformer does between two layers.
 
-    Args beyond torch's: casting, how the weight is applied (with "gemma", which multiplies by
-    1 + weight, it starts at zero); memory_efficient, which takes bias=False; split_rows; these as in
-    flashproto.layer_norm; impl, the backend by name, None chooses.  forward also takes
-    prologue and epilogue, see flashproto.hooks.
-    Shapes, dtypes, errors and source: flashproto.layer_norm and flashproto.add_layer_norm.
+    Args beyond torch's:
+        casting: how the weight is applied, as in flashproto.layer_norm; with "gemma", which multiplies
+            by 1 + weight, it starts at zero.
+        memory_efficient, split_rows: as in flashproto.layer_norm; the former takes bias=False.
+        impl: the backend by name; None chooses.
+
+    forward also takes prologue and epilogue, see flashproto.hooks.  Shapes, dtypes, errors and source:
+    flashproto.layer_norm and flashproto.add_layer_norm.
+
+    Example:
+        >>> norm, x = nn.LayerNorm(64), torch.randn(2, 8, 64)
+        >>> torch.allclose(norm(x), torch.nn.LayerNorm(64)(x), atol=1e-5)
+        True
+        >>> y, total = norm(x, torch.randn(2, 8, 64))
     """
 
     def __init__(
@@ -90,6 +99,11 @@ class RMSNorm(torch.nn.RMSNorm):
     norm(x) and norm(x, residual) as in LayerNorm, with its arguments beyond torch's, and with bias, a
     learned bias that starts at zero; eps=None is torch.finfo(x.dtype).eps.
     Shapes, dtypes, errors and source: flashproto.rms_norm and flashproto.add_rms_norm.
+
+    Example:
+        >>> norm, x = nn.RMSNorm(64, eps=1e-6, casting="llama"), torch.randn(2, 8, 64)
+        >>> norm(x).shape
+        torch.Size([2, 8, 64])
     """
 
     bias: torch.nn.Parameter | None
@@ -156,8 +170,17 @@ class GatedRMSNorm(RMSNorm):
     """RMSNorm with a gate, as in Mamba-2: norm(x, gate) is norm(x) * silu(gate), or with
     gate_first=True the norm of x * silu(gate); in one pass over memory.
 
-    Args beyond RMSNorm's: gate_first.  Shapes: x, gate and the result [..., *normalized_shape].
+    Args beyond RMSNorm's:
+        gate_first: whether the gate comes before the norm.
+
+    Shapes: x, gate and the result [..., *normalized_shape].
     Source: Dao and Gu, "Transformers are SSMs" (2024).
+
+    Example:
+        >>> norm, x, gate = nn.GatedRMSNorm(64), torch.randn(2, 64), torch.randn(2, 64)
+        >>> expected = flashproto.rms_norm(x, 64, eps=1e-5) * torch.nn.functional.silu(gate)
+        >>> torch.allclose(norm(x, gate), expected, atol=1e-5)
+        True
     """
 
     def __init__(

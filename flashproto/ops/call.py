@@ -40,7 +40,7 @@ from .private import (
 from .recipe import New, Operand, Recipe, is_aligned
 from .written import runner
 
-KEPT = 4096  # what an operator keeps of calls, some KiB each
+CAPACITY = 4096  # what an operator keeps of calls, some KiB each
 
 Gradient = New | int | None
 """Of an input: memory for it, the number of the input whose gradient is the same, or none."""
@@ -142,7 +142,7 @@ class Operator:
         return made(*[x for x in inputs if x is not None]) if type(made) is Call else made
 
     def keep(self, key: Any, made: Any) -> Any:
-        if len(self.kept) >= KEPT:
+        if len(self.kept) >= CAPACITY:
             self.kept.clear()
         self.kept[key] = made
         return made
@@ -262,7 +262,7 @@ def steps(
     if run is None:
         recipe = Recipe(first(tensors).device)
         build(recipe, [recipe.input(x) for x in tensors], *settings)
-        if len(_steps) >= KEPT:
+        if len(_steps) >= CAPACITY:
             _steps.clear()
         run = _steps[key] = runner(recipe, lambda *others: steps(build, others, settings))
     run(*tensors)
@@ -378,9 +378,12 @@ def forward(ctx, {given}):
 
 
 def recorded(
-    operator: Operator, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...],
+    operator: Operator,
+    inputs: Sequence[Tensor | None],
+    settings: Any,
+    returns: tuple[int, ...],
     given: list[int],
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """What records a call: apply of a Function of its own, whose forward is written for it, since what
     a small call takes is Python between torch and the launch."""
     run, recipe, saves = operator.run(inputs, settings, returns, True)

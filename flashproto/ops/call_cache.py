@@ -36,7 +36,7 @@ from . import call, exchange_buffers, private
 from .call import Call, wants_grad
 from .private import TensorGuards, deterministic, forward_ad, transforms_active, watched
 
-KEPT = 4096  # calls, of some KiB each
+CAPACITY = 4096  # calls, of some KiB each
 RECENT = 4
 
 Parameters = ParamSpec("Parameters")
@@ -130,7 +130,7 @@ def resolve(
     made = made.after_casts(tensors)
     key = key_of((kind, facts(tensors[0])), tensors)
     if key is not None and is_plain(kind):
-        if len(_calls) >= KEPT:
+        if len(_calls) >= CAPACITY:
             forget()
         _calls[key] = made
     return made(*tensors)

@@ -1,8 +1,8 @@
 """TMA descriptors: how the copy engine of Hopper finds a box of a tensor.
 
 A descriptor is a function of an address, a dtype, a shape, strides and a box.  Triton takes several
-microseconds to check all these and make one.  Boxes keep what all addresses have in common, and the
-descriptors of the last addresses.  They hold no memory of the tensors.
+microseconds to check all these and make one.  TmaDescriptors keep what all addresses have in common,
+and the descriptors of the last addresses.  They hold no memory of the tensors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Descriptor(TensorDescriptor):
         return other
 
 
-class Boxes(dict[int, Descriptor]):
+class TmaDescriptors(dict[int, Descriptor]):
     """Descriptors of tensors that differ in nothing but their addresses, multiples of 16, by these."""
 
     def __init__(self, first: Descriptor) -> None:
@@ -65,17 +65,19 @@ class Boxes(dict[int, Descriptor]):
 
 
 @functools.lru_cache(1024)
-def boxes(device: torch.device, dtype: torch.dtype, shape: Shape, strides: Shape, box: Shape) -> Boxes:
-    """Boxes of tensors on `device` that TMA reads, with zeros past the end."""
+def tma_descriptors(
+    device: torch.device, dtype: torch.dtype, shape: Shape, strides: Shape, box: Shape
+) -> TmaDescriptors:
+    """TmaDescriptors of tensors on `device` that TMA reads, with zeros past the end."""
     used = [s if n > 1 else UNUSED_STRIDE for n, s in zip(shape[:-1], strides[:-1], strict=True)]
     # As wide as rows allow.
     layout = NVMMASharedLayout.get_default_for(list(box), LANGUAGE_TYPES[dtype])
-    return Boxes(Descriptor(Memory(0, dtype), list(shape), [*used, 1], list(box), layout))
+    return TmaDescriptors(Descriptor(Memory(0, dtype), list(shape), [*used, 1], list(box), layout))
 
 
 def boxed(x: Operand, shape: Shape, strides: Shape, box: Shape) -> Boxed:
     """x as an argument: boxes of its memory seen as [*shape] with `strides`."""
-    return Boxed(x, boxes(x.device, x.dtype, tuple(shape), tuple(strides), box))
+    return Boxed(x, tma_descriptors(x.device, x.dtype, tuple(shape), tuple(strides), box))
 
 
 def tma_reads(x: Operand) -> bool:

@@ -19,9 +19,15 @@ NO_TANGENT = (
 )
 NO_SECOND_DERIVATIVE = "flashproto: the kernels have no second derivative"
 SCHEMA_TYPES = {
-    bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
-    tuple[float, ...]: "float[]", tuple[int, ...]: "SymInt[]", tuple[bool, ...]: "bool[]",
-}  # fmt: skip
+    bool: "bool",
+    int: "SymInt",
+    float: "float",
+    str: "str",
+    torch.dtype: "ScalarType",
+    tuple[float, ...]: "float[]",
+    tuple[int, ...]: "SymInt[]",
+    tuple[bool, ...]: "bool[]",
+}
 
 
 def schema_of_tensors(names: str) -> list[str]:
@@ -170,9 +176,12 @@ def first(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 def kernel_op(
-    name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any],
+    name: str,
+    function: Callable[..., Any],
+    schema: str,
+    fake: Callable[..., Any],
     mutates_args: tuple[str, ...] = (),
-) -> torch.library.CustomOpDef:  # fmt: skip
+) -> torch.library.CustomOpDef:
     """torch.library.custom_op of a function that launches kernels, with two differences, if it changes
     no argument: the op raises on inputs that carry tangents, which torch.library would drop, and a
     call that `goes_straight` skips the second way through the dispatcher that torch.library takes to

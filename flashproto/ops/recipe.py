@@ -58,9 +58,15 @@ class Operand:
     __slots__ = ("device", "dtype", "offset", "recipe", "shape", "strides", "variable")
 
     def __init__(
-        self, recipe: Recipe, variable: int, shape: Sequence[int], strides: Sequence[int],
-        dtype: torch.dtype, device: torch.device, offset: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        recipe: Recipe,
+        variable: int,
+        shape: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        offset: int = 0,
+    ) -> None:
         self.recipe, self.variable, self.offset = recipe, variable, offset
         self.shape, self.strides = tuple(shape), tuple(strides)
         self.dtype, self.device = dtype, device
@@ -89,10 +95,13 @@ class Operand:
 
     def is_contiguous(self) -> bool:
         wanted = contiguous_strides(self.shape)
-        return all(
-            n == 1 or have == want
-            for n, have, want in zip(self.shape, self.strides, wanted, strict=True)
-        ) or 0 in self.shape  # fmt: skip
+        return (
+            all(
+                n == 1 or have == want
+                for n, have, want in zip(self.shape, self.strides, wanted, strict=True)
+            )
+            or 0 in self.shape
+        )
 
     # --- views ---
 
@@ -173,10 +182,10 @@ def converted_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Boxed(NamedTuple):
-    """As an argument: the TMA descriptor of an operand; boxes: see descriptors.py."""
+    """As an argument: the TMA descriptor of an operand; tma_descriptors: see descriptors.py."""
 
     operand: Operand
-    boxes: Any
+    tma_descriptors: Any
 
 
 class Table(NamedTuple):
@@ -348,7 +357,7 @@ class Recipe:
             if isinstance(x, Operand):
                 return self._tensor(x, values)
             if isinstance(x, Boxed):
-                return x.boxes[self._tensor(x.operand, values).data_ptr()]
+                return x.tma_descriptors[self._tensor(x.operand, values).data_ptr()]
             if isinstance(x, Table):
                 return x.make()
             if isinstance(x, Exchange):

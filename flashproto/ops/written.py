@@ -172,9 +172,12 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
 
 
 def _launch_source(
-    step: Launch, k: int, device: torch.device, constant: Callable[[Any], str],
+    step: Launch,
+    k: int,
+    device: torch.device,
+    constant: Callable[[Any], str],
     address: Callable[[Operand], str],
-) -> list[str]:  # fmt: skip
+) -> list[str]:
     """The lines that launch: arguments in the order of the kernel's parameters, plain ones together."""
     lines: list[str] = []
     handed: list[str] = []
@@ -208,7 +211,7 @@ def _launch_source(
             handed.append(address(x))
         elif isinstance(x, Boxed):
             name = f"{p.name}_{k}"
-            lines.append(f"{name} = {constant(x.boxes)}[{address(x.operand)}]")
+            lines.append(f"{name} = {constant(x.tma_descriptors)}[{address(x.operand)}]")
             if private.DIRECT:
                 encode = f"{name}.encode(encoding{k}[{boxes}])"
                 lines.append(f"if {name}.encoded is None: {encode}")

@@ -1,0 +1,223 @@
+"""What the documentation says by itself: docs/speed.md, its pictures and README's table from the result
+files in docs/results, and docs/api.md from the docstrings.
+
+    python -m flashproto.bench docs             # write them all, in a checkout
+    python -m flashproto.bench docs --check     # write nothing; exit code 1 where a text is stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import api, plots, report, speed
+from .measure import OURS
+from .plots import title
+from .speed import Results, best_peer, card, machines, markdown, month, ratios
+
+ROOT = Path(__file__).resolve().parents[2]
+BEGIN = "<!-- speed table: python -m flashproto.bench docs -->"
+END = "<!-- end of speed table -->"
+
+
+# --- README's table ------------------------------------------------------------------------------
+
+
+class Row(NamedTuple):
+    """A row of README's table: all cells of a subject whose names match, and one of them in figures."""
+
+    title: str
+    subject: str
+    cells: str
+    example: str
+
+
+ROWS = (
+    Row("attention, head_dim 64 to 256", "attention", "", "D128 S8192 causal"),
+    Row("attention inside a block", "views", "", "views d2048 T4096 B4"),
+    Row("`rms_norm`", "norm", "^RMSNorm", "RMSNorm 49152x4096"),
+    Row("`layer_norm`", "norm", "^LayerNorm", "LayerNorm 49152x4096"),
+    Row("`softmax`", "softmax", "", "softmax 49152x4096"),
+    Row("`cross_entropy`", "cross_entropy", "", "cross_entropy 8192x128256"),
+    Row("`linear_cross_entropy`", "linear_cross_entropy", "", "linear_cross_entropy 16384x4096x128256"),
+    Row("`swiglu`, `geglu`, `gelu`", "glu", "glu |gelu ", "swiglu 16384x5632"),
+    Row("`rope`, `qk_norm`", "glu", "^rope|^qk_norm", "rope B4 S4096 H16/16 D128"),
+    Row("Transformer block, d_model 2048", "block", "", "block d2048 T4096 B4"),
+    Row("GPT-2 124M and 350M, loss and gradients", "gpt", "", "gpt2-124m T1024 B16"),
+)
+
+
+def readme_table(results: Results) -> str:
+    """The lines between BEGIN and END."""
+    rows = [["", "example", "flashproto", "fastest peer", "forward", "backward"]]
+    run = None
+    for row in ROWS:
+        cells = results.get(row.subject, {}).get("cells", {})
+        chosen = {key: cell for key, cell in cells.items() if re.search(row.cells, key)}
+        if not chosen:
+            continue
+        run = run or results[row.subject]["runs"][-1]
+        key = row.example if row.example in chosen else next(iter(chosen))
+        rows.append([row.title, *example(key, chosen[key]), *columns(chosen)])
+    if run is None:
+        raise ValueError("docs/results holds nothing for README's table; measure attention or a norm.")
+    versions = run["environment"]["versions"]
+    text = (
+        f"On one {card(run)} (torch {versions['torch'].partition('+')[0]}, triton {versions['triton']},"
+        f" {month(results)}): an example, forward / backward; then how many times as fast flashproto is"
+        " as the fastest peer of the same run, geometric mean (range) over all shapes. Below 1 the peer"
+        " is faster; f+b is forward and backward together. Shapes: rows x columns, or D head_dim, S or"
+        " T tokens, B sequences, H heads."
+    )
+    return f"\n{text}\n\n{markdown(rows)}\n"
+
+
+def example(key: str, cell: dict[str, Any]) -> list[str]:
+    """The cell's name, our figures of it, and those of each pass's fastest peer."""
+    ours, theirs = [], []
+    names: list[str] = []
+    for results in cell["passes"].values():
+        timed = {n: r for n, r in results.items() if "ms" in r}
+        own = report.fastest({n: r for n, r in timed.items() if n.startswith(OURS)})
+        best = best_peer(results)
+        ours.append(report.entry(timed[own], cell["unit"]).rstrip("*"))
+        theirs.append(report.entry(timed[best], cell["unit"]).rstrip("*"))
+        names.append(title(best))
+    shape = re.sub(r"^[A-Za-z_]+ ", "", key)
+    named = ", ".join(dict.fromkeys(names))
+    return [f"{shape}, {cell['unit']}", " / ".join(ours), f"{' / '.join(theirs)} ({named})"]
+
+
+def columns(cells: report.Cells) -> list[str]:
+    """The ratios to the fastest peer: forward, and what else was timed."""
+    texts = []
+    for which in report.passes(cells):
+        found = list(ratios(cells, which).values())
+        text = f"{statistics.geometric_mean(found):.2f}"
+        text += f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
+        texts.append(text + (" f+b" if "+" in which else ""))
+    return [*texts, "-"][:2]
+
+
+def filled(readme: str, table: str) -> str | None:
+    """README with the table in its block; None where there is no block."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else None
+
+
+# --- pictures ------------------------------------------------------------------------------------
+
+
+class Picture(NamedTuple):
+    """Some cells of a subject, by what stands below their bars, and the peers beside ours."""
+
+    heading: str
+    subject: str
+    cells: dict[str, str]
+    peers: tuple[str, ...]
+
+    def taken(self, results: Results) -> report.Cells:
+        cells = results.get(self.subject, {}).get("cells", {})
+        return {key: best_of_ours(cells[key], self.peers) for key in self.cells if key in cells}
+
+
+PICTURES = {
+    "speed": Picture(
+        "Causal attention, forward and backward",
+        "attention",
+        {
+            f"D{D} S{S} causal": f"head_dim {D}, {S} tokens"
+            for D in (64, 128, 256)
+            for S in (4096, 16384)
+        },
+        ("fa4", "sdpa-cudnn", "flex"),
+    ),
+    "norm": Picture(
+        "Norms of rows x columns, forward and backward",
+        "norm",
+        {
+            f"{kind} {shape}": f"{kind} {shape}"
+            for kind in ("RMSNorm", "LayerNorm")
+            for shape in ("49152x1024", "49152x4096", "3072x16384", "768x65536")
+        },
+        ("torch", "compile", "liger", "quack"),
+    ),
+}
+
+
+def best_of_ours(cell: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
+    """The cell with our fastest contender, under the library's name, and the peers that are shown."""
+    passes: dict[str, Any] = {}
+    for which, results in cell["passes"].items():
+        timed = {n: r for n, r in results.items() if "ms" in r}
+        own = report.fastest({n: r for n, r in timed.items() if n.startswith(OURS)})
+        passes[which] = {OURS: timed[own]} | {n: timed[n] for n in shown if n in timed}
+    return cell | {"passes": passes}
+
+
+def shown(results: Results) -> list[str]:
+    """The pictures in Markdown, from docs/."""
+    drawn = {name: picture for name, picture in PICTURES.items() if picture.taken(results)}
+    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture in drawn.items()]
+
+
+def draw(results: Results, folder: Path) -> list[Path]:
+    """The pictures for which there are results."""
+    written = []
+    for name, picture in PICTURES.items():
+        cells = picture.taken(results)
+        if cells:
+            run = results[picture.subject]["runs"][-1]
+            heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
+            path = folder / f"{name}.png"
+            plots.plot(cells, heading, path, picture.cells.__getitem__)
+            written.append(path)
+    return written
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def texts(root: Path) -> dict[Path, str | None]:
+    """Each file that is written, with its text; README's is None where it has no block."""
+    found = machines(root)
+    readme = root / "README.md"
+    return {
+        root / "docs" / "speed.md": speed.page(found, shown(found[0])),
+        root / "docs" / "api.md": api.page(),
+        readme: filled(readme.read_text(), readme_table(found[0])),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashproto.bench docs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--check", action="store_true", help="write nothing; say what is stale")
+    options = parser.parse_args(arguments)
+    if not (ROOT / "docs" / "results").is_dir():
+        sys.exit("flashproto.bench docs: there is no docs/results here; run it in a checkout.")
+    stale = []
+    for path, text in texts(ROOT).items():
+        name = path.relative_to(ROOT)
+        if text is None:
+            print(f"{name} has no block for the table: put these two lines into it\n{BEGIN}\n{END}")
+        elif not path.exists() or path.read_text() != text:
+            stale.append(str(name))
+            if not options.check:
+                path.write_text(text)
+                print(f"wrote {name}")
+        else:
+            print(f"{name} is up to date")
+    if options.check:
+        sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
+    for path in draw(machines(ROOT)[0], ROOT / "docs" / "pictures"):
+        print(f"wrote {path.relative_to(ROOT)}")

@@ -1,0 +1,272 @@
+"""docs/speed.md from the result files in docs/results: its text; docs.py writes it.
+
+A result file is what a run of a benchmark writes: --out docs/results/NAME, a folder for each machine.
+Every ratio compares contenders of one run.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from . import report
+from .measure import OURS
+from .plots import title
+
+SECTIONS = {
+    "attention": "Attention",
+    "views": "Attention inside a block",
+    "norm": "LayerNorm and RMSNorm",
+    "add_norm": "A residual added in the norm",
+    "softmax": "Softmax",
+    "softmax_topk": "Softmax and the largest of it",
+    "cross_entropy": "Cross entropy",
+    "linear_cross_entropy": "Linear layer and cross entropy",
+    "glu": "Gated linear units, GELU, RoPE, QK norm",
+    "block": "A Transformer block",
+    "gpt": "Training GPT-2",
+    "oneflow": "OneFlow's tables",
+    "online_softmax": "The online-softmax paper's benchmark",
+    "rms_norm_article": "An article's RMSNorm",
+}
+WITH_MEMORY = ("linear_cross_entropy", "block", "gpt")
+PACKAGES = {  # of contenders, as a run's environment names them
+    "fa4": "flash_attn.cute",
+    "quack": "quack",
+    "liger": "liger_kernel",
+    "cut-cross-entropy": "cut_cross_entropy",
+}
+
+Results = dict[str, dict[str, Any]]  # by subject
+
+
+def load(folder: Path) -> Results:
+    """The result files of one machine."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+def machines(root: Path) -> list[Results]:
+    """The results of each machine, that with the most cells first."""
+    folders = [path for path in sorted((root / "docs" / "results").iterdir()) if path.is_dir()]
+    found = [results for results in map(load, folders) if results]
+    return sorted(found, key=lambda results: -sum(len(d.get("cells", {})) for d in results.values()))
+
+
+# --- what a run was of ---------------------------------------------------------------------------
+
+
+def card(run: dict[str, Any]) -> str:
+    machine = run["environment"]
+    return machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
+
+
+def software(run: dict[str, Any]) -> str:
+    versions = run["environment"]["versions"]
+    cuda = f", CUDA {versions['cuda']}, driver {versions['driver']}" if versions.get("cuda") else ""
+    return f"torch {versions['torch']}, triton {versions['triton']}{cuda}"
+
+
+def peers(run: dict[str, Any], names: Sequence[str]) -> str:
+    """The packages that the contenders are of, with their versions."""
+    found = run["environment"]["peers"]
+    versions = {name: found.get(PACKAGES[name]) for name in names if name in PACKAGES}
+    return ", ".join(f"{title(name)} {version}" for name, version in versions.items() if version)
+
+
+def day(run: dict[str, Any]) -> str:
+    return run["date"][:10]
+
+
+def month(results: Results) -> str:
+    last = max(run["date"] for data in results.values() for run in data["runs"])
+    return datetime.datetime.fromisoformat(last).strftime("%B %Y")
+
+
+def provenance(runs: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
+    """One line: when, on what, with what."""
+    run = runs[-1]
+    days = " and ".join(dict.fromkeys(map(day, runs)))
+    parts = [f"Measured {days} on one {card(run)}", software(run), peers(run, names)]
+    text = "; ".join(part for part in parts if part)
+    ceilings = run["ceilings"]
+    if ceilings:
+        which = "the last of these runs" if len(runs) > 1 else "the same run"
+        text += f". In {which} a copy reached {ceilings['copy_gb_s']:.0f} GB/s and a matmul of "
+        text += f"{ceilings['matmul']} {ceilings['matmul_tflop_s']:.0f} TFLOP/s"
+    return text + "."
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])
+
+
+def best_peer(results: dict[str, Any]) -> str:
+    timed = {n: r for n, r in results.items() if "ms" in r and not n.startswith(OURS)}
+    return report.fastest(timed)
+
+
+def cells_table(cells: report.Cells) -> str:
+    """A row for each cell, a column for each contender and the ratio to the fastest peer; the passes
+    are joined by slashes."""
+    passes, names = report.passes(cells), report.contenders(cells)
+    rows = [["", *map(title, names), "times the fastest peer"]]
+    for key, cell in cells.items():
+        row = [key]
+        for name in names:
+            entries = [report.entry(cell["passes"].get(w, {}).get(name), cell["unit"]) for w in passes]
+            nowhere = not any(char.isdigit() for char in "".join(entries))
+            row.append(entries[0] if nowhere and len(set(entries)) == 1 else " / ".join(entries))
+        ratios = [report.ratio(cell["passes"].get(which, {})) for which in passes]
+        rows.append([*row, " / ".join("-" if r is None else f"{r:.3f}" for r in ratios)])
+    return markdown(rows)
+
+
+def ratios(cells: report.Cells, which: str) -> dict[str, float]:
+    found = {key: report.ratio(cell["passes"].get(which, {})) for key, cell in cells.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def summary(cells: report.Cells) -> Iterator[str]:
+    """For each pass the ratio to the fastest peer over all cells, and where a peer is faster."""
+    for which in report.passes(cells):
+        found = ratios(cells, which)
+        if not found:
+            continue
+        text = f"- {which}: {statistics.geometric_mean(found.values()):.3f} times the fastest peer"
+        if len(found) > 1:
+            text += f" in geometric mean ({min(found.values()):.3f} to {max(found.values()):.3f})"
+        slower = {key: value for key, value in found.items() if value < 1}
+        if slower:
+            text += f"; a peer is faster in {len(slower)} of {len(found)} cells: " + ", ".join(
+                f"{key} ({title(best_peer(cells[key]['passes'][which]))}, {value:.3f})"
+                for key, value in slower.items()
+            )
+        yield text
+
+
+def memory_table(cells: report.Cells) -> str:
+    """The peak of memory of the last pass, GiB."""
+    which = report.passes(cells)[-1]
+    by_cell = {key: cell["passes"][which] for key, cell in cells.items()}
+    names = [n for n, r in next(iter(by_cell.values())).items() if "peak_gib" in r]
+    names.sort(key=lambda name: not name.startswith(OURS))
+    rows = [[f"{which}, GiB", *map(title, names)]]
+    for key, results in by_cell.items():
+        peaks = [results.get(name, {}).get("peak_gib") for name in names]
+        rows.append([key, *("-" if peak is None else f"{peak:.2f}" for peak in peaks)])
+    return markdown(rows)
+
+
+# --- docs/speed.md -------------------------------------------------------------------------------
+
+HEAD = """# Speed
+
+Written by `python -m flashproto.bench docs` from the files in [docs/results](results), which hold
+every figure, its spread, the machine, the versions and the commit. `python -m flashproto.bench SUBJECT`
+measures again on your machine; the heading of each section ends with its SUBJECT.
+
+How it is measured: every contender's result is checked against a float32 reference first, and a wrong
+one gets no time. Contenders take turns on one machine in one process; a figure is the median of repeats
+that are medians themselves. On a GPU device time counts, with the L2 cache flushed before each call,
+except where a section says otherwise. Forward is timed with gradients wanted, as in training. Tensors
+are bfloat16 where nothing else is said.
+
+How to read it: figures of one table compare, those of different runs do not, since machines and clocks
+differ. "Times the fastest peer" is the fastest peer's time over that of the fastest flashproto; below 1
+the peer is faster. `flashproto[hopper]` is the backend of that name, which attention takes on an H100
+or H200 if none is named; `flashproto[triton]` is the portable one. \\* marks a single repeat, of a
+contender far behind. "error": the peer does not run that shape; the file has its message.
+"""
+
+
+def prose(module: Any) -> str:
+    """A module's docstring as Markdown."""
+    return re.sub(r"(?m)^ +", "", module.__doc__).strip().replace("*", "\\*")
+
+
+def section(subject: str, data: dict[str, Any]) -> Iterator[str]:
+    cells = data["cells"]
+    unit = next(iter(cells.values()))["unit"]
+    less = "less" if unit == "ms" else "more"
+    yield f"## {SECTIONS.get(subject, subject)}: `{subject}`"
+    yield prose(import_module(f".{subject}", __package__))
+    yield provenance(data["runs"], report.contenders(cells))
+    yield f"{unit}, {' / '.join(report.passes(cells))}; {less} is better."
+    yield cells_table(cells)
+    yield "\n".join(summary(cells))
+    if subject in WITH_MEMORY:
+        yield "Memory at the peak of a pass, beyond what was there before it:"
+        yield memory_table(cells)
+
+
+def launch_section(data: dict[str, Any]) -> Iterator[str]:
+    """The host's time of a call, beside the same call of torch."""
+    yield "## Time on the host: `launch`"
+    yield (
+        "What a call takes on the host before the kernel starts, on a tiny input, in microseconds: the"
+        " median and the lowest of rounds of calls."
+    )
+    yield provenance(data["runs"])
+    for figures in data["launch"]:
+        first = figures["first_attention_s"]
+        rows = [["call", f"flashproto[{figures['impl']}]", "torch"]]
+        pairs = figures["host_us"]
+        for name, ours in pairs.items():
+            theirs = pairs.get(name.replace("flashproto.", "torch "))
+            if name.startswith("flashproto.") and theirs is not None:
+                entries = [f"{us:.1f} (lowest {low:.1f})" for us, low in (ours, theirs)]
+                rows.append([name.removeprefix("flashproto."), *entries])
+        yield markdown(rows)
+        yield (
+            f"`import flashproto` takes {figures['import_ratio']:.2f} times as long as `import torch`."
+            f" The first attention of `{figures['impl']}`, with an empty cache and compiled, takes "
+            + ", ".join(f"{seconds:.1f} s {which}" for which, seconds in first.items())
+            + "."
+        )
+
+
+def losses_section(data: dict[str, Any]) -> Iterator[str]:
+    """Validation losses of the example model by backend."""
+    yield "## The same loss on every backend: `examples/compare_losses.py`"
+    yield (
+        "The toy GPT of `examples/train_gpt.py`, trained from several seeds on each backend: mean and"
+        " standard deviation of the validation loss at the end."
+    )
+    yield provenance(data["runs"])
+    rows = [["backend", "seeds", "steps each", "validation loss"]]
+    for impl in dict.fromkeys(run["impl"] for run in data["losses"]):
+        runs = [run for run in data["losses"] if run["impl"] == impl]
+        found = [run["validation"] for run in runs]
+        spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
+        rows.append(
+            [impl, str(len(runs)), str(runs[0]["steps"]), f"{statistics.mean(found):.4f}{spread}"]
+        )
+    yield markdown(rows)
+
+
+def page(found: list[Results], pictures: Sequence[str]) -> str:
+    """docs/speed.md of these machines, with lines of Markdown that show pictures."""
+    parts = [HEAD.strip(), *pictures]
+    for results in found:
+        if len(found) > 1:
+            parts.append(f"# {card(next(iter(results.values()))['runs'][-1])}")
+        known = [subject for subject in SECTIONS if subject in results]
+        others = [subject for subject in results if subject not in SECTIONS]
+        for subject in [*known, *others]:
+            if results[subject].get("cells"):
+                parts += section(subject, results[subject])
+        if "launch" in results:
+            parts += launch_section(results["launch"])
+        if "losses" in results:
+            parts += losses_section(results["losses"])
+    return "\n\n".join(part for part in parts if part) + "\n"
