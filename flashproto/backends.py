@@ -97,8 +97,8 @@ def get_default() -> str | None:
     return _default
 
 
-def _check_name(impl: str | None, source: str = "impl") -> None:
-    if impl is not None and impl not in BACKENDS:
+def _check_name(impl: object, source: str = "impl") -> None:
+    if impl is not None and not (isinstance(impl, str) and impl in BACKENDS):
         raise ValueError(
             f"{source} is {described(impl)}; it takes one of "
             f"{', '.join(map(repr, BACKENDS))} or None. Pass impl=None to let flashproto choose."
@@ -245,7 +245,7 @@ def choose(
     compiling = torch.compiler.is_compiling()
     wanted = _default if impl is None else impl
     if wanted is not None:
-        _check_name(wanted)
+        _check_name(wanted, f"{operator}: impl")
     unfit = misfit(tensors)
     for chosen in BACKENDS if wanted is None else (wanted,):
         if unfit is not None and chosen in KERNELS:

@@ -124,11 +124,13 @@ def check_dtype(operator: str, dtype: object) -> None:
         )
 
 
-def check_scale(operator: str, scale: float | None) -> float | None:
+def check_scale(
+    operator: str, scale: float | None, do: str = "Pass None for 1 / sqrt(head_dim)."
+) -> float | None:
     """scale, a finite number or None."""
     if scale is None:
         return None
-    takes, do = "a finite number, or None", "Pass None for 1 / sqrt(head_dim)."
+    takes = "a finite number, or None"
     return check_number(operator, "scale", scale, -LARGEST, LARGEST, takes, do)
 
 
@@ -296,11 +298,14 @@ def check_norm(
     residual: Tensor | None,
     eps: float | None,
 ) -> None:
-    """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape."""
+    """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape, which the
+    operators need that have it in their names."""
     check_tensor(operator, "x", x)
+    if operator.startswith("add_"):
+        check_tensor(operator, "residual", residual)
     check_eps(operator, eps)
     device, shape = x.device, tuple(normalized_shape)
-    if not shape or not all(map(is_number, shape)) or x.shape[-len(shape) :] != shape:
+    if not shape or not all(map(is_integer, shape)) or x.shape[-len(shape) :] != shape:
         refuse(
             operator,
             "normalized_shape",
@@ -555,10 +560,11 @@ def check_cross_entropy(
     weight: Tensor | None,
     weight_name: str,
     logits_shape: Sequence[int] | None = None,
+    class_dim: int = -1,
 ) -> None:
     """targets are integers of `shape`, weight [V], on `device`.
 
-    logits_shape: where classes may lie in another dimension than the last.
+    logits_shape: where classes may lie in another dimension than the last, class_dim.
     """
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = f"of dtype {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
@@ -581,8 +587,8 @@ def check_cross_entropy(
     if targets.shape != torch.Size(shape):
         do = "Pass one for each row."
         if logits_shape is not None:
-            do = "Classes are the last dimension of logits, or class_dim."
-            if len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
+            do = f"Classes are dimension class_dim of logits, {class_dim}."
+            if class_dim == -1 and len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
                 do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
         refuse(
             operator,

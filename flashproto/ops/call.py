@@ -155,6 +155,7 @@ class Operator:
         """The recipe of the forward.  It returns the outputs numbered `returns`, and if `saving` those
         behind them that are saved alone; with all that is saved."""
         recipe = Recipe(first(inputs).device)
+        recipe.asked_for = returns
         operands = [recipe.input(x) for x in inputs]
         news = self.makes(settings, *operands)
         outputs = [None if new is None else recipe.make(new) for new in news]
