@@ -17,6 +17,10 @@ from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+# Keys of torch's dispatcher that are on during make_fx(pre_dispatch=True), while torch.autograd takes
+# gradients of a batch by its own vmap, and during torch.jit.trace.
+PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "VmapMode", "Tracer"))
+
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -71,6 +75,11 @@ def is_number(x: object) -> bool:
     return (isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool)) or is_integer(x)
 
 
+def untraced(x: Any) -> Any:
+    """x, as an integer where it is a size that torch.jit.trace has made a tensor."""
+    return int(x) if isinstance(x, Tensor) and x.ndim == 0 and key_is_on(JIT_TRACE) else x
+
+
 def check_number(
     operator: str, argument: str, x: Any, low: float, high: float, takes: str, do: str
 ) -> float:
@@ -86,6 +95,7 @@ def check_integer(
     operator: str, argument: str, x: Any, low: int, high: int, takes: str | Callable[[], str], do: str
 ) -> int:
     """x, an integer from `low` to `high`, as one of Python's where it is one of numpy's."""
+    x = untraced(x)
     if not is_integer(x):
         refuse(operator, argument, described(x), takes, do, TypeError)
     if not low <= x <= high:
@@ -141,11 +151,6 @@ def check_eps(operator: str, eps: float | None) -> None:
 
 
 # --- values ---------------------------------------------------------------------------------------
-
-# Keys of torch's dispatcher that are on during make_fx(pre_dispatch=True), while torch.autograd takes
-# gradients of a batch by its own vmap, and during torch.jit.trace.
-PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "VmapMode", "Tracer"))
-
 
 def watched() -> bool:
     """Whether something beside torch.compile and torch.func wants to see each call: a dispatch mode, or
@@ -341,7 +346,8 @@ def check_norm(
 def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
     """normalized_shape as an int or a tuple."""
     if isinstance(normalized_shape, (tuple, list)):
-        return tuple(normalized_shape)
+        return tuple(map(untraced, normalized_shape))
+    normalized_shape = untraced(normalized_shape)
     if is_integer(normalized_shape):
         return normalized_shape  # type: ignore[return-value]
     x = "x, residual" if operator.startswith("add_") else "x"

@@ -379,7 +379,7 @@ def setup_context(ctx, inputs, output) -> None:
     *tensors, _, ctx.need_lse, ctx.chunk_size, _, _, _, _ = inputs
     ctx.options = tensors[5:]
     ctx.save_for_backward(*tensors[:5], *output[2:])
-    ctx.mark_non_differentiable(output[1], *output[3:])
+    ctx.mark_non_differentiable(output[1], *output[3 if ctx.need_lse else 2 :])
     ctx.set_materialize_grads(False)
 
 
@@ -394,8 +394,6 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         setup_context(ctx, inputs, output)
         ctx.at_once = any(inputs[-3:])
-        if not ctx.need_lse:
-            ctx.mark_non_differentiable(output[1], *output[2:])
 
     @staticmethod
     def backward(ctx, dloss, dz, dlse, *_):
