@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _functorch
-from torch.autograd import forward_ad
 from torch._C import _is_any_autocast_enabled as autocasts
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .checks import described

@@ -152,6 +152,7 @@ def check_eps(operator: str, eps: float | None) -> None:
 
 # --- values ---------------------------------------------------------------------------------------
 
+
 def watched() -> bool:
     """Whether something beside torch.compile and torch.func wants to see each call: a dispatch mode, or
     what has one of these keys."""
@@ -594,7 +595,8 @@ def check_cross_entropy(
         do = "Pass one for each row."
         if logits_shape is not None:
             do = f"Classes are dimension class_dim of logits, {class_dim}."
-            if class_dim == -1 and len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
+            as_torch = len(logits_shape) > 2 and (logits_shape[0], *logits_shape[2:])
+            if class_dim == -1 and targets.shape == as_torch:
                 do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
         refuse(
             operator,

@@ -661,12 +661,11 @@ def test_gradients_of_a_batch(case: Case, impl: str, device: str) -> None:
         return torch.autograd.grad(roots, wanted, upstream, retain_graph=True, is_grads_batched=batched)
 
     batch = [torch.stack([upstream(y) * (i - 1.5) for i in range(4)]) for y in roots]
-    alone = [torch.stack(x) for x in zip(*(gradients(*g, batched=False) for g in zip(*batch)))]
+    each = [gradients(*g, batched=False) for g in zip(*batch, strict=True)]
+    alone = [torch.stack(x) for x in zip(*each, strict=True)]
     base.assert_equal(gradients(*batch, batched=True), alone)
     twice = torch._vmap_internals._vmap(functools.partial(gradients, batched=True))
-    base.assert_equal(
-        [x.flatten(0, 1) for x in twice(*(g.unflatten(0, (2, 2)) for g in batch))], alone
-    )
+    base.assert_equal([x.flatten(0, 1) for x in twice(*(g.unflatten(0, (2, 2)) for g in batch))], alone)
 
 
 @pytest.mark.parametrize(("case", "impl"), parameters(CASES))
@@ -821,7 +820,7 @@ def test_forward_mode(case: Case, device: str) -> None:
     tangents = [torch.linspace(-1, 1, t.numel(), device=device).view_as(t).to(t) for t in tensors]
     of_reference, *_ = of_gradients(case, "reference", base.inputs)
     by_name, *_ = of_gradients(case, "triton", base.inputs)
-    y, wanted = torch.func.jvp(of_reference, tuple(tensors), tuple(tangents))
+    _, wanted = torch.func.jvp(of_reference, tuple(tensors), tuple(tangents))
     unit = unit_of(*base.inputs.values())
     with no_launch():
         assert_near(torch.func.jvp(f, tuple(tensors), tuple(tangents))[1], wanted, unit)

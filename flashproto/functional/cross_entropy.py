@@ -201,8 +201,8 @@ def linear_cross_entropy(
     if backend == "triton":
         options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
-            h.reshape(targets.numel(), D), weight, bias, targets.reshape(-1), class_weight, options, reduction,
-            return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,
+            h.reshape(targets.numel(), D), weight, bias, targets.reshape(-1), class_weight, options,
+            reduction, return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,
         )  # fmt: skip
         shape = targets.shape
         if reduction == "none":
