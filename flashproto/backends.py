@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -47,9 +48,25 @@ Reason = str | tuple[Any, ...]
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str | torch.device]] = set()
-_watchers: list[Callable[[str, str, dict[str, list[str]]], None]] = []
 _default: str | None = os.environ.get("FLASHPROTO_IMPL") or None
 
+
+class Watchers(threading.local):
+    """Functions that are told of something that happens in this thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[..., None]] = []
+
+    @contextlib.contextmanager
+    def add(self, watcher: Callable[..., None]) -> Iterator[None]:
+        self.all.append(watcher)
+        try:
+            yield
+        finally:
+            self.all.remove(watcher)
+
+
+_choices = Watchers()
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -184,7 +201,7 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
                 why = f"it is inside torch.func.{transform}, for which the kernels have no rule"
                 return why, f"Call it outside of {transform}."
         if not torch.compiler.is_compiling():
-            tensors = [_unwrapped(x) for x in tensors]
+            tensors = [unwrapped(x) for x in tensors]
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter and _is_dtensor(type(x)):
             return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
@@ -208,7 +225,7 @@ def _is_inside(transform: str) -> bool:
     return any(level.key().name.lower() == transform for level in levels)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
     """What the transforms of torch.func wrap."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
@@ -257,7 +274,7 @@ def choose(
     else:
         assert wanted is not None  # the reference runs everything
         _raise(operator, wanted, impl is None, device, unfit, call_reasons)
-    if not compiling and _watchers:
+    if not compiling and _choices.all:
         _tell(operator, chosen, device, unfit, call_reasons)
     if not compiling and (operator, chosen, device) not in _logged:
         _log_once(operator, chosen, device, wanted is None)
@@ -286,18 +303,15 @@ def _tell(
             earlier = BACKENDS.index(backend) < BACKENDS.index(chosen)
             why = f"{chosen!r} was asked for" if earlier else f"it comes behind {chosen!r}"
             against[backend] = reasons or [f"it can run this call, but {why}"]
-    for watcher in _watchers:
+    for watcher in _choices.all:
         watcher(operator, chosen, against)
 
 
-@contextlib.contextmanager
-def watch_choices(watcher: Callable[[str, str, dict[str, list[str]]], None]) -> Iterator[None]:
+def watch_choices(
+    watcher: Callable[[str, str, dict[str, list[str]]], None],
+) -> contextlib.AbstractContextManager[None]:
     """watcher(operator, chosen backend, reasons against each other one) at each choice meanwhile."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
+    return _choices.add(watcher)
 
 
 def _raise(

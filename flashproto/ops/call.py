@@ -16,8 +16,7 @@ FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from .. import backends
 from . import private
 from .library import NO_SECOND_DERIVATIVE, first, packed, plain_values, register
 from .private import (
@@ -46,7 +46,10 @@ Gradient = New | int | None
 """Of an input: memory for it, the number of the input whose gradient is the same, or none."""
 
 OPERATORS: dict[str, Operator] = {}
-_watchers: list[Callable[..., None]] = []
+watchers = backends.Watchers()
+"""Told (operator, inputs, settings, returns) before each call that torch.compile does not make."""
+watchers_of_steps = backends.Watchers()
+"""Told the recipe of each call of `steps`."""
 _forgotten = 0  # how often `forget` was called
 
 
@@ -57,16 +60,6 @@ def forget() -> None:
     _steps.clear()
     for operator in OPERATORS.values():
         operator.kept.clear()
-
-
-@contextlib.contextmanager
-def watch_calls(watcher: Callable[..., None]) -> Iterator[None]:
-    """watcher(operator, inputs, settings, returns) before each eager call that is made ready."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,14 +116,15 @@ class Operator:
     ) -> Any:
         """The outputs numbered `returns`, one or a tuple: a Call, ready to be made; or where the call
         goes through the op or a transform of torch.func, the results themselves."""
+        if not torch.compiler.is_compiling():
+            for watcher in watchers.all:
+                watcher(self, inputs, settings, returns)
         if through_op(inputs):
             op = getattr(torch.ops.flashproto, self.name)
             results = op(*packed(self.inputs, inputs), *plain_values(settings))
             return picked((results,) if self.outputs == 1 else results, returns)
         if transforms_active() or private.forward_mode():
             return picked(OperatorFunction.apply(self, settings, *inputs), returns)
-        for watcher in _watchers:
-            watcher(self, inputs, settings, returns)
         key = "call", settings, returns, metadata(inputs), facts()
         return self.kept.get(key) or self.keep(key, Call(self, inputs, settings, returns))
 
@@ -259,17 +253,21 @@ def steps(
     """Take the steps that build(recipe, operands, *settings) adds for tensors like these, which they
     fill: for an operator that is more than a recipe."""
     key = build, settings, metadata(tensors), facts()
-    run = _steps.get(key)
-    if run is None:
+    found = _steps.get(key)
+    if found is None:
         recipe = Recipe(first(tensors).device)
         build(recipe, [recipe.input(x) for x in tensors], *settings)
         if len(_steps) >= CAPACITY:
             _steps.clear()
-        run = _steps[key] = runner(recipe, lambda *others: steps(build, others, settings))
+        found = recipe, runner(recipe, lambda *others: steps(build, others, settings))
+        _steps[key] = found
+    recipe, run = found
+    for watcher in watchers_of_steps.all:
+        watcher(recipe)
     run(*tensors)
 
 
-_steps: dict[Any, Callable[..., Any]] = {}
+_steps: dict[Any, tuple[Recipe, Callable[..., Any]]] = {}
 
 
 # --- what a call depends on -----------------------------------------------------------------------

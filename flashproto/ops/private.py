@@ -76,6 +76,11 @@ def allows_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return _C._current_graph_task_id() != -1
+
+
 def forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is open."""
     return forward_ad._current_level >= 0
