@@ -21,6 +21,7 @@ import importlib
 import importlib.util
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -29,6 +30,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _functorch
 from torch._C import _is_any_autocast_enabled as autocasts
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .checks import described
@@ -46,9 +48,25 @@ Reason = str | tuple[Any, ...]
 
 _log = logging.getLogger("flashproto")
 _logged: set[tuple[str, str, str | torch.device]] = set()
-_watchers: list[Callable[[str, str, dict[str, list[str]]], None]] = []
 _default: str | None = os.environ.get("FLASHPROTO_IMPL") or None
 
+
+class Watchers(threading.local):
+    """Functions that are told of something that happens in this thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Callable[..., None]] = []
+
+    @contextlib.contextmanager
+    def add(self, watcher: Callable[..., None]) -> Iterator[None]:
+        self.all.append(watcher)
+        try:
+            yield
+        finally:
+            self.all.remove(watcher)
+
+
+_choices = Watchers()
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -96,8 +114,8 @@ def get_default() -> str | None:
     return _default
 
 
-def _check_name(impl: str | None, source: str = "impl") -> None:
-    if impl is not None and impl not in BACKENDS:
+def _check_name(impl: object, source: str = "impl") -> None:
+    if impl is not None and not (isinstance(impl, str) and impl in BACKENDS):
         raise ValueError(
             f"{source} is {described(impl)}; it takes one of "
             f"{', '.join(map(repr, BACKENDS))} or None. Pass impl=None to let flashproto choose."
@@ -174,26 +192,40 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
 
     Fake and traced tensors fit: their calls go through the operators' fakes.
     """
+    if has_tangents(tensors):
+        why = "the kernels have no forward-mode derivative (jvp)"
+        return why, "Pass impl='reference', which has one, or use reverse mode."
     if transforms_active():
-        if _vmaps():
-            why = "it is inside torch.func.vmap, for which the kernels have no rule"
-            return why, "Call it outside of vmap."
+        for transform in ("vmap", "functionalize"):
+            if _is_inside(transform):
+                why = f"it is inside torch.func.{transform}, for which the kernels have no rule"
+                return why, f"Call it outside of {transform}."
         if not torch.compiler.is_compiling():
-            tensors = [_unwrapped(x) for x in tensors]
+            tensors = [unwrapped(x) for x in tensors]
     for x in tensors:
         if type(x) is not Tensor and type(x) is not Parameter and _is_dtensor(type(x)):
             return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
     return None
 
 
+def has_tangents(tensors: Sequence[Tensor]) -> bool:
+    """Whether forward-mode differentiation concerns one of them; inside torch.func.jvp, and while
+    torch.compile traces, whether it is on."""
+    return forward_ad._current_level >= 0 and (
+        torch.compiler.is_compiling()
+        or _is_inside("jvp")
+        or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
+
+
 @constant_under_compile
-def _vmaps() -> bool:
-    """Whether a vmap is among the transforms of torch.func that are on."""
+def _is_inside(transform: str) -> bool:
+    """Whether it is among the transforms of torch.func that are on."""
     levels = _functorch.get_interpreter_stack() or ()
-    return any(level.key() == _functorch.TransformType.Vmap for level in levels)
+    return any(level.key().name.lower() == transform for level in levels)
 
 
-def _unwrapped(x: Tensor) -> Tensor:
+def unwrapped(x: Tensor) -> Tensor:
     """What the transforms of torch.func wrap."""
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
@@ -230,7 +262,7 @@ def choose(
     compiling = torch.compiler.is_compiling()
     wanted = _default if impl is None else impl
     if wanted is not None:
-        _check_name(wanted)
+        _check_name(wanted, f"{operator}: impl")
     unfit = misfit(tensors)
     for chosen in BACKENDS if wanted is None else (wanted,):
         if unfit is not None and chosen in KERNELS:
@@ -242,7 +274,7 @@ def choose(
     else:
         assert wanted is not None  # the reference runs everything
         _raise(operator, wanted, impl is None, device, unfit, call_reasons)
-    if not compiling and _watchers:
+    if not compiling and _choices.all:
         _tell(operator, chosen, device, unfit, call_reasons)
     if not compiling and (operator, chosen, device) not in _logged:
         _log_once(operator, chosen, device, wanted is None)
@@ -271,18 +303,15 @@ def _tell(
             earlier = BACKENDS.index(backend) < BACKENDS.index(chosen)
             why = f"{chosen!r} was asked for" if earlier else f"it comes behind {chosen!r}"
             against[backend] = reasons or [f"it can run this call, but {why}"]
-    for watcher in _watchers:
+    for watcher in _choices.all:
         watcher(operator, chosen, against)
 
 
-@contextlib.contextmanager
-def watch_choices(watcher: Callable[[str, str, dict[str, list[str]]], None]) -> Iterator[None]:
+def watch_choices(
+    watcher: Callable[[str, str, dict[str, list[str]]], None],
+) -> contextlib.AbstractContextManager[None]:
     """watcher(operator, chosen backend, reasons against each other one) at each choice meanwhile."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
+    return _choices.add(watcher)
 
 
 def _raise(

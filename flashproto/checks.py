@@ -11,9 +11,15 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
+from torch._C import _dispatch_key_parse as key_named
+from torch._C import _dispatch_tls_is_dispatch_key_included as key_is_on
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
 from torch.compiler import is_compiling
 from torch.nn import Parameter
+
+# Keys of torch's dispatcher that are on during make_fx(pre_dispatch=True), while torch.autograd takes
+# gradients of a batch by its own vmap, and during torch.jit.trace.
+PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "VmapMode", "Tracer"))
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -69,6 +75,11 @@ def is_number(x: object) -> bool:
     return (isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool)) or is_integer(x)
 
 
+def untraced(x: Any) -> Any:
+    """x, as an integer where it is a size that torch.jit.trace has made a tensor."""
+    return int(x) if isinstance(x, Tensor) and x.ndim == 0 and key_is_on(JIT_TRACE) else x
+
+
 def check_number(
     operator: str, argument: str, x: Any, low: float, high: float, takes: str, do: str
 ) -> float:
@@ -84,6 +95,7 @@ def check_integer(
     operator: str, argument: str, x: Any, low: int, high: int, takes: str | Callable[[], str], do: str
 ) -> int:
     """x, an integer from `low` to `high`, as one of Python's where it is one of numpy's."""
+    x = untraced(x)
     if not is_integer(x):
         refuse(operator, argument, described(x), takes, do, TypeError)
     if not low <= x <= high:
@@ -122,11 +134,13 @@ def check_dtype(operator: str, dtype: object) -> None:
         )
 
 
-def check_scale(operator: str, scale: float | None) -> float | None:
+def check_scale(
+    operator: str, scale: float | None, do: str = "Pass None for 1 / sqrt(head_dim)."
+) -> float | None:
     """scale, a finite number or None."""
     if scale is None:
         return None
-    takes, do = "a finite number, or None", "Pass None for 1 / sqrt(head_dim)."
+    takes = "a finite number, or None"
     return check_number(operator, "scale", scale, -LARGEST, LARGEST, takes, do)
 
 
@@ -139,15 +153,26 @@ def check_eps(operator: str, eps: float | None) -> None:
 # --- values ---------------------------------------------------------------------------------------
 
 
+def watched() -> bool:
+    """Whether something beside torch.compile and torch.func wants to see each call: a dispatch mode, or
+    what has one of these keys."""
+    return bool(
+        dispatch_modes()
+        or key_is_on(PRE_DISPATCH)
+        or key_is_on(BATCHED_GRADIENTS)
+        or key_is_on(JIT_TRACE)
+    )
+
+
 def is_readable(x: Tensor) -> bool:
     """Whether the values of x can be looked at for nothing: of a plain tensor on the CPU, where neither
-    torch.compile, torch.func nor a dispatch mode sees it."""
+    torch.compile, torch.func, a dispatch mode nor a trace sees it."""
     return not (
         is_compiling()
         or not x.is_cpu
         or (type(x) is not Tensor and type(x) is not Parameter)
         or transforms_active()
-        or dispatch_modes()
+        or watched()
     )
 
 
@@ -279,11 +304,14 @@ def check_norm(
     residual: Tensor | None,
     eps: float | None,
 ) -> None:
-    """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape."""
+    """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape, which the
+    operators need that have it in their names."""
     check_tensor(operator, "x", x)
+    if operator.startswith("add_"):
+        check_tensor(operator, "residual", residual)
     check_eps(operator, eps)
     device, shape = x.device, tuple(normalized_shape)
-    if not shape or not all(map(is_number, shape)) or x.shape[-len(shape) :] != shape:
+    if not shape or not all(map(is_integer, shape)) or x.shape[-len(shape) :] != shape:
         refuse(
             operator,
             "normalized_shape",
@@ -319,7 +347,8 @@ def check_norm(
 def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
     """normalized_shape as an int or a tuple."""
     if isinstance(normalized_shape, (tuple, list)):
-        return tuple(normalized_shape)
+        return tuple(map(untraced, normalized_shape))
+    normalized_shape = untraced(normalized_shape)
     if is_integer(normalized_shape):
         return normalized_shape  # type: ignore[return-value]
     x = "x, residual" if operator.startswith("add_") else "x"
@@ -538,10 +567,11 @@ def check_cross_entropy(
     weight: Tensor | None,
     weight_name: str,
     logits_shape: Sequence[int] | None = None,
+    class_dim: int = -1,
 ) -> None:
     """targets are integers of `shape`, weight [V], on `device`.
 
-    logits_shape: where classes may lie in another dimension than the last.
+    logits_shape: where classes may lie in another dimension than the last, class_dim.
     """
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = f"of dtype {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
@@ -564,8 +594,9 @@ def check_cross_entropy(
     if targets.shape != torch.Size(shape):
         do = "Pass one for each row."
         if logits_shape is not None:
-            do = "Classes are the last dimension of logits, or class_dim."
-            if len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
+            do = f"Classes are dimension class_dim of logits, {class_dim}."
+            as_torch = len(logits_shape) > 2 and (logits_shape[0], *logits_shape[2:])
+            if class_dim == -1 and targets.shape == as_torch:
                 do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
         refuse(
             operator,

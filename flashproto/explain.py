@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch import Tensor
+from torch.nn import Parameter
+
 from . import backends
+from .checks import described, refuse
 
 if backends.HAS_TRITON:
     from .ops import call, call_cache
@@ -23,19 +27,24 @@ def explain(function: Callable[..., Any], *args: Any, **options: Any) -> str:
     For each operator, in the order of their calls: the backend and how it was chosen; each kernel with
     the number of its programs, its constants (tiles among them, in capitals) and options, for the
     forward and, where gradients are wanted, the backward; copies that are made before a launch because
-    of how a tensor lies in memory; and why each other backend does not run this call.
+    of how a tensor lies in memory; and why each other backend does not run this call.  Not what other
+    threads call meanwhile, nor compiled code, nor products of torch's, which linear_cross_entropy is
+    made of beside its kernels; of a call on fake tensors the backend alone.
 
-    Raises: what the call raises.
+    Raises: TypeError: `function` cannot be called; what the call raises.
 
     Example:
         >>> text = flashproto.explain(flashproto.softmax, torch.zeros(2, 8), impl="reference")
         softmax: backend reference
         ...
     """
+    if not callable(function):
+        takes, do = "a function or a module", "The arguments come behind it: explain(softmax, x)."
+        refuse("explain", "function", described(function), takes, do, TypeError)
     lines: list[str] = []
     with watched(lines):
         function(*args, **options)
-    text = "\n".join(lines) or "No operator of flashproto was called."
+    text = "\n".join(lines) or "No operator of flashproto was called outside of torch.compile."
     print(text)
     return text
 
@@ -45,12 +54,19 @@ def watched(lines: list[str]) -> Iterator[None]:
     """Adds lines for each choice of a backend and each call of an operator meanwhile.  Calls that are
     kept are set aside, so that each is looked at anew."""
 
+    start = [0]  # of the lines of the last choice
+
     def choice(operator: str, chosen: str, against: dict[str, list[str]]) -> None:
+        start[0] = len(lines)
         lines.append(f"{operator}: backend {chosen}")
         lines.extend(f"  not {backend}: {'; '.join(why)}" for backend, why in against.items())
 
     def made(operator: Any, inputs: Any, settings: Any, returns: tuple[int, ...]) -> None:
+        needs = tuple(x is not None and x.requires_grad for x in inputs)
         recorded = operator.saved is not None and call.wants_grad(inputs)
+        inputs = [None if x is None else backends.unwrapped(x) for x in inputs]
+        if not all(x is None or type(x) in (Tensor, Parameter) for x in inputs):
+            return
         recipe, saves = operator.run(inputs, settings, returns, recorded)[1:]
         lines.extend(lines_of("forward", recipe))
         if recorded:
@@ -58,16 +74,20 @@ def watched(lines: list[str]) -> Iterator[None]:
                 i: recipe.whole[x.variable] for i, x in zip(returns, recipe.returns, strict=False)
             }
             grads = [returned.get(i) for i in range(operator.differentiable)]
-            needs = tuple(x is not None and x.requires_grad for x in inputs)
             tensors = (*grads, *saves)
             context = operator.context(settings, inputs)
             lines.extend(lines_of("backward", operator.backward_recipe(tensors, context, needs, False)))
+
+    def stepped(recipe: Recipe) -> None:
+        direction = "backward" if call.private.in_backward() else "forward"
+        lines.extend(x for x in lines_of(direction, recipe) if x not in lines[start[0] :])
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(backends.watch_choices(choice))
         if backends.HAS_TRITON:
             stack.enter_context(call_cache.set_aside())
-            stack.enter_context(call.watch_calls(made))
+            stack.enter_context(call.watchers.add(made))
+            stack.enter_context(call.watchers_of_steps.add(stepped))
         yield
 
 

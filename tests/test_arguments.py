@@ -23,6 +23,16 @@ from flashproto import backends, hooks, nn, reference
 
 pytest.importorskip("triton")
 
+
+class Ambiguous:
+    """What compares element by element, as an array of numpy."""
+
+    def __eq__(self, other: object) -> Any:
+        return torch.tensor([True, False])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 X, W = torch.randn(4, 64), torch.randn(64)
 Q, QKV = torch.randn(1, 2, 8, 16), torch.randn(1, 8, 4 * 16)
 COS = torch.randn(12, 8)
@@ -33,11 +43,11 @@ NUMBERS: list[Any] = ["1", LONG, True, math.nan, [1.0]]
 FINITE = [*NUMBERS, math.inf, -math.inf]
 EPS = [*FINITE, -1e-5]
 INTEGERS: list[Any] = ["1", LONG, True, 1.0, [1]]
-NAMES: list[Any] = ["other", LONG, 1, ["mean"]]
+NAMES: list[Any] = ["other", LONG, 1, ["mean"], Ambiguous()]
 TENSORS: list[Any] = ["x", [1.0], 1.0, torch.zeros(4, dtype=torch.complex64)]
 DTYPES: list[Any] = ["float32", LONG, float, torch.int32]
 CALLS = ["relu", LONG, torch.relu]
-SHAPES = [W, LONG, "64", 64.0, None, [], [3], 3, [W], ["64"], [10**9] * 500, list(range(5000))]
+SHAPES = [W, LONG, "64", 64.0, None, [], [3], 3, [W], ["64"], [10**9] * 500, list(range(5000)), (64.0,)]
 
 NORM = {
     "x": TENSORS, "normalized_shape": SHAPES, "weight": [*TENSORS, LONG], "bias": [*TENSORS, LONG],
@@ -45,7 +55,7 @@ NORM = {
 }  # fmt: skip
 FP8 = {**NORM, "residual": [*TENSORS, LONG], "dtype": [*DTYPES, torch.float16, None]}
 NORM = {**NORM, "memory_efficient": FLAGS, "split_rows": FLAGS, "impl": NAMES}
-ADD_NORM = {**NORM, "residual": [*TENSORS, LONG]}
+ADD_NORM = {**NORM, "residual": [*TENSORS, LONG, None]}
 SOFTMAX = {
     "x": [*TENSORS, torch.tensor(1.0)], "scale": FINITE, "mask": [*TENSORS, LONG], "causal": FLAGS,
     "prologue": CALLS, "epilogue": CALLS, "split_rows": FLAGS, "dtype": DTYPES, "impl": NAMES,
@@ -183,11 +193,6 @@ def test_a_wrong_argument_is_refused_by_name(function: str, argument: str) -> No
         with pytest.raises((TypeError, ValueError)) as caught:
             call(**right | {argument: value})
         message = str(caught.value)
-        if argument == "impl":
-            assert "impl is " in message, message
-            assert len(message) < 400, message
-            assert "tensor(" not in message, message
-            continue
         assert_one_line(message, function)
         assert any(message.startswith(f"{function}: {name}") for name in named), (value, message)
 
@@ -317,6 +322,11 @@ def test_integers_are_refused_under_autocast_too() -> None:
         (lambda: nn.CrossEntropyLoss(ignore_index=1.5), "CrossEntropyLoss: ignore_index is 1.5"),
         (lambda: nn.CrossEntropyLoss(label_smoothing=2), "CrossEntropyLoss: label_smoothing is 2"),
         (lambda: nn.CrossEntropyLoss(class_dim="1")(X, TARGETS), "cross_entropy: class_dim is '1'"),
+        (
+            lambda: flashproto.cross_entropy(X[None], TARGETS[:1], class_dim=-3),
+            r"\[4, 64\]. Classes are dimension class_dim of logits, -3",
+        ),
+        (lambda: flashproto.softmax(X, scale="1"), r"softmax: scale is .* Pass None for 1\.$"),
         (
             lambda: flashproto.scaled_dot_product_attention(
                 Q.expand(2, -1, -1, -1), Q.expand(3, -1, -1, -1), Q

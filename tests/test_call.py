@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +32,7 @@ from operators import (
     default_backend,
     deterministic,
     f32,
+    first_of_each,
     launches,
     layout,
     no_launch,
@@ -43,7 +44,10 @@ from operators import (
     watch,
 )
 from torch import Tensor, nn
+from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -54,6 +58,7 @@ from flashproto.nn import GPT, GPTConfig
 pytest.importorskip("triton")
 
 MAIN_DIFFERENTIABLE = [case for case in MAIN if case.differentiable]
+BY_OP_DIFFERENTIABLE = [case for case in first_of_each(lambda case: case.op) if case.differentiable]
 
 
 def test_every_public_function_is_in_the_table() -> None:
@@ -613,12 +618,64 @@ def test_make_fx_records_the_op(case: Case, impl: str, mode: str, device: str) -
     base.assert_equal(got, [*base.results.outputs, *base.results.gradients])
 
 
+@pytest.mark.parametrize(("case", "impl"), parameters(first_of_each(lambda case: case.op)))
+def test_a_trace_before_dispatch_records_the_op(case: Case, impl: str, device: str) -> None:
+    base = base_of(case, impl, device)
+    graph = make_fx(functional(case, impl, []), pre_dispatch=True)(*map(copy_of, base.inputs.values()))
+    targets = [node.target for node in graph.graph.nodes]
+    assert own_ops([t.name() for t in targets if isinstance(t, torch._ops.OpOverload)]) == [case.op]
+    base.assert_equal(graph(*map(copy_of, base.inputs.values())), base.results.outputs)
+
+
+@pytest.mark.parametrize("case", MAIN, ids=lambda case: case.name)
+def test_torchscript_records_the_op(case: Case, device: str) -> None:
+    base = base_of(case, "triton", device)
+    f = functional(case, "triton", [])
+    traced = torch.jit.trace(f, tuple(map(copy_of, base.inputs.values())), check_trace=False)
+    assert f"flashproto::{case.op}(" in str(traced.graph)
+    base.assert_equal(list(traced(*map(copy_of, base.inputs.values()))), base.results.outputs)
+
+
+@pytest.mark.parametrize(("case", "impl"), parameters(BY_OP_DIFFERENTIABLE))
+def test_compiled_autograd_records_the_op(case: Case, impl: str, device: str) -> None:
+    torch._dynamo.reset()
+    base, compiler = base_of(case, impl, device), EagerAndRecordGraphs()
+    leaves = case.leaves(base.inputs)
+    outputs = case(leaves, impl)
+    with compiled_autograd._enable(torch.compile(backend=compiler, fullgraph=True)):
+        got = backward(outputs, [leaves[n] for n in case.gradients(base.inputs)])
+    base.assert_equal(got, base.results.gradients)
+    nodes = [str(node.target) for graph in compiler.graphs for node in graph.graph.nodes]
+    assert len([n for n in nodes if "flashproto" in n]) == 1
+
+
+@pytest.mark.parametrize(("case", "impl"), parameters(MAIN_DIFFERENTIABLE))
+def test_gradients_of_a_batch(case: Case, impl: str, device: str) -> None:
+    """By the vmap that torch.autograd has of its own, one in another too: each as it is alone."""
+    base = base_of(case, impl, device)
+    leaves = case.leaves(base.inputs)
+    roots = [y for y in case(leaves, impl) if y.requires_grad]
+    wanted = [leaves[n] for n in case.gradients(base.inputs)]
+
+    def gradients(*upstream: Tensor, batched: bool) -> Sequence[Tensor]:
+        return torch.autograd.grad(roots, wanted, upstream, retain_graph=True, is_grads_batched=batched)
+
+    batch = [torch.stack([upstream(y) * (i - 1.5) for i in range(4)]) for y in roots]
+    each = [gradients(*g, batched=False) for g in zip(*batch, strict=True)]
+    alone = [torch.stack(x) for x in zip(*each, strict=True)]
+    base.assert_equal(gradients(*batch, batched=True), alone)
+    twice = torch._vmap_internals._vmap(functools.partial(gradients, batched=True))
+    base.assert_equal([x.flatten(0, 1) for x in twice(*(g.unflatten(0, (2, 2)) for g in batch))], alone)
+
+
 @pytest.mark.parametrize(("case", "impl"), parameters(CASES))
 def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
     """Their schemas, and what they make of tensors without memory, by the arguments of calls; of a
     backward pass also where only one gradient is needed."""
     watched = watch(case, base_of(case, impl, device).inputs, impl)
     assert watched.own
+    # What is compared with the results of a compiled call has to be written, and written once.
+    more = [] if case.writes or "dropout" in case.name else ["test_aot_dispatch_dynamic"]
     for op, arguments, outputs in watched.own:
         metas = [a.to("meta") if isinstance(a, Tensor) else a for a in arguments]
         made = op(*metas)
@@ -630,7 +687,7 @@ def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
             wanted = [i for i, need in enumerate(needs) if need]
             fewer += [[[i == j for i in range(len(needs))]] for j in (wanted[0], wanted[-1])]
         for last in fewer:
-            checks = ("test_schema", "test_faketensor")
+            checks = ("test_schema", "test_faketensor", *more)
             torch.library.opcheck(op, (*others, *last), test_utils=checks)
 
 
@@ -739,6 +796,46 @@ def test_vmap(case: Case, device: str) -> None:
     for i in range(2):
         wanted = f("reference", *sample(tensors, dims, i))
         assert_near([y[i] for y in got], wanted, unit_of(*wanted, *tensors))
+
+
+@pytest.mark.parametrize("case", MAIN, ids=lambda case: case.name)
+def test_functionalize(case: Case, device: str) -> None:
+    base = base_of(case, "triton", device)
+
+    def f(*tensors: Tensor, impl: str | None = None) -> list[Tensor]:
+        return case(dict(zip(case.names, tensors, strict=True)), impl)
+
+    with no_launch():
+        got = torch.func.functionalize(f)(*map(copy_of, base.inputs.values()))
+        with pytest.raises(BackendError, match=r"functionalize\.$"):
+            torch.func.functionalize(functools.partial(f, impl="triton"))(*base.inputs.values())
+    assert_near(got, base.results.outputs, unit_of(*base.inputs.values()))
+
+
+@pytest.mark.parametrize("case", MAIN_DIFFERENTIABLE, ids=lambda case: case.name)
+def test_forward_mode(case: Case, device: str) -> None:
+    """By whichever backend can, in torch.func.jvp, by dual numbers, and over a gradient."""
+    base = base_of(case, "triton", device)
+    f, tensors, _ = of_gradients(case, None, base.inputs)
+    tangents = [torch.linspace(-1, 1, t.numel(), device=device).view_as(t).to(t) for t in tensors]
+    of_reference, *_ = of_gradients(case, "reference", base.inputs)
+    by_name, *_ = of_gradients(case, "triton", base.inputs)
+    _, wanted = torch.func.jvp(of_reference, tuple(tensors), tuple(tangents))
+    unit = unit_of(*base.inputs.values())
+    with no_launch():
+        assert_near(torch.func.jvp(f, tuple(tensors), tuple(tangents))[1], wanted, unit)
+        with forward_ad.dual_level():
+            made = f(*map(forward_ad.make_dual, map(copy_of, tensors), tangents))
+            assert_near([forward_ad.unpack_dual(y).tangent for y in made], wanted, unit)
+        with pytest.raises(BackendError, match=r"\(jvp\).*impl='reference'"):
+            torch.func.jvp(by_name, tuple(tensors), tuple(tangents))
+
+    def slope(f: Callable[..., Any], x: Tensor) -> Tensor:
+        loss = lambda x: sum(y.square().sum() for y in f(x, *tensors[1:]))  # noqa: E731
+        return torch.func.jvp(torch.func.grad(loss), (x,), (tangents[0],))[1]
+
+    with no_launch():
+        assert_near([slope(f, tensors[0])], [slope(of_reference, tensors[0])], 10 * unit)
 
 
 @pytest.mark.parametrize("case", [c for c in MAIN_DIFFERENTIABLE if not c.writes], ids=lambda c: c.name)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashproto
 
@@ -93,7 +97,51 @@ def test_tells_of_every_operator_of_a_function(device: str) -> None:
     text = flashproto.explain(layer, x)
     assert text.index("attention: backend reference") < text.index("swiglu: backend")
     assert "  not triton: it can run this call, but 'reference' was asked for" in text.split("\n")
-    assert flashproto.explain(torch.relu, x) == "No operator of flashproto was called."
+    assert flashproto.explain(torch.relu, x) == NOTHING
+
+
+NOTHING = "No operator of flashproto was called outside of torch.compile."
+
+
+def test_kernels_are_told_whoever_else_watches(device: str) -> None:
+    x = torch.randn(4, 44, device=device)
+    f = lambda x: flashproto.softmax(x, impl="triton").square().sum()  # noqa: E731
+    alone = flashproto.explain(f, x.clone().requires_grad_())
+    assert "  forward: softmax_forward_kernel" in alone
+    assert "  backward: softmax_backward_kernel" in alone
+    with FlopCounterMode(display=False):
+        assert flashproto.explain(f, x.clone().requires_grad_()) == alone
+    assert flashproto.explain(torch.func.grad(f), x) == alone
+    with FakeTensorMode() as mode:
+        assert "forward: " not in flashproto.explain(f, mode.from_tensor(x))
+
+
+def test_kernels_of_a_linear_layer_and_its_loss(device: str) -> None:
+    h, weight = (torch.randn(n, 16, device=device, requires_grad=True) for n in (6, 40))
+    targets = torch.arange(6, device=device)
+
+    def f(reduction: str) -> None:
+        options = {"reduction": reduction, "chunk_size": 2, "impl": "triton"}
+        flashproto.linear_cross_entropy(h, weight, targets, **options).sum().backward()
+
+    text = flashproto.explain(f, "none")
+    assert text.count("  forward: cross_entropy_forward_kernel") == 1
+    # On a GPU autograd has a thread of its own for it.
+    assert device == "cuda" or "  backward: cross_entropy_backward_kernel" in text
+    assert "  forward: cross_entropy_total_kernel" in flashproto.explain(f, "mean")
+
+
+def test_compiled_code_and_other_threads_are_not_told(device: str) -> None:
+    x = torch.randn(4, 44, device=device)
+    compiled = torch.compile(lambda x: flashproto.softmax(x), backend="eager")
+    assert flashproto.explain(compiled, x) == NOTHING
+    with ThreadPoolExecutor(1) as pool:
+        assert flashproto.explain(lambda: pool.submit(flashproto.softmax, x).result()) == NOTHING
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"^explain: function is 3; it takes a function or a module\."):
+        flashproto.explain(3)
 
 
 def test_errors_are_those_of_the_call(device: str) -> None:

@@ -31,8 +31,18 @@ def problem(
     t = torch.randint(V, (T,), device=device)
     if T > 1:
         t[torch.randperm(T, device=device)[: max(T // 5, 1)]] = -100
-    inputs = [h, 2 * D**-0.5 * weight] + [b] * bias
+    inputs = [h, 2 * max(D, 1) ** -0.5 * weight] + [b] * bias
     return [x.to(dtype) for x in inputs], t
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_no_columns(reduction: str, return_lse: bool, device: str) -> None:
+    """The logits are the bias."""
+    inputs, t = problem(5, 0, 7, torch.float32, device, bias=True)
+    options = {"reduction": reduction, "return_lse": return_lse}
+    got, wanted = (outcomes(inputs, t, impl, **options) for impl in ("triton", "reference"))
+    torch.testing.assert_close(got, wanted)
 
 
 def outcomes(inputs: list[Tensor], t: Tensor, impl: str, factor: float = 1.0, **options):

@@ -120,8 +120,8 @@ def attention_qkv(
     backend = backends.choose(
         name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
-    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if backend in KERNELS and scale >= 0:
+    if backend in KERNELS and (scale is None or scale >= 0):
+        scale = q.shape[3] ** -0.5 if scale is None else float(scale)
         tensors, ints, floats, text = pack(variant)
         settings = attention_op.SettingsQkv(
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
@@ -153,6 +153,8 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, *, ready=Fal
 
 def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
     yield from reasons(backend, variant, q, k, v, return_lse)
+    if backend == "torch" and backends.has_tangents((q, k, v)):
+        yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
     if backend == "hopper":
         yield from hopper_attention_reasons(q, k, v)
 

@@ -89,6 +89,7 @@ def cross_entropy(
         True
     """
     name = "cross_entropy"
+    logits_shape = logits.shape if isinstance(logits, Tensor) else ()
     if type(class_dim) is not int or class_dim != -1:
         logits = _classes_last(name, logits, class_dim)
     check_tensor(name, "logits", logits)
@@ -97,7 +98,7 @@ def cross_entropy(
     shape, V = logits.shape[:-1], logits.shape[-1]
     check_cross_entropy(
         name, targets, shape, V, logits.device, weight, "weight",
-        logits.shape if class_dim == -1 else None,
+        logits_shape, class_dim,
     )  # fmt: skip
     ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
         name, ignore_index, label_smoothing, z_loss, softcap, reduction
@@ -200,8 +201,8 @@ def linear_cross_entropy(
     if backend == "triton":
         options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
-            h.reshape(-1, D), weight, bias, targets.reshape(-1), class_weight, options, reduction,
-            return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,
+            h.reshape(targets.numel(), D), weight, bias, targets.reshape(-1), class_weight, options,
+            reduction, return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,
         )  # fmt: skip
         shape = targets.shape
         if reduction == "none":

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .. import backends, hooks, reference
 from ..checks import as_shape, check_casting, check_norm, described, refuse
@@ -131,9 +130,7 @@ def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]
             "For wider ones call the norm without _fp8.", TypeError,
         )  # fmt: skip
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    if forward_ad._current_level >= 0:
-        differentiated |= any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
-    if differentiated:
+    if differentiated or backends.has_tangents(tensors):
         refuse(
             operator, "an argument", "a tensor that is differentiated", "constants: it has no gradient",
             "Call it under torch.no_grad(), or pass tensors.detach().",

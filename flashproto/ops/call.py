@@ -16,19 +16,27 @@ FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward i
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._functorch import unwrap_if_dead
+from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
+from .. import backends
 from . import private
-from .library import NO_SECOND_DERIVATIVE, NO_TANGENT, first, packed, plain_values, register
-from .private import dispatch_modes, transforms_active
+from .library import NO_SECOND_DERIVATIVE, first, packed, plain_values, register
+from .private import (
+    BATCHED_GRADIENTS,
+    PRE_DISPATCH,
+    dispatch_modes,
+    key_is_on,
+    transforms_active,
+    watched,
+)
 from .recipe import New, Operand, Recipe, is_aligned
 from .written import runner
 
@@ -38,7 +46,10 @@ Gradient = New | int | None
 """Of an input: memory for it, the number of the input whose gradient is the same, or none."""
 
 OPERATORS: dict[str, Operator] = {}
-_watchers: list[Callable[..., None]] = []
+watchers = backends.Watchers()
+"""Told (operator, inputs, settings, returns) before each call that torch.compile does not make."""
+watchers_of_steps = backends.Watchers()
+"""Told the recipe of each call of `steps`."""
 _forgotten = 0  # how often `forget` was called
 
 
@@ -49,16 +60,6 @@ def forget() -> None:
     _steps.clear()
     for operator in OPERATORS.values():
         operator.kept.clear()
-
-
-@contextlib.contextmanager
-def watch_calls(watcher: Callable[..., None]) -> Iterator[None]:
-    """watcher(operator, inputs, settings, returns) before each eager call that is made ready."""
-    _watchers.append(watcher)
-    try:
-        yield
-    finally:
-        _watchers.remove(watcher)
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,14 +116,15 @@ class Operator:
     ) -> Any:
         """The outputs numbered `returns`, one or a tuple: a Call, ready to be made; or where the call
         goes through the op or a transform of torch.func, the results themselves."""
+        if not torch.compiler.is_compiling():
+            for watcher in watchers.all:
+                watcher(self, inputs, settings, returns)
         if through_op(inputs):
             op = getattr(torch.ops.flashproto, self.name)
             results = op(*packed(self.inputs, inputs), *plain_values(settings))
             return picked((results,) if self.outputs == 1 else results, returns)
         if transforms_active() or private.forward_mode():
             return picked(OperatorFunction.apply(self, settings, *inputs), returns)
-        for watcher in _watchers:
-            watcher(self, inputs, settings, returns)
         key = "call", settings, returns, metadata(inputs), facts()
         return self.kept.get(key) or self.keep(key, Call(self, inputs, settings, returns))
 
@@ -147,6 +149,7 @@ class Operator:
         """The recipe of the forward.  It returns the outputs numbered `returns`, and if `saving` those
         behind them that are saved alone; with all that is saved."""
         recipe = Recipe(first(inputs).device)
+        recipe.asked_for = returns
         operands = [recipe.input(x) for x in inputs]
         news = self.makes(settings, *operands)
         outputs = [None if new is None else recipe.make(new) for new in news]
@@ -210,7 +213,13 @@ class Operator:
     def gradients_visibly(
         self, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of all inputs: by the op where something wants to see it, or a Function."""
+        """The gradients of all inputs: by the op where something wants to see it, or a Function; of a
+        batch of gradients those of each."""
+        return private.one_by_one(lambda *one: self._gradients(context, needs, one), tensors)
+
+    def _gradients(
+        self, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
         if self.gives_away is not None:  # what may be written over is for eager calls alone
             tensors = without(tensors, self.differentiable + self.gives_away)
         tensors, n = alive(tensors), self.differentiable
@@ -244,40 +253,31 @@ def steps(
     """Take the steps that build(recipe, operands, *settings) adds for tensors like these, which they
     fill: for an operator that is more than a recipe."""
     key = build, settings, metadata(tensors), facts()
-    run = _steps.get(key)
-    if run is None:
+    found = _steps.get(key)
+    if found is None:
         recipe = Recipe(first(tensors).device)
         build(recipe, [recipe.input(x) for x in tensors], *settings)
         if len(_steps) >= CAPACITY:
             _steps.clear()
-        run = _steps[key] = runner(recipe, lambda *others: steps(build, others, settings))
+        found = recipe, runner(recipe, lambda *others: steps(build, others, settings))
+        _steps[key] = found
+    recipe, run = found
+    for watcher in watchers_of_steps.all:
+        watcher(recipe)
     run(*tensors)
 
 
-_steps: dict[Any, Callable[..., Any]] = {}
+_steps: dict[Any, tuple[Recipe, Callable[..., Any]]] = {}
 
 
 # --- what a call depends on -----------------------------------------------------------------------
 
 
 def through_op(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether a call with these tensors goes through its op.
-
-    Raises NotImplementedError where that happens under forward-mode differentiation: an op without a
-    formula for tangents would return zeros without a word, where an autograd.Function raises.
-    """
-    if torch.compiler.is_compiling():
-        if private.forward_mode():
-            raise NotImplementedError(NO_TANGENT)
-        return True
-    if dispatch_modes():
+    """Whether a call with these tensors goes through its op."""
+    if torch.compiler.is_compiling() or watched():
         return True
     return any(x is not None and type(x) is not Tensor and type(x) is not Parameter for x in tensors)
-
-
-def differentiates() -> bool:
-    """Whether gradients may be differentiated themselves, or come from a transform of torch.func."""
-    return is_grad_enabled() or transforms_active()
 
 
 def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
@@ -292,7 +292,7 @@ def wants_grad(tensors: Sequence[Tensor | None]) -> bool:
 def facts() -> tuple[bool, bool]:
     """What recipes follow from beside metadata and settings: whether products of float32 may be rounded
     to tf32, and whether results have to be the same bits in each run."""
-    return private.allows_tf32(), torch.are_deterministic_algorithms_enabled()
+    return private.allows_tf32(), private.deterministic()
 
 
 def metadata(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
@@ -441,7 +441,14 @@ def backward_of(
         needs = ctx.needs_input_grad
         if len(grads) > 1 and all(x is None for x in grads):
             return (None,) * len(needs)
-        if differentiates() or dispatch_modes():
+        if (
+            is_dynamo_compiling()
+            or is_grad_enabled()
+            or transforms_active()
+            or dispatch_modes()
+            or key_is_on(BATCHED_GRADIENTS)
+            or key_is_on(PRE_DISPATCH)
+        ):
             made = operator.gradients_visibly(context, all_needs(needs), tensors)
             return made if complete else tuple(made[i] for i in given)
         key = needs, facts(), _forgotten, *[None if x is None else x.stride() for x in tensors]

@@ -27,7 +27,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _get_deterministic_algorithms as deterministic
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -35,7 +34,7 @@ from .. import backends
 from ..backends import autocast_dtype
 from . import call, exchange_buffers, private
 from .call import Call, wants_grad
-from .private import TensorGuards, dispatch_modes, forward_ad, transforms_active
+from .private import TensorGuards, deterministic, forward_ad, transforms_active, watched
 
 CAPACITY = 4096  # calls, of some KiB each
 RECENT = 4
@@ -85,14 +84,14 @@ def facts(x: Tensor) -> tuple[Hashable, ...]:
 
 def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
     """The function of `tensors` for a call of this kind, if one was kept."""
-    if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
+    if is_dynamo_compiling() or forward_ad._current_level >= 0:
         return None
     try:
         kind = kind, facts(tensors[0])
         recent = _recent.get(kind)
         if recent is not None:
             for fits, function in recent.found:
-                if fits(*tensors):  # none does under torch.func
+                if fits(*tensors):  # none does under torch.func, nor while the call is `watched`
                     return function
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
@@ -107,7 +106,7 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
 
 def key_of(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable | None:
     """Under which a call is kept; None for one that is not, as of what are no plain tensors."""
-    if transforms_active():
+    if transforms_active() or watched():
         return None
     key: list[Hashable] = [kind]
     for x in tensors:

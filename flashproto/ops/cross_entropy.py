@@ -229,6 +229,8 @@ def add_into(result: Tensor, parts: Tensor, divisor: Tensor, mean: bool) -> None
     result.copy_(total / divisor if mean else total)
 
 
+STATE = 3  # the number of that output
+
 # --- the operator -----------------------------------------------------------------------------------
 
 
@@ -253,6 +255,8 @@ def forward(recipe: Recipe, settings: Settings, inputs: list[Any], outputs: list
     one_number = settings.reduction != "none"
     targets, x = targets.contiguous().reshape(M), logits.rows()
     state = recipe.make(new_state(M, logits.device)) if state is None else state
+    if STATE in recipe.asked_for:  # an op's outputs have no elements that nobody wrote
+        state.zero_()
     weights = constants(recipe, weight, options.label_smoothing)
     losses, (total_z, denominator) = rows_of(state, M), totals_of(state, M)
     if lse is not None:

@@ -62,7 +62,12 @@ def unpacked(names: str, arguments: Sequence[Any]) -> tuple[list[Tensor | None],
 
 
 def plain_values(values: Any) -> list[Any]:
-    return [list(x) if isinstance(x, tuple) else x for x in values]
+    """Values as an op takes them: sizes are tensors under torch.jit.trace."""
+
+    def plain(x: Any) -> Any:
+        return x.item() if isinstance(x, Tensor) else x
+
+    return [list(map(plain, x)) if isinstance(x, tuple) else plain(x) for x in values]
 
 
 def values_of(kind: type, arguments: Sequence[Any]) -> Any:

@@ -27,10 +27,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .call import FirstDerivative, dispatch_modes, steps, through_op
+from .call import FirstDerivative, steps, through_op
 from .cross_entropy import (
     Options,
     class_weights,
@@ -52,6 +53,7 @@ from .linear_cross_entropy_products import (
     weight_gradient,
     zero_padding,
 )
+from .private import one_by_one, watched
 
 
 def linear_cross_entropy(
@@ -377,7 +379,7 @@ def setup_context(ctx, inputs, output) -> None:
     *tensors, _, ctx.need_lse, ctx.chunk_size, _, _, _, _ = inputs
     ctx.options = tensors[5:]
     ctx.save_for_backward(*tensors[:5], *output[2:])
-    ctx.mark_non_differentiable(output[1], *output[3:])
+    ctx.mark_non_differentiable(output[1], *output[3 if ctx.need_lse else 2 :])
     ctx.set_materialize_grads(False)
 
 
@@ -392,26 +394,30 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
     def setup_context(ctx, inputs, output):
         setup_context(ctx, inputs, output)
         ctx.at_once = any(inputs[-3:])
-        if not ctx.need_lse:
-            ctx.mark_non_differentiable(output[1], *output[2:])
 
     @staticmethod
     def backward(ctx, dloss, dz, dlse, *_):
         *saved, dh, dweight, dbias = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
         # What the forward pass computed can be given away once.
-        if ctx.at_once and dloss is not None and not dispatch_modes():
+        if ctx.at_once and dloss is not None and not (is_dynamo_compiling() or watched()):
             ctx.at_once = False
             gradients = FirstDerivative.apply(
                 scale_gradients, dloss, dh, dweight, dbias, *saved[:3], needs
             )
         else:
-            arguments = dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
-            if through_op(saved):
-                gradients = torch.ops.flashproto.linear_cross_entropy_backward(*arguments)
-            else:
-                gradients = FirstDerivative.apply(linear_cross_entropy_backward, *arguments)
+            gradients = one_by_one(
+                lambda *tensors: again(*tensors, *ctx.options, ctx.chunk_size, *needs),
+                (dloss, dlse, *saved),
+            )
         return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 13
+
+
+def again(*arguments):
+    """linear_cross_entropy_backward, by its op where something wants to see it."""
+    if through_op(arguments[:7]):
+        return torch.ops.flashproto.linear_cross_entropy_backward(*arguments)
+    return FirstDerivative.apply(linear_cross_entropy_backward, *arguments)
 
 
 def scale_gradients(dloss, dh, dweight, dbias, h, weight, bias, needs) -> tuple[Tensor | None, ...]:
@@ -463,8 +469,9 @@ def _backward(ctx, dloss, dz, dlse, *_):
             for x, dx in zip(saved[:3], (dh, dweight, dbias), strict=True)
         )
     else:
-        gradients = torch.ops.flashproto.linear_cross_entropy_backward(
-            dloss, dlse, *saved, *ctx.options, ctx.chunk_size, *needs
+        gradients = one_by_one(
+            lambda *tensors: again(*tensors, *ctx.options, ctx.chunk_size, *needs),
+            (dloss, dlse, *saved),
         )
     return *(g if need else None for g, need in zip(gradients, needs, strict=True)), *(None,) * 13
 

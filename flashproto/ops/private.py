@@ -9,19 +9,29 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import _C
 from torch._C import _are_functorch_transforms_active as transforms_active  # noqa: F401
-from torch._C import _len_torch_dispatch_stack as dispatch_modes  # noqa: F401
+from torch._C import _get_deterministic_algorithms as deterministic  # noqa: F401
 from torch._C._dynamo import guards
+from torch._C._functorch import is_legacy_batchedtensor as is_batched
 from torch._library.autograd import make_autograd_impl
 from torch._library.utils import get_layout_constraint_tag
 from torch.autograd import forward_ad
+from torch.compiler import is_dynamo_compiling
 from triton import knobs
+
+from ..checks import (  # noqa: F401, private of torch too, and asked where triton is not installed
+    BATCHED_GRADIENTS,
+    PRE_DISPATCH,
+    dispatch_modes,
+    key_is_on,
+    watched,
+)
 
 # --- torch ------------------------------------------------------------------------------------------
 
@@ -66,6 +76,11 @@ def allows_tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+def in_backward() -> bool:
+    """Whether autograd runs a backward pass in this thread."""
+    return _C._current_graph_task_id() != -1
+
+
 def forward_mode() -> bool:
     """Whether a level of forward-mode differentiation is open."""
     return forward_ad._current_level >= 0
@@ -75,6 +90,33 @@ def has_tangent(x: object) -> bool:
     if isinstance(x, (list, tuple)):
         return any(map(has_tangent, x))
     return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
+
+
+def one_by_one(
+    function: Callable[..., tuple[Any, ...]], tensors: Sequence[Any], level: int | None = None
+) -> tuple[Any, ...]:
+    """function(*tensors), some tensors, where torch.autograd takes gradients of a batch by its own vmap
+    (is_grads_batched, jacobian(vectorize=True)): of one gradient after another."""
+    if is_dynamo_compiling() or not any(x is not None and is_batched(x) for x in tensors):
+        return function(*tensors)
+    if level is None:  # of the innermost vmap
+        level = _C._vmapmode_increment_nesting() - 1
+        _C._vmapmode_decrement_nesting()
+    # [n, ...] each, or [1, ...] of those that this vmap has no batch of.
+    batches = [None if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in tensors]
+    n = max(len(x) for x in batches if x is not None)
+    columns = zip(
+        *(
+            one_by_one(
+                function, [x if x is None else x[i if len(x) > 1 else 0] for x in batches], level - 1
+            )
+            for i in range(n)
+        ),
+        strict=True,
+    )
+    return tuple(
+        None if x[0] is None else torch._add_batch_dim(torch.stack(x), 0, level) for x in columns
+    )
 
 
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:

@@ -242,6 +242,7 @@ class Recipe:
         self.steps: list[Make | Compute | Launch] = []
         self.returns: list[Operand | None] = []
         self.passed_first_launch = False
+        self.asked_for: tuple[int, ...] = ()  # numbers of the outputs that a forward's caller gets
         self.functional = False  # whether results must not lie in the memory of inputs, as an op's
 
     # --- making one ---
