@@ -877,7 +877,7 @@ def mesh(device: str) -> Iterator[Any]:
 SHARDED = [
     case
     for case in DIFFERENTIABLE
-    if case.op.startswith(("norm", "glu", "logsumexp", "linear", "cross", "memory"))
+    if case.op.startswith(("norm", "glu", "logsumexp", "linear", "cross", "memory", "rope", "qk_norm"))
     or case.op == "softmax"
 ]
 
