@@ -93,7 +93,7 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
             for fits, function in recent.found:
                 if fits(
                     *tensors
-                ):  # none does under torch.func, nor where the call is otherwise `watched`
+                ):  # none does under torch.func, nor in a trace
                     return function
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
