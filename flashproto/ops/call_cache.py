@@ -91,9 +91,7 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
         recent = _recent.get(kind)
         if recent is not None:
             for fits, function in recent.found:
-                if fits(
-                    *tensors
-                ):  # none does under torch.func, nor in a trace
+                if fits(*tensors):  # none does under torch.func, nor in a trace
                     return function
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
