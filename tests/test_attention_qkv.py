@@ -39,6 +39,15 @@ def test_equals_attention_on_views(shape: str, causal: bool, impl: str, device: 
     assert torch.equal(a.grad, b.grad)
 
 
+@pytest.mark.parametrize("impl", [None, "triton", "torch", "reference"])
+@pytest.mark.parametrize("scale", [-0.3, None])
+def test_tokens_come_first_in_memory(impl: str | None, scale: float | None, device: str) -> None:
+    for where in (device, "meta") if impl != "triton" else (device,):
+        qkv = torch.randn(2, 9, 6 * 8, device=where)
+        out = flashproto.attention_qkv(qkv, 2, 2, causal=True, scale=scale, impl=impl)
+        assert out.stride() == (9 * 2 * 8, 8, 2 * 8, 1)
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 0.7])
 def test_any_scale(scale: float, device: str) -> None:
     qkv = torch.randn(1, 9, 6 * 8, device=device)

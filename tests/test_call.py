@@ -621,6 +621,9 @@ def test_make_fx_records_the_op(case: Case, impl: str, mode: str, device: str) -
 @pytest.mark.parametrize(("case", "impl"), parameters(first_of_each(lambda case: case.op)))
 def test_a_trace_before_dispatch_records_the_op(case: Case, impl: str, device: str) -> None:
     base = base_of(case, impl, device)
+    if not case.writes:
+        for _ in range(4):  # the guards of later calls see it too
+            case(base.inputs, impl)
     graph = make_fx(functional(case, impl, []), pre_dispatch=True)(*map(copy_of, base.inputs.values()))
     targets = [node.target for node in graph.graph.nodes]
     assert own_ops([t.name() for t in targets if isinstance(t, torch._ops.OpOverload)]) == [case.op]
@@ -877,7 +880,7 @@ def mesh(device: str) -> Iterator[Any]:
 SHARDED = [
     case
     for case in DIFFERENTIABLE
-    if case.op.startswith(("norm", "glu", "logsumexp", "linear", "cross", "memory"))
+    if case.op.startswith(("norm", "glu", "logsumexp", "linear", "cross", "memory", "rope", "qk_norm"))
     or case.op == "softmax"
 ]
 

@@ -127,7 +127,8 @@ def attention_qkv(
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
         )
         return attention_op.attention_qkv.ready((qkv, *tensors), settings)
-    return _attention(name, q, k, v, variant, scale, False, backend)
+    out = _attention(name, q, k, v, variant, scale, False, backend)
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _attention(operator, q, k, v, variant, scale, return_lse, impl, *, ready=False):

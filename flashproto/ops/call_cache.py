@@ -34,7 +34,7 @@ from .. import backends
 from ..backends import autocast_dtype
 from . import call, exchange_buffers, private
 from .call import Call, wants_grad
-from .private import TensorGuards, deterministic, forward_ad, transforms_active, watched
+from .private import TensorGuards, deterministic, dispatch_modes, forward_ad, transforms_active, watched
 
 CAPACITY = 4096  # calls, of some KiB each
 RECENT = 4
@@ -84,14 +84,14 @@ def facts(x: Tensor) -> tuple[Hashable, ...]:
 
 def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | None:
     """The function of `tensors` for a call of this kind, if one was kept."""
-    if is_dynamo_compiling() or forward_ad._current_level >= 0:
+    if is_dynamo_compiling() or forward_ad._current_level >= 0 or dispatch_modes():
         return None
     try:
         kind = kind, facts(tensors[0])
         recent = _recent.get(kind)
         if recent is not None:
             for fits, function in recent.found:
-                if fits(*tensors):  # none does under torch.func, nor while the call is `watched`
+                if fits(*tensors):  # none does under torch.func, nor in a trace
                     return function
         key = key_of(kind, tensors)
     except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash

@@ -10,9 +10,10 @@ from torch import Tensor
 from .states import compute_dtype
 
 
-def table_rows(S: int, positions: Tensor | None, offset: int | Tensor, device: torch.device) -> Tensor:
-    """Row of the tables for every token, [S] or [B, S]: offset + s, or offset + positions."""
-    rows = torch.arange(S, device=device) if positions is None else positions
+def table_rows(S: int, positions: Tensor | None, offset: int | Tensor, like: Tensor) -> Tensor:
+    """Row of the tables for every token, [S] or [B, S]: offset + s, or offset + positions; a tensor as
+    `like`, a DTensor say."""
+    rows = like.new_ones(S, dtype=torch.int64).cumsum(0) - 1 if positions is None else positions
     return rows + (offset[:, None] if isinstance(offset, Tensor) else offset)
 
 
@@ -32,7 +33,7 @@ def rope(
     """
     dtype = compute_dtype(x.dtype)
     half = cos.shape[-1]
-    rows = table_rows(x.shape[2], positions, offset, x.device)
+    rows = table_rows(x.shape[2], positions, offset, cos)
     known = (rows >= 0) & (rows < cos.shape[0])
     rows, unknown = torch.where(known, rows, 0), ~known[..., None]
     c, s = (t.to(dtype)[rows].masked_fill(unknown, math.nan) for t in (cos, sin))  # [S, R] or [B, S, R]
