@@ -1,5 +1,6 @@
 """flashproto: fused attention, norms and softmax in Python alone (Triton and Gluon)."""
 
+from . import masks
 from .backends import BackendError
 from .explain import explain
 from .functional import (
@@ -7,6 +8,7 @@ from .functional import (
     add_rms_norm,
     attention,
     attention_qkv,
+    attention_varlen,
     cross_entropy,
     geglu,
     gelu,
@@ -35,6 +37,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_qkv",
+    "attention_varlen",
     "cross_entropy",
     "explain",
     "geglu",
@@ -44,6 +47,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "masks",
     "qk_norm",
     "qk_norm_qkv",
     "reglu",
