@@ -433,7 +433,7 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
         seen = seen[0]
     figure = Figure(figsize=(0.4 + 2.6 * Sk / max(Sq, Sk), 0.7 + 2.6 * Sq / max(Sq, Sk)))
     axes = figure.add_subplot()
-    axes.imshow(seen.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest", aspect="equal")
+    axes.imshow(seen.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest")
     axes.set_xlabel("keys")
     axes.set_ylabel("queries")
     axes.set_xticks([])

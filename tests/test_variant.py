@@ -32,7 +32,7 @@ class MoreKind(Kind):
         (MoreKind(), "full"),
         (MoreKind(CAUSAL=True), "causal"),
         (MoreKind(CAPPED=True, WIDTHS=2), "capped+widths=2"),
-        (MoreKind(True, True, 1), "causal+capped+widths=1"),
+        (MoreKind(CAUSAL=True, CAPPED=True, WIDTHS=1), "causal+capped+widths=1"),
     ],
 )
 def test_kinds_are_read_as_they_are_printed(
