@@ -1,6 +1,6 @@
 """flashproto: fused attention, norms and softmax in Python alone (Triton and Gluon)."""
 
-from . import masks
+from . import masks as masks
 from .backends import BackendError
 from .explain import explain
 from .functional import (
@@ -47,7 +47,6 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
-    "masks",
     "qk_norm",
     "qk_norm_qkv",
     "reglu",

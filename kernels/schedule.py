@@ -147,7 +147,7 @@ def next_run(
         t = at + tl.arange(0, LOOKED_AT)
         found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
         first = tl.min(tl.where(found > 0, t, end), 0)
-        at += LOOKED_AT
+        at = at + LOOKED_AT
     what = visits(first, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     last = end
     at = first + 1
@@ -155,7 +155,7 @@ def next_run(
         t = at + tl.arange(0, LOOKED_AT)
         found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
         last = tl.min(tl.where(found != what, t, end), 0)
-        at += LOOKED_AT
+        at = at + LOOKED_AT
     return first, last, what == 2
 
 
