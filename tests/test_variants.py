@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
+import os
 import random
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_problem import Problem
+from attention_problem import Problem, draw
+from rows import poison
 from variant_problem import (
     FEATURES,
-    compatible,
+    PAIRS,
+    Call,
+    assert_within_bound,
+    covering,
     drawn,
     exact_and_eager,
     make,
+    make_packed,
     run,
 )
 
@@ -29,7 +34,6 @@ SHAPES = {
     "more keys": replace(PLAIN, Sk=31, Dv=12),
     "more queries": replace(PLAIN, Sq=27, Sk=9, Hkv=4),
 }
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
 
 # --- definitions ------------------------------------------------------------------------------------
 
@@ -43,6 +47,26 @@ def test_the_reference_follows_the_definitions(names: tuple[str, ...], shape: st
     doubled = {name: x.detach().double().requires_grad_() for name, x in call.parameters.items()}
     got = run(call, inputs, gradients, "reference", **doubled)
     exact, _ = exact_and_eager(call, inputs, gradients)
+    for name, value in got.items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+LENGTHS = {
+    "sequences": [(5, 5), (0, 3), (11, 4), (2, 9), (3, 0)],
+    "no sequence": [],
+    "empty ones": [(0, 0), (7, 7), (0, 0)],
+}
+PACKED = [name for name, feature in FEATURES.items() if feature.packed]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["", *PACKED])
+def test_the_reference_of_sequences_is_each_by_itself(name: str, lengths: str, seed: int) -> None:
+    call = drawn(random.Random(seed), PLAIN, [name] if name else [], "cpu")
+    inputs, gradients = make_packed(call, LENGTHS[lengths], (2, 3), "cpu")
+    doubled = {name: x.detach().double().requires_grad_() for name, x in call.parameters.items()}
+    got = run(call, inputs, gradients, "reference", LENGTHS[lengths], **doubled)
+    exact, _ = exact_and_eager(call, inputs, gradients, LENGTHS[lengths])
     for name, value in got.items():
         torch.testing.assert_close(value, exact[name], rtol=1e-9, atol=1e-10, msg=name)
 
@@ -124,6 +148,66 @@ def test_masks_are_drawn(tmp_path) -> None:
 def test_documents_of_no_query_have_no_keys() -> None:
     begin, end = masks.documents(torch.zeros(1, 0).long(), torch.zeros(1, 3).long()).intervals(0, 3)
     assert (begin >= end).all()
+
+
+# --- kernels ----------------------------------------------------------------------------------------
+
+COVERING = covering(random.Random(os.environ["FLASHPROTO_TEST_SEED"]), 60 if ON_GPU else 0)
+SHAPES_OF_EACH = 5 if ON_GPU else 1
+LONGEST, MOST_HEADS = (2048, 8) if ON_GPU else (80, 3)
+
+
+def problem_of(generator: random.Random) -> Problem:
+    problem = replace(draw(generator, LONGEST, MOST_HEADS), causal=False)
+    return problem if ON_GPU else replace(problem, D=min(problem.D, 32), Dv=min(problem.Dv, 32))
+
+
+def check(call: Call, device: str, impl: str, lengths=None, behind=(0, 0)) -> None:
+    print(call, lengths, behind)
+    made = make(call, device) if lengths is None else make_packed(call, lengths, behind, device)
+    exact, plain = exact_and_eager(call, *made, lengths)
+    assert_within_bound(run(call, *made, impl, lengths), exact, plain, call)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_against_float64(name: str, device: str, seed: int, monkeypatch) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    check(drawn(generator, problem_of(generator), [name], device), device, "triton")
+
+
+@pytest.mark.parametrize("index", range(SHAPES_OF_EACH))
+@pytest.mark.parametrize("names", COVERING, ids="+".join)
+def test_features_compose(
+    names: tuple[str, ...], index: int, device: str, seed: int, monkeypatch
+) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    check(drawn(generator, problem_of(generator), names, device), device, "triton")
+
+
+def random_lengths(generator: random.Random) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    longest = 400 if ON_GPU else 40
+
+    def length() -> int:
+        return generator.choice((0, 1, generator.randrange(longest), generator.randrange(longest)))
+
+    lengths = [(length(), length()) for _ in range(generator.randrange(1, 7))]
+    return lengths, (generator.randrange(1, 40), generator.randrange(40))
+
+
+PACKED_SETS = sorted({tuple(n for n in names if n in PACKED) for names in COVERING})
+
+
+@pytest.mark.parametrize("names", [(), *PACKED_SETS], ids="+".join)
+def test_sequences_side_by_side_against_float64(
+    names: tuple[str, ...], device: str, seed: int, monkeypatch
+) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    lengths, behind = random_lengths(generator)
+    problem = replace(problem_of(generator), Sq=40, Sk=40)
+    check(drawn(generator, problem, names, device), device, "triton", lengths, behind)
 
 
 # --- what is refused --------------------------------------------------------------------------------

@@ -3,10 +3,11 @@ they are by definition, written down once more in plain PyTorch."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +17,12 @@ from torch import Tensor
 import flashproto
 from flashproto import masks
 
-Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Predicate = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Drawn(NamedTuple):
-    """options: what attention is given.  sees(b, h, i, j): which pairs it lets see each other.
+    """options: what attention is given.  sees(o, b, h, i, j): which pairs it lets see each other, o
+    being Sk - Sq.
     mask: a value for the argument `mask`."""
 
     options: dict[str, Any]
@@ -46,38 +48,38 @@ def bounds(generator: random.Random, p: Problem) -> tuple[int, int]:
 
 
 def causal(generator: random.Random, p: Problem, device: str) -> Drawn:
-    return Drawn({"causal": True}, lambda b, h, i, j: j <= i + p.offset)
+    return Drawn({"causal": True}, lambda o, b, h, i, j: j <= i + o)
 
 
 def top_left(generator: random.Random, p: Problem, device: str) -> Drawn:
-    return Drawn({}, lambda b, h, i, j: j <= i, masks.causal(top_left=True))
+    return Drawn({}, lambda o, b, h, i, j: j <= i, masks.causal(top_left=True))
 
 
 def window(generator: random.Random, p: Problem, device: str) -> Drawn:
     left, right = bounds(generator, p)
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i + p.offset - left <= j) & (j <= i + p.offset + right)
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i + o - left <= j) & (j <= i + o + right)
 
     return Drawn({"window": (left, right)}, sees)
 
 
 def left_window(generator: random.Random, p: Problem, device: str) -> Drawn:
     left, _ = bounds(generator, p)
-    return Drawn({"window": [left, None]}, lambda b, h, i, j: j >= i + p.offset - left)
+    return Drawn({"window": [left, None]}, lambda o, b, h, i, j: j >= i + o - left)
 
 
 def right_window(generator: random.Random, p: Problem, device: str) -> Drawn:
     _, right = bounds(generator, p)
-    return Drawn({"window": (None, right)}, lambda b, h, i, j: j <= i + p.offset + right)
+    return Drawn({"window": (None, right)}, lambda o, b, h, i, j: j <= i + o + right)
 
 
 def first_keys(generator: random.Random, p: Problem, device: str) -> Drawn:
     left, right = bounds(generator, p)
     first = generator.randrange(1, p.Sk + 2)
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return ((i + p.offset - left <= j) | (j < first)) & (j <= i + p.offset + right)
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i + o - left <= j) | (j < first)) & (j <= i + o + right)
 
     return Drawn({}, sees, masks.window(left, right, first=first))
 
@@ -99,23 +101,23 @@ def documents(generator: random.Random, p: Problem, device: str) -> Drawn:
         ids = runs(generator, rows, p.Sk, device)
         mask = masks.documents(ids[0] if rows == 1 else ids)
         ids = ids.expand(p.B, -1)
-        return Drawn({}, lambda b, h, i, j: ids[b, i] == ids[b, j], mask)
+        return Drawn({}, lambda o, b, h, i, j: ids[b, i] == ids[b, j], mask)
     ids, ids_k = (runs(generator, rows, n, device) for n in (p.Sq, p.Sk))
     mask = masks.documents(ids, ids_k)
     ids, ids_k = ids.expand(p.B, -1), ids_k.expand(p.B, -1)
-    return Drawn({}, lambda b, h, i, j: ids[b, i] == ids_k[b, j], mask)
+    return Drawn({}, lambda o, b, h, i, j: ids[b, i] == ids_k[b, j], mask)
 
 
 def padding(generator: random.Random, p: Problem, device: str) -> Drawn:
     lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
-    return Drawn({}, lambda b, h, i, j: j < lengths[b], masks.padding(lengths))
+    return Drawn({}, lambda o, b, h, i, j: j < lengths[b], masks.padding(lengths))
 
 
 def prefix(generator: random.Random, p: Problem, device: str) -> Drawn:
     lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (j < lengths[b]) | (j <= i + p.offset)
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j < lengths[b]) | (j <= i + o)
 
     return Drawn({}, sees, masks.prefix(lengths))
 
@@ -135,8 +137,8 @@ def tree(generator: random.Random, p: Problem, device: str) -> Drawn:
     mask = masks.tree(torch.tensor(parents, device=device))
     ancestors = ancestors.to(device)
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        at = i + p.offset
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = i + o
         return ancestors[b, at.clamp(0, p.Sk - 1), j] & (at >= 0)
 
     return Drawn({}, sees, mask)
@@ -153,7 +155,7 @@ def intervals(generator: random.Random, p: Problem, device: str) -> Drawn:
     begin, end = rows(), rows()
     mask = masks.intervals(begin, end)
     begin, end = (x.expand(p.B, p.Hq, p.Sk) for x in (begin, end))
-    return Drawn({}, lambda b, h, i, j: (begin[b, h, j] <= i) & (i < end[b, h, j]), mask)
+    return Drawn({}, lambda o, b, h, i, j: (begin[b, h, j] <= i) & (i < end[b, h, j]), mask)
 
 
 def softcap(generator: random.Random, p: Problem, device: str) -> Drawn:
@@ -210,6 +212,26 @@ def compatible(names: Sequence[str]) -> bool:
     return len(windows) < 2 and not (windows and windows != ["right_window"] and "first_keys" in names)
 
 
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
+
+
+def covering(generator: random.Random, count: int, most: int = 8) -> list[tuple[str, ...]]:
+    """`count` sets of up to `most` features, or as many more as it takes for each pair to be in one."""
+    made: list[tuple[str, ...]] = []
+    left = set(PAIRS)
+    while left or len(made) < count:
+        names = list(generator.choice(sorted(left) or PAIRS))
+        others = [n for n in FEATURES if n not in names]
+        generator.shuffle(others)
+        for name in others:
+            if len(names) < most and compatible((*names, name)):
+                names.append(name)
+        chosen = tuple(name for name in FEATURES if name in names)
+        left -= set(itertools.combinations(chosen, 2))
+        made.append(chosen)
+    return made
+
+
 @dataclass(frozen=True)
 class Call:
     """A problem and the features that are drawn for it."""
@@ -235,7 +257,7 @@ class Call:
         places = torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")
         seen = torch.ones(sizes, dtype=torch.bool, device=device)
         for sees in self.sees:
-            seen = seen & sees(*places)
+            seen = seen & sees(p.offset, *places)
         return seen
 
 
@@ -244,7 +266,7 @@ def drawn(generator: random.Random, problem: Problem, names: Sequence[str], devi
     options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
     sees: list[Predicate] = []
     if problem.causal:
-        sees.append(lambda b, h, i, j: j <= i + problem.offset)
+        sees.append(lambda o, b, h, i, j: j <= i + o)
     for name in names:
         made = FEATURES[name].draw(generator, problem, device)
         for option, value in made.options.items():
@@ -295,6 +317,30 @@ def eager(
     return {"out": keys @ v, "lse": lse, "max_score": top, "entropy": entropy}
 
 
+def eager_packed(
+    q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], call: Call,
+    lengths: Sequence[tuple[int, int]],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The same of sequences side by side [T, H, D], one after another."""
+    made: list[dict[str, Tensor]] = []
+    at = [0, 0]
+    for Sq, Sk in (*lengths, (q.shape[0] - sum(n for n, _ in lengths), 0)):
+        parts = q[at[0] : at[0] + Sq], *(x[at[1] : at[1] + Sk] for x in (k, v))
+        at = [at[0] + Sq, at[1] + Sk]
+        if Sq and Sk:
+            one = replace(call, problem=replace(call.problem, B=1, Sq=Sq, Sk=Sk))
+            made.append(eager(*(x.transpose(0, 1)[None] for x in parts), parameters, one))
+        elif Sq:
+            rows = q.new_zeros(1, q.shape[1], Sq)
+            none = torch.full_like(rows, -math.inf)
+            lse = parameters["sinks"][None, :, None].expand_as(rows) if "sinks" in parameters else none
+            out = rows[..., None].expand(*rows.shape, v.shape[2])
+            made.append({"out": out, "lse": lse.to(q.dtype), "max_score": none, "entropy": rows})
+    found = {name: torch.cat([x[name] for x in made], 2)[0] for name in made[0]}
+    none = sum(x[:0].sum() for x in (q, k, v, *parameters.values()))  # so that all have gradients
+    return found | {"out": found["out"].transpose(0, 1) + none, "lse": found["lse"] + none}
+
+
 # --- results and their errors ---------------------------------------------------------------------
 
 
@@ -325,18 +371,46 @@ def with_gradients(
     return {name: x.detach() for name, x in outputs.items()} | made
 
 
+Lengths = Sequence[tuple[int, int]]
+
+
+def make_packed(
+    call: Call, lengths: Lengths, behind: tuple[int, int], device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """As `make`, of sequences of `lengths` side by side and tokens behind them."""
+    p = call.problem
+    T, Tk = (sum(n[side] for n in lengths) + behind[side] for side in (0, 1))
+    shapes = ((T, p.Hq, p.D), (Tk, p.Hkv, p.D), (Tk, p.Hkv, p.Dv))
+    inputs = [torch.randn(s, device=device).to(p.dtype).requires_grad_() for s in shapes]
+    dout = torch.randn(T, p.Hq, p.Dv, device=device).to(p.dtype)
+    return inputs, [dout, torch.randn(p.Hq, T, device=device) * p.lse_gradient]
+
+
+def starts(lengths: Lengths, device: str) -> list[Tensor]:
+    """cu_seqlens of queries and of keys."""
+    return [
+        torch.tensor([0, *(n[side] for n in lengths)], device=device).cumsum(0, dtype=torch.int32)
+        for side in (0, 1)
+    ]
+
+
 def run(
-    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None, **others: Any
-) -> dict[str, Tensor]:
-    """All results of flashproto.attention."""
+    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None,
+    lengths: Lengths | None = None, **others: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """All results of flashproto.attention, or with `lengths` of attention_varlen."""
     options = call.options | others | {"return_lse": True, "impl": impl}
-    made = dict(zip(("out", "lse", *call.aux), flashproto.attention(*inputs, **options), strict=True))
+    if lengths is None:
+        made = flashproto.attention(*inputs, **options)
+    else:
+        made = flashproto.attention_varlen(*inputs, *starts(lengths, inputs[0].device), **options)
     parameters = {name: options[name] for name in call.parameters}
-    return with_gradients(made, inputs, parameters, gradients)
+    named = dict(zip(("out", "lse", *call.aux), made, strict=True))
+    return with_gradients(named, inputs, parameters, gradients)
 
 
 def exact_and_eager(
-    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor]
+    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], lengths: Lengths | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """By definition, in float64 and in the dtype of the problem."""
     found = []
@@ -344,7 +418,10 @@ def exact_and_eager(
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         keep = torch.float64 if dtype == torch.float64 else torch.float32
         parameters = {n: x.detach().to(keep).requires_grad_() for n, x in call.parameters.items()}
-        outputs = eager(*leaves, parameters, call)
+        if lengths is None:
+            outputs = eager(*leaves, parameters, call)
+        else:
+            outputs = eager_packed(*leaves, parameters, call, lengths)
         outputs = {n: x for n, x in outputs.items() if n in ("out", "lse", *call.aux)}
         found.append(with_gradients(outputs, leaves, parameters, gradients))
     return found[0], found[1]
