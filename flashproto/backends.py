@@ -9,8 +9,8 @@ impl=None takes the first of them, in this order, that can run the call.  impl="
 environment variable FLASHPROTO_IMPL, or set_default) runs that one or raises BackendError with every
 reason against it.  Nothing falls back silently.
 
-A reason is a text, or a format and its arguments.  The text is made only for an error: while a call is
-traced, writing a size down would fix it, and every other length would compile anew.
+A reason is a text, or a format and its arguments.  The text is made only for an error: in a traced
+call, a size that is written down becomes fixed, and every other length would compile again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_under_compile(function: F) -> F:
-    """torch.compiler.assume_constant_result, which would import the whole compiler to set this mark."""
+    """As torch.compiler.assume_constant_result, which would import the whole compiler to set a mark."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -199,9 +199,9 @@ def choose(
 ) -> str:
     """The backend for one call of `operator` with `tensors`, all on the device of the first.
 
-    call_reasons(backend) gives why that backend cannot run this particular call; no more than the
-    first of them is looked at unless an error is to tell them.  Raises ValueError for an unknown name
-    and BackendError when the backend asked for by name cannot run.
+    call_reasons(backend) gives why that backend cannot run this particular call.  Only the first reason
+    is asked for, except for an error's message.  Raises ValueError for an unknown name and BackendError
+    when the backend asked for by name cannot run.
     """
     device = tensors[0].device
     compiling = torch.compiler.is_compiling()
@@ -239,7 +239,7 @@ def _tell(
     unfit: tuple[str, str] | None,
     call_reasons: Callable[[str], Iterable[Reason]],
 ) -> None:
-    """Tell who watches of a choice, with the reasons against the other backends."""
+    """Tell the watchers of a choice, with the reasons against the other backends."""
     against = {}
     for backend in BACKENDS:
         if backend != chosen:
@@ -303,6 +303,25 @@ def _log_once(operator: str, backend: str, device: torch.device, automatic: bool
         how = "chosen automatically" if automatic else "as asked"
         _log.info("%s runs on backend %r for %s tensors (%s)", operator, backend, device.type, how)
     _logged.update([(operator, backend, device.type), (operator, backend, device)])
+
+
+# --- reasons that operators share -----------------------------------------------------------------
+
+
+def float64_reasons(backend: str, tensors: Sequence[Tensor]) -> Iterator[Reason]:
+    """Reasons against a backend for an operator that has only portable kernels, without float64."""
+    if backend == "hopper":
+        yield "not written for this operator"
+    if backend == "triton" and any(t.dtype is torch.float64 for t in tensors):
+        yield "dtype is float64; the kernels take float16, bfloat16 and float32"
+
+
+def refuses_values(impl: str | None, backend: str) -> bool:
+    """Whether a call on the CPU refuses indices that are out of range.
+
+    A backend that makes NaN of them does so on a CPU too, where it was asked for by name.
+    """
+    return backend == "torch" or (impl is None and get_default() is None)
 
 
 _check_name(_default, "FLASHPROTO_IMPL")

@@ -60,12 +60,12 @@ LARGEST, SMALLEST = sys.float_info.max, math.ulp(0.0)  # of finite and of positi
 
 
 def is_integer(x: object) -> bool:
-    """An integer of Python, numpy or torch.compile; True and False are none."""
+    """Whether x is an integer of Python, numpy or torch.compile; True and False are not."""
     return isinstance(x, (int, torch.SymInt, Integral)) and not isinstance(x, bool)
 
 
 def is_number(x: object) -> bool:
-    """A real number of Python, numpy or torch.compile; True and False are none."""
+    """Whether x is a real number of Python, numpy or torch.compile; True and False are not."""
     return (isinstance(x, (float, torch.SymFloat, Real)) and not isinstance(x, bool)) or is_integer(x)
 
 
@@ -95,7 +95,7 @@ def check_flag(operator: str, argument: str, x: object) -> bool:
     """x as a bool: True or False, numpy's too, or a number that equals one of them."""
     if isinstance(x, (bool, torch.SymBool)):
         return x  # type: ignore[return-value]
-    # Not a tensor: to look at its value would wait for the GPU.
+    # Not a tensor: reading its value would wait for the GPU.
     if isinstance(x, Tensor) or not isinstance(x, Hashable) or x not in (0, 1):
         do = f"Pass {argument}=True."
         refuse(operator, argument, described(x), "True or False", do, TypeError)
@@ -113,9 +113,13 @@ def check_dtype(operator: str, dtype: object) -> None:
     """The floating-point dtype of a result, or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype in FLOATS):
         refuse(
-            operator, "dtype", described(dtype), "torch.float16, bfloat16, float32, float64 or None",
-            "Pass None for that of x.", TypeError,
-        )  # fmt: skip
+            operator,
+            "dtype",
+            described(dtype),
+            "torch.float16, bfloat16, float32, float64 or None",
+            "Pass None for that of x.",
+            TypeError,
+        )
 
 
 def check_scale(operator: str, scale: float | None) -> float | None:
@@ -148,7 +152,7 @@ def is_readable(x: Tensor) -> bool:
 
 
 def check_values(operator: str, argument: str, x: Tensor, wrong: Tensor, takes: str, do: str) -> None:
-    """No element of x where `wrong` is True; both are readable."""
+    """Refuse elements of x where `wrong` is True; both can be read."""
     if wrong.any():
         where = wrong.nonzero()[0].tolist()
         at = f" at {where}" if where else ""
@@ -165,9 +169,13 @@ def check_tensor(operator: str, name: str, x: object) -> None:
         refuse(operator, name, got, "a torch.Tensor", "Pass a tensor.", TypeError)
     if x.dtype not in FLOATS:
         refuse(
-            operator, name, f"of dtype {x.dtype}", "float16, bfloat16, float32 or float64",
-            f"Convert it, say {name}.to(torch.float32).", TypeError,
-        )  # fmt: skip
+            operator,
+            name,
+            f"of dtype {x.dtype}",
+            "float16, bfloat16, float32 or float64",
+            f"Convert it, say {name}.to(torch.float32).",
+            TypeError,
+        )
     if x.layout != torch.strided:
         refuse(operator, name, f"of layout {x.layout}", "a strided tensor", "Call .to_dense().")
 
@@ -180,14 +188,21 @@ def check_same(operator: str, tensors: dict[str, Tensor], *, dtype: bool = True)
         b = tensors[name]
         if b.device != a.device:
             refuse(
-                operator, name, f"on {b.device}", f"the device of {first}, {a.device}",
+                operator,
+                name,
+                f"on {b.device}",
+                f"the device of {first}, {a.device}",
                 f"Move it: {name}.to({first}.device).",
-            )  # fmt: skip
+            )
         if dtype and b.dtype != a.dtype:
             refuse(
-                operator, name, f"of dtype {b.dtype}", f"the dtype of {first}, {a.dtype}",
-                f"Convert it, say {name}.to({first}.dtype), or use torch.autocast.", TypeError,
-            )  # fmt: skip
+                operator,
+                name,
+                f"of dtype {b.dtype}",
+                f"the dtype of {first}, {a.dtype}",
+                f"Convert it, say {name}.to({first}.dtype), or use torch.autocast.",
+                TypeError,
+            )
 
 
 def check_attention(
@@ -200,9 +215,12 @@ def check_attention(
         check_tensor(operator, name, x)
         if x.ndim != 4:
             refuse(
-                operator, name, f"of shape {list(x.shape)}", "4 dimensions [B, H, S, D]",
+                operator,
+                name,
+                f"of shape {list(x.shape)}",
+                "4 dimensions [B, H, S, D]",
                 f"Reshape it; {name}[None, None] adds batch and heads to [S, D].",
-            )  # fmt: skip
+            )
     device, dtype = q.device, q.dtype
     if k.device != device or v.device != device or k.dtype != dtype or v.dtype != dtype:
         check_same(operator, {q_name: q, k_name: k, v_name: v})
@@ -210,31 +228,46 @@ def check_attention(
     for name, batch in ((k_name, Bk), (v_name, Bv)):
         if batch != B:
             refuse(
-                operator, name, f"of batch size {batch}", f"that of {q_name}, {B}",
+                operator,
+                name,
+                f"of batch size {batch}",
+                f"that of {q_name}, {B}",
                 f"Expand it: {name}.expand({B}, -1, -1, -1).",
-            )  # fmt: skip
+            )
     if Hv != Hkv or Sv != Sk:
         refuse(
-            operator, v_name, f"of heads and length {[Hv, Sv]}", f"those of {k_name}, {[Hkv, Sk]}",
+            operator,
+            v_name,
+            f"of heads and length {[Hv, Sv]}",
+            f"those of {k_name}, {[Hkv, Sk]}",
             f"Pass {k_name} and {v_name} of the same tokens.",
-        )  # fmt: skip
+        )
     if Dk != D:
         refuse(
-            operator, k_name, f"of head_dim {Dk}", f"that of {q_name}, {D}",
+            operator,
+            k_name,
+            f"of head_dim {Dk}",
+            f"that of {q_name}, {D}",
             f"Only {v_name} may have a head_dim of its own.",
-        )  # fmt: skip
+        )
     if D == 0 or Dv == 0:
         refuse(operator, "head_dim", 0, "at least 1", "Pass tensors of shape [B, H, S, D].")
     if (Hkv == 0) != (Hq == 0):
         refuse(
-            operator, k_name, f"of {Hkv} heads", f"a divisor of {q_name}'s {Hq} heads",
+            operator,
+            k_name,
+            f"of {Hkv} heads",
+            f"a divisor of {q_name}'s {Hq} heads",
             "Pass as many key heads as query heads.",
-        )  # fmt: skip
+        )
     if Hkv and Hq % Hkv:
         refuse(
-            operator, q_name, f"of {Hq} heads", f"a multiple of {k_name}'s {Hkv} heads",
+            operator,
+            q_name,
+            f"of {Hq} heads",
+            f"a multiple of {k_name}'s {Hkv} heads",
             "GQA needs the same number of query heads for each key head.",
-        )  # fmt: skip
+        )
 
 
 def check_by_head(operator: str, name: str, x: object, heads: int, device: torch.device) -> None:
@@ -315,10 +348,12 @@ def check_norm(
     device, shape = x.device, tuple(normalized_shape)
     if not shape or not all(map(is_number, shape)) or x.shape[-len(shape) :] != shape:
         refuse(
-            operator, "normalized_shape", list(shape),
+            operator,
+            "normalized_shape",
+            list(shape),
             f"trailing dimensions of x, whose shape is {list(x.shape)}",
             f"Pass normalized_shape={list(x.shape[-1:])} to normalize the last dimension.",
-        )  # fmt: skip
+        )
     for name, t in (("weight", weight), ("bias", bias), ("residual", residual)):
         if t is None:
             continue
@@ -328,14 +363,20 @@ def check_norm(
         if name == "residual":
             if t.shape != x.shape:
                 refuse(
-                    operator, "residual", f"of shape {list(t.shape)}",
-                    f"the shape of x, {list(x.shape)}", "Expand it to the shape of x.",
-                )  # fmt: skip
+                    operator,
+                    "residual",
+                    f"of shape {list(t.shape)}",
+                    f"the shape of x, {list(x.shape)}",
+                    "Expand it to the shape of x.",
+                )
         elif t.shape != shape:
             refuse(
-                operator, name, f"of shape {list(t.shape)}", f"normalized_shape, {list(shape)}",
+                operator,
+                name,
+                f"of shape {list(t.shape)}",
+                f"normalized_shape, {list(shape)}",
                 f"Pass {name}=None for none.",
-            )  # fmt: skip
+            )
 
 
 def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
@@ -346,9 +387,13 @@ def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
         return normalized_shape  # type: ignore[return-value]
     x = "x, residual" if operator.startswith("add_") else "x"
     refuse(
-        operator, "normalized_shape", described(normalized_shape), "an int or a sequence of ints",
-        f"The weight comes behind it: {operator}({x}, x.shape[-1], weight).", TypeError,
-    )  # fmt: skip
+        operator,
+        "normalized_shape",
+        described(normalized_shape),
+        "an int or a sequence of ints",
+        f"The weight comes behind it: {operator}({x}, x.shape[-1], weight).",
+        TypeError,
+    )
 
 
 def check_rows(operator: str, x: Tensor) -> None:
@@ -366,17 +411,22 @@ def check_glu(operator: str, gate: Tensor, up: Tensor | None, *, halves: bool) -
     check_same(operator, tensors)
     if up is not None and up.shape != gate.shape:
         refuse(
-            operator, "up", f"of shape {list(up.shape)}", f"the shape of gate, {list(gate.shape)}",
+            operator,
+            "up",
+            f"of shape {list(up.shape)}",
+            f"the shape of gate, {list(gate.shape)}",
             "Expand it to the shape of gate.",
-        )  # fmt: skip
+        )
     if operator != "gelu" and gate.ndim == 0:
         refuse(operator, "gate", "a scalar", "at least one dimension", "Pass gate[None].")
     if halves and gate.shape[-1] % 2:
         refuse(
-            operator, "gate", f"of {gate.shape[-1]} columns",
+            operator,
+            "gate",
+            f"of {gate.shape[-1]} columns",
             "an even number of them without up: the halves are gate and up",
             "Pass gate and up of one shape, or torch.cat((gate, up), -1).",
-        )  # fmt: skip
+        )
 
 
 def check_approximate(operator: str, approximate: str) -> None:
@@ -392,16 +442,21 @@ def check_heads_of(operator: str, q: Tensor, k: Tensor | None) -> None:
         check_tensor(operator, name, x)
         if x.ndim != 4:
             refuse(
-                operator, name, f"of shape {list(x.shape)}", "4 dimensions [B, H, S, D]",
+                operator,
+                name,
+                f"of shape {list(x.shape)}",
+                "4 dimensions [B, H, S, D]",
                 f"Reshape it; {name}[None, None] adds batch and heads to [S, D].",
-            )  # fmt: skip
+            )
     check_same(operator, tensors)
     if k is not None and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
         refuse(
-            operator, "k", f"of shape {list(k.shape)}",
+            operator,
+            "k",
+            f"of shape {list(k.shape)}",
             f"that of q, {list(q.shape)}, but for the number of heads",
             "Call it twice for q and k of different tokens, each time with k=None.",
-        )  # fmt: skip
+        )
 
 
 def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[int, int, int]:
@@ -409,16 +464,22 @@ def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> t
     check_tensor(operator, "qkv", qkv)
     if qkv.ndim != 3:
         refuse(
-            operator, "qkv", f"of shape {list(qkv.shape)}", "3 dimensions [B, S, heads * D]",
+            operator,
+            "qkv",
+            f"of shape {list(qkv.shape)}",
+            "3 dimensions [B, S, heads * D]",
             "Flatten heads and D: qkv.flatten(2).",
-        )  # fmt: skip
+        )
     n_heads, n_kv_heads = check_head_counts(operator, n_heads, n_kv_heads)
     heads = n_heads + 2 * n_kv_heads
     if qkv.shape[2] % heads:
         refuse(
-            operator, "qkv", f"{qkv.shape[2]} wide",
-            f"a multiple of n_heads + 2 n_kv_heads, {heads}", "Pass the heads that it was made of.",
-        )  # fmt: skip
+            operator,
+            "qkv",
+            f"{qkv.shape[2]} wide",
+            f"a multiple of n_heads + 2 n_kv_heads, {heads}",
+            "Pass the heads that it was made of.",
+        )
     return n_heads, n_kv_heads, qkv.shape[2] // heads
 
 
@@ -440,9 +501,12 @@ def check_head_weights(operator: str, D: int, device: torch.device, *weights: Te
         check_on(operator, name, weight, device)
         if list(weight.shape) != [D]:
             refuse(
-                operator, name, f"of shape {list(weight.shape)}", f"one value a dimension, [{D}]",
+                operator,
+                name,
+                f"of shape {list(weight.shape)}",
+                f"one value a dimension, [{D}]",
                 f"Pass {name}=None for none.",
-            )  # fmt: skip
+            )
 
 
 def check_on(operator: str, name: str, x: Tensor, device: torch.device) -> None:
@@ -468,14 +532,20 @@ def check_tables(
         check_on(operator, name, table, device)
         if table.ndim != 2 or 2 * table.shape[1] > D:
             refuse(
-                operator, name, f"of shape {list(table.shape)}",
-                f"[length, R] with 2 R at most head_dim, {D}", "flashproto.nn.rope_tables makes it.",
-            )  # fmt: skip
+                operator,
+                name,
+                f"of shape {list(table.shape)}",
+                f"[length, R] with 2 R at most head_dim, {D}",
+                "flashproto.nn.rope_tables makes it.",
+            )
     if cos.shape != sin.shape:
         refuse(
-            operator, "sin", f"of shape {list(sin.shape)}", f"the shape of cos, {list(cos.shape)}",
+            operator,
+            "sin",
+            f"of shape {list(sin.shape)}",
+            f"the shape of cos, {list(cos.shape)}",
             "Pass tables of one shape.",
-        )  # fmt: skip
+        )
     shapes = {"positions": ((S,), (B, S)), "offset": ((B,),)}
     if not isinstance(offset, Tensor):
         how = -(2**63), 2**63 - 1, "an integer", "Pass a row of the tables."
@@ -490,14 +560,14 @@ def check_tables(
         if x.is_floating_point() or x.dtype == torch.bool or tuple(x.shape) not in shapes[name]:
             takes = " or ".join(str(list(shape)) for shape in shapes[name])
             refuse(
-                operator, name, f"{x.dtype} of shape {list(x.shape)}", f"integers of shape {takes}",
+                operator,
+                name,
+                f"{x.dtype} of shape {list(x.shape)}",
+                f"integers of shape {takes}",
                 "Pass rows of the tables, as torch.arange gives them.",
-            )  # fmt: skip
+            )
     if isinstance(offset, Tensor) and positions is not None:
-        refuse(
-            operator, "offset", "a tensor", "a number beside positions",
-            "Add it to positions.",
-        )  # fmt: skip
+        refuse(operator, "offset", "a tensor", "a number beside positions", "Add it to positions.")
     rows, do = cos.shape[0], "Make longer tables: flashproto.nn.rope_tables."
     if rows < (S if positions is None else min(S, 1)):
         at = "" if isinstance(offset, Tensor) else f" where offset is {offset}"
@@ -509,7 +579,7 @@ def check_tables(
 
 
 def check_table_rows(operator: str, length: int, S: int, positions: Any, offset: Any) -> None:
-    """Where values can be looked at: the tables have a row for every position."""
+    """Check, where values can be read, that the tables have a row for every position."""
     name, x = ("positions", positions) if isinstance(positions, Tensor) else ("offset", offset)
     if not isinstance(x, Tensor) or not S or not is_readable(x):
         return
@@ -539,14 +609,21 @@ def check_cross_entropy(
     if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, torch.int32):
         got = f"of dtype {targets.dtype}" if isinstance(targets, Tensor) else described(targets)
         refuse(
-            operator, "targets", got, "an int64 or int32 tensor of class indices",
-            "Convert it: targets.long().", TypeError,
-        )  # fmt: skip
+            operator,
+            "targets",
+            got,
+            "an int64 or int32 tensor of class indices",
+            "Convert it: targets.long().",
+            TypeError,
+        )
     if targets.device != device:
         refuse(
-            operator, "targets", f"on {targets.device}", f"the device of the logits, {device}",
+            operator,
+            "targets",
+            f"on {targets.device}",
+            f"the device of the logits, {device}",
             f"Move it: targets.to({str(device)!r}).",
-        )  # fmt: skip
+        )
     if targets.shape != torch.Size(shape):
         do = "Pass one for each row."
         if logits_shape is not None:
@@ -554,9 +631,12 @@ def check_cross_entropy(
             if len(logits_shape) > 2 and targets.shape == (logits_shape[0], *logits_shape[2:]):
                 do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
         refuse(
-            operator, "targets", f"of shape {list(targets.shape)}",
-            f"one class index for each row, {list(shape)}", do,
-        )  # fmt: skip
+            operator,
+            "targets",
+            f"of shape {list(targets.shape)}",
+            f"one class index for each row, {list(shape)}",
+            do,
+        )
     if V == 0:
         refuse(operator, "the number of classes", 0, "at least 1", "Pass logits [..., V].")
     if weight is not None:
@@ -564,14 +644,20 @@ def check_cross_entropy(
         check_on(operator, weight_name, weight, device)
         if weight.shape != (V,):
             refuse(
-                operator, weight_name, f"of shape {list(weight.shape)}", f"a weight a class, [{V}]",
+                operator,
+                weight_name,
+                f"of shape {list(weight.shape)}",
+                f"a weight a class, [{V}]",
                 f"Pass {weight_name}=None to weigh all classes alike.",
-            )  # fmt: skip
+            )
         if weight.requires_grad and torch.is_grad_enabled():
             refuse(
-                operator, weight_name, "a tensor that requires grad", "constants",
+                operator,
+                weight_name,
+                "a tensor that requires grad",
+                "constants",
                 f"Pass {weight_name}.detach().",
-            )  # fmt: skip
+            )
 
 
 def check_loss_options(
@@ -598,7 +684,7 @@ def check_loss_options(
 
 
 def check_classes(operator: str, targets: Tensor, V: int, ignore_index: int) -> None:
-    """Where values can be looked at: every target is a class or ignore_index."""
+    """Check, where values can be read, that every target is a class or ignore_index."""
     if is_readable(targets):
         wrong = ((targets < 0) | (targets >= V)) & (targets != ignore_index)
         takes = f"a class from 0 to {V - 1}, or ignore_index, {ignore_index}"

@@ -55,7 +55,7 @@ class Hook:
     forward, backward: @triton.jit functions, see kernels/hooks.py; backward None: forward only.
     reference(x, index, *operands, *scalars): the same in PyTorch, differentiable if backward is given.
     operands, scalars: how many of each it takes.
-    needs_value: whether backward reads x.  One that does not spares a prologue keeping it in memory.
+    needs_value: whether backward reads x.  If it does not, a prologue need not keep x in memory.
     """
 
     name: str
@@ -115,36 +115,49 @@ def call(name: str, *arguments: Tensor | float) -> Call:
         operands
     ) + len(scalars):
         refuse(
-            f"hook {name!r}", "arguments", [type(a).__name__ for a in arguments],
-            f"{hook.operands} tensors, then {hook.scalars} numbers", "Pass these.", TypeError,
-        )  # fmt: skip
+            f"hook {name!r}",
+            "arguments",
+            [type(a).__name__ for a in arguments],
+            f"{hook.operands} tensors, then {hook.scalars} numbers",
+            "Pass these.",
+            TypeError,
+        )
     return Call(hook, operands, tuple(map(float, scalars)))
 
 
 def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
-    """Refuse a call whose operands do not fit x, or that needs a derivative the hook has not."""
+    """Refuse a call whose operands do not fit x, or that needs a derivative the hook does not have."""
     if made is None:
         return
     if not isinstance(made, Call):
         refuse(
-            operator, argument, type(made).__name__, "what flashproto.hooks.call returns",
-            "Pass hooks.call(name, *arguments).", TypeError,
-        )  # fmt: skip
+            operator,
+            argument,
+            type(made).__name__,
+            "what flashproto.hooks.call returns",
+            "Pass hooks.call(name, *arguments).",
+            TypeError,
+        )
     for i, operand in enumerate(made.operands):
         check_same(operator, {"x": x, f"{argument} operand {i}": operand}, dtype=False)
         shape = [1] * (x.ndim - operand.ndim) + list(operand.shape)
         if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
             refuse(
-                operator, f"{argument} operand {i}", f"of shape {list(operand.shape)}",
-                f"a shape that broadcasts to that of x, {list(x.shape)}", "Reshape it.",
-            )  # fmt: skip
+                operator,
+                f"{argument} operand {i}",
+                f"of shape {list(operand.shape)}",
+                f"a shape that broadcasts to that of x, {list(x.shape)}",
+                "Reshape it.",
+            )
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *made.operands))
     if wanted and made.hook.backward is None:
         refuse(
-            operator, argument, f"{made.hook.name!r}, which has no derivative",
+            operator,
+            argument,
+            f"{made.hook.name!r}, which has no derivative",
             "a hook with one where a gradient is wanted",
             "Register it with backward=, or call under torch.no_grad().",
-        )  # fmt: skip
+        )
 
 
 def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
@@ -154,9 +167,12 @@ def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) ->
         refuse(operator, "dtype", described(dtype), takes, "Pass None for that of x.", TypeError)
     if dtype in FLOAT8 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         refuse(
-            operator, "dtype", dtype, "a dtype of 16 bits or more where a gradient is wanted",
+            operator,
+            "dtype",
+            dtype,
+            "a dtype of 16 bits or more where a gradient is wanted",
             "Call it under torch.no_grad().",
-        )  # fmt: skip
+        )
 
 
 def define(made: Call | None, x: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """Partial results of the programs of a thread block cluster, exchanged through their shared memories.
 
 For Hopper and later.  A kernel launched with num_ctas = S runs on clusters of S programs, which start
-together on neighbouring multiprocessors, and spreads the rows of a tile [S, C] over them, one each.
-What every program reduces its row to, the others read here: no zeroed words in memory, no polling of
-it, and no fence, since a transaction barrier in shared memory counts the bytes that have arrived.
+together on neighbouring multiprocessors.  It spreads the rows of a tile [S, C] over them, one each, and
+each program reads here what the others reduced their rows to.  That needs no zeroed words in memory, no
+polling and no fence: a transaction barrier in shared memory counts the bytes that have arrived.
 
     mailbox = cluster_begin()
     everyones_a, everyones_b = cluster_exchange(mailbox, a, b, number, S)       # number = 0, 1, 2, ...
 
-Exchanges take turns in two halves of the mailbox: a program that is ahead of another by one exchange,
-and it cannot be by two, writes where nobody reads any more.  Between two exchanges there has to be a
-barrier of the program, as any reduction along columns has one.
+Exchanges alternate between two halves of the mailbox.  A program can be ahead of another by one
+exchange, not by two; it then writes where nobody reads any more.  Between two exchanges the program
+must have a barrier, as any reduction along columns has.
 """
 
 import triton
@@ -83,6 +83,10 @@ def cluster_exchange(mailbox, a, b, number, S: tl.constexpr):
         )
         slots = first[:, None] + 8 * tl.arange(0, S)[None, :]
         return tl.inline_asm_elementwise(
-            "ld.shared.v2.f32 {$0, $1}, [$2];", "=f,=f,r", [slots], (tl.float32, tl.float32),
-            is_pure=False, pack=1,
-        )  # fmt: skip
+            "ld.shared.v2.f32 {$0, $1}, [$2];",
+            "=f,=f,r",
+            [slots],
+            (tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )

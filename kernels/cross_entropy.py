@@ -13,16 +13,16 @@ With a softcap, x stands for softcap tanh(raw / softcap), whose slope multiplies
 summed as (m - x_t) + log(l), which keeps its digits where |x| is large.  A row whose target is
 ignore_index has loss 0 and gradient 0; one whose target is no class has loss and gradient NaN.
 
-A row is read as G groups of E neighbouring elements at a time, each with a state of its own that one
-thread keeps: nothing passes between threads until the states merge at the end of the row.  (Where rows
-do not start at multiples of 16 bytes, and a thread can load but one element at a time, its E elements
-lie G apart instead, so that neighbouring threads still load neighbours.)  The gradient is written
-either at once, while the row is still in cache (two passes over memory instead of three), or by the
-backward kernel from the saved state.
+A row is read as G groups of E neighbouring elements at a time.  One thread keeps the state of a group,
+and nothing passes between threads until the states merge at the end of the row.  (Where rows do not
+start at multiples of 16 bytes, a thread can load only one element at a time.  Its E elements then lie G
+apart, so that neighbouring threads still load neighbours.)  The gradient is written either in the
+forward, while the row is still in cache (two passes over memory instead of three), or by the backward
+kernel from the saved state.
 
-At once, the gradient that will come from above is not known yet, and is taken to be 1.  Where it is,
-the backward kernel does nothing; where it is not, it writes the gradient anew.  So a gradient depends
-on its inputs alone, not on the calls before.
+In the forward the upstream gradient is not known yet, and is taken to be 1.  If it turns out to be 1,
+the backward kernel does nothing; otherwise it writes the gradient again.  So a gradient depends on its
+inputs alone, not on earlier calls.
 
 Legend: M rows, V classes; a tile is [R * G, E], R rows as G groups of E elements each, C = G * E
 columns; x, dx [M, V] of unit column stride; targets [M]; weight [V]; loss, z, lse, m, l [M] float32.
@@ -136,11 +136,21 @@ def coefficients(lse, c, W, V, smoothing, z_loss, SMOOTHING: tl.constexpr):
 
 @triton.jit
 def gradient(
-    x, cols, mask, m, rate, hit, spread, target, weight_ptr, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """dx of scores x; what belongs to a row is [R * G, 1].  rate is a / l, spread is smoothing / V,
-    and like hit both hold the gradient that comes from above."""
+    x,
+    cols,
+    mask,
+    m,
+    rate,
+    hit,
+    spread,
+    target,
+    weight_ptr,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """dx of scores x; values of a row are [R * G, 1].  rate is a / l, spread is smoothing / V; they and
+    hit include the upstream gradient."""
     dx = exponentials(x, shift_of(m), LOG2E, True) * rate
     dx = tl.where(cols == target, dx - hit, dx)
     if SMOOTHING:
@@ -153,10 +163,9 @@ def gradient(
 
 @triton.jit
 def take_tile(
-    m, l, total, x_row, cols, mask, weight_ptr, softcap,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One tile into the states and sums of w_j x_j of the groups [R * G]."""
+    m, l, total, x_row, cols, mask, weight_ptr, softcap, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr
+):
+    """Take one tile into the states, and the sums of w_j x_j, of the groups [R * G]."""
     x = load_scores(x_row + cols, mask, softcap, SOFTCAP, False)
     m, l, _, _ = online_softmax_update(m, l, x, LOG2E, True)
     if SMOOTHING:
@@ -166,10 +175,22 @@ def take_tile(
 
 @triton.jit
 def give_tile(
-    x_row, dx_row, cols, wanted, mask, m, rate, hit, spread, target,
-    weight_ptr, softcap, SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
-):  # fmt: skip
-    """One tile of dx.  Rows that are not wanted have rate, hit and spread 0, and are not read."""
+    x_row,
+    dx_row,
+    cols,
+    wanted,
+    mask,
+    m,
+    rate,
+    hit,
+    spread,
+    target,
+    weight_ptr,
+    softcap,
+    SMOOTHING: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):
+    """Write one tile of dx.  Rows that are not wanted have rate, hit and spread 0, and are not read."""
     x = load_scores(x_row + cols, wanted & mask, softcap, SOFTCAP, True)
     dx = gradient(
         x, cols, wanted & mask, m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP
@@ -188,9 +209,9 @@ def cross_entropy_forward_kernel(
 ):  # fmt: skip
     """Program i takes rows i * R to i * R + R - 1; more than one only where a tile holds them whole.
 
-    With dx_ptr also dx of the sum of the losses, divided by the denominator if there is one; dx may be
-    x.  KEEP: lse is wanted of ignored rows too, which are not read otherwise.  ALIGNED: x_stride is a
-    multiple of 16 bytes.
+    With dx_ptr it also writes dx of the sum of the losses, divided by the denominator if there is one;
+    dx may be x.  KEEP: lse of ignored rows is wanted too; otherwise they are not read.  ALIGNED:
+    x_stride is a multiple of 16 bytes.
     """
     C: tl.constexpr = G * E
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
@@ -212,15 +233,13 @@ def cross_entropy_forward_kernel(
     total = tl.zeros([R * G], tl.float32)
     for i in range(0, whole * read):
         m, l, total = take_tile(
-            m, l, total, x_row, i * C + lanes, wanted_lane, weight_ptr, softcap,
-            SMOOTHING, SOFTCAP,
-        )  # fmt: skip
+            m, l, total, x_row, i * C + lanes, wanted_lane, weight_ptr, softcap, SMOOTHING, SOFTCAP
+        )
     rest = whole * C + lanes
     if whole * C < V:
         m, l, total = take_tile(
-            m, l, total, x_row, rest, wanted_lane & (rest < V), weight_ptr, softcap,
-            SMOOTHING, SOFTCAP,
-        )  # fmt: skip
+            m, l, total, x_row, rest, wanted_lane & (rest < V), weight_ptr, softcap, SMOOTHING, SOFTCAP
+        )
     m, l = online_softmax_join(tl.reshape(m, [R, G]), tl.reshape(l, [R, G]), LOG2E)
     log_l = tl.log(l)
     lse = m + log_l
@@ -251,14 +270,38 @@ def cross_entropy_forward_kernel(
         # Backwards: what was read last is found in cache.
         if whole * C < V:
             give_tile(
-                x_row, dx_row, rest, wanted_lane, (rows < M) & (rest < V),
-                m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_row,
+                dx_row,
+                rest,
+                wanted_lane,
+                (rows < M) & (rest < V),
+                m,
+                rate,
+                hit,
+                spread,
+                target,
+                weight_ptr,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
         for i in range(0, whole):
             give_tile(
-                x_row, dx_row, (whole - 1 - i) * C + lanes, wanted_lane, rows < M,
-                m, rate, hit, spread, target, weight_ptr, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_row,
+                dx_row,
+                (whole - 1 - i) * C + lanes,
+                wanted_lane,
+                rows < M,
+                m,
+                rate,
+                hit,
+                spread,
+                target,
+                weight_ptr,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
 
 
 @triton.jit(do_not_specialize=["M", "tiles", "ignore_index", "first"])
@@ -273,8 +316,8 @@ def cross_entropy_backward_kernel(
     """dx [M, N] of columns first to first + N - 1 of V, from the gradients dloss of the losses (of
     stride 0 where it is one number) and dlse of lse.
 
-    The tiles are dealt out to the programs in turn.  DONE: dloss is one number, and dx holds the
-    gradient already if that is 1.
+    The programs take the tiles in turn.  DONE: dloss is one number, and if it is 1, dx holds the
+    gradient already.
     """
     if DONE:
         if tl.load(dloss_ptr) == 1.0:
@@ -314,27 +357,58 @@ def cross_entropy_backward_kernel(
         mask = rows < M
         if (tile % column_tiles + 1) * C <= N:
             give_tile(
-                x_ptr + rows * x_stride, dx_ptr + rows * dx_stride, cols, per_lane(wanted, R, G), mask,
-                per_lane(m, R, G), rate, hit, spread, per_lane(target - first, R, G),
-                weights_here, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                x_ptr + rows * x_stride,
+                dx_ptr + rows * dx_stride,
+                cols,
+                per_lane(wanted, R, G),
+                mask,
+                per_lane(m, R, G),
+                rate,
+                hit,
+                spread,
+                per_lane(target - first, R, G),
+                weights_here,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
         else:
             give_tile(
-                x_ptr + rows * x_stride, dx_ptr + rows * dx_stride, cols, per_lane(wanted, R, G),
+                x_ptr + rows * x_stride,
+                dx_ptr + rows * dx_stride,
+                cols,
+                per_lane(wanted, R, G),
                 mask & (cols < N),
-                per_lane(m, R, G), rate, hit, spread, per_lane(target - first, R, G),
-                weights_here, softcap, SMOOTHING, SOFTCAP,
-            )  # fmt: skip
+                per_lane(m, R, G),
+                rate,
+                hit,
+                spread,
+                per_lane(target - first, R, G),
+                weights_here,
+                softcap,
+                SMOOTHING,
+                SOFTCAP,
+            )
 
 
 @triton.jit(do_not_specialize=["M", "V", "ignore_index"])
 def cross_entropy_total_kernel(
-    targets_ptr, weight_ptr, loss_ptr, z_ptr, loss_sum_ptr, z_sum_ptr, denominator_ptr,
-    M, V, ignore_index,
-    MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Sums of loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and of the class weights of their
-    targets, which is the denominator of the mean; without loss_ptr the last alone.  MEAN divides."""
+    targets_ptr,
+    weight_ptr,
+    loss_ptr,
+    z_ptr,
+    loss_sum_ptr,
+    z_sum_ptr,
+    denominator_ptr,
+    M,
+    V,
+    ignore_index,
+    MEAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Sum loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and the class weights of their targets,
+    which make the denominator of the mean; without loss_ptr the weights alone.  MEAN divides."""
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -361,7 +435,7 @@ def cross_entropy_total_kernel(
 
 @triton.jit(do_not_specialize=["N"])
 def scale_unless_one_kernel(x_ptr, factor_ptr, N, BLOCK: tl.constexpr):
-    """x [N] times a number on the device, in place; no memory is touched where it is 1."""
+    """Multiply x [N] by a number on the device, in place; where it is 1 no memory is touched."""
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor == 1.0:
         return

@@ -1,16 +1,16 @@
 """Partial results of the programs that share a row, exchanged within one launch.
 
 A row too wide for one program's registers is split over several.  Each reduces its tile, publishes
-the partial result, waits for those of the others, and finishes its tile from registers, so that the
-row is read once.  All join the same partial results in the same order: nothing depends on timing.
+the partial result, waits for those of the others, and finishes its tile from registers.  So the row is
+read once.  All join the same partial results in the same order: nothing depends on timing.
 
-A partial result is two float32 packed into one 64-bit word, which is written and read whole, so that
-no fence is needed.  A word of 0 says "not there yet": words must be 0 before the launch, and two
-zeros are published as -0.0 and 0.0.  A launch cannot clear its own words, which a late program may
-still want, but it can clear those of the launch before, for the launch after: see `clear`.
+A partial result is two float32 packed into one 64-bit word.  The word is written and read whole, so no
+fence is needed.  A word of 0 says "not there yet": words must be 0 before the launch, and two zeros are
+published as -0.0 and 0.0.  A launch cannot clear its own words, because a late program may still want
+them, but it can clear those of the launch before, for the launch after: see `clear`.
 
-Programs of a row start together, but no GPU promises it, and the interpreter runs one program after
-another.  So a program waits for a bounded time only; then it reduces the missing tiles itself.
+Programs of a row usually start together, but no GPU promises it, and the interpreter runs one program
+after another.  So a program waits for a bounded time only; then it reduces the missing tiles itself.
 
 Legend: word(s) int64; split the number of a tile in its row, of `splits` tiles; LANES a power of two,
 at least `splits`.
@@ -44,36 +44,37 @@ def publish(words_ptr, split, word):
 
 @triton.jit
 def clear(words_ptr, split):
-    """Set the word of `split` back to 0, of words that a launch that has ended used.
+    """Set the word of `split` back to 0, among words that an ended launch has used.
 
-    A kernel that is given these, used_ptr, clears all of them: each program, for every word that it
-    publishes, the same one there.  The next launch publishes there, and clears what this one published.
+    A kernel that gets such words (used_ptr) clears all of them: for every word that a program
+    publishes, it clears the same one there.  The next launch publishes there, and clears what this one
+    published.
     """
     tl.store(words_ptr + split, 0)
 
 
 @triton.jit
 def collect(words_ptr, splits, LANES: tl.constexpr, POLLS: tl.constexpr, lanes=None):
-    """Wait for all words of a row.  Returns them [LANES], and how many are missing after POLLS looks,
-    one at least.
+    """Wait for all words of a row.  Returns them [LANES], and how many are missing after POLLS reads
+    (at least one).
 
-    Looks are atomic operations, which one thread makes for all of its program: a plain load may show
+    The reads are atomic operations, which one thread makes for its whole program: a plain load may show
     different words to different warps, and send them different ways.
 
     lanes: 0 to LANES - 1, which Gluon wants with a layout.
     """
     if lanes is None:
         lanes = tl.arange(0, LANES)
-    words, missing = look(words_ptr, splits, lanes)
+    words, missing = poll_words(words_ptr, splits, lanes)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        words, missing = look(words_ptr, splits, lanes)
+        words, missing = poll_words(words_ptr, splits, lanes)
         polls += 1
     return words, missing
 
 
 @triton.jit
-def look(words_ptr, splits, lanes):
+def poll_words(words_ptr, splits, lanes):
     nothing = lanes.to(tl.int64) & 0
     words = tl.atomic_or(words_ptr + lanes, nothing, mask=lanes < splits, sem="relaxed")
     return words, tl.sum(((words == 0) & (lanes < splits)).to(tl.int32), 0)

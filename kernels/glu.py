@@ -21,7 +21,7 @@ part.
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)  # 1 / sqrt(2 pi)
@@ -62,9 +62,17 @@ def tile_of_program(N, R: tl.constexpr, C: tl.constexpr):
 
 @triton.jit(do_not_specialize=["M"])
 def glu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, gate_stride, up_stride, M, N,
-    ACT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    gate_stride,
+    up_stride,
+    M,
+    N,
+    ACT: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """One tile [R, C] a program; without up, act(gate) alone."""
     rows, cols = tile_of_program(N, R, C)
     mask = (rows < M) & (cols < N)
@@ -76,11 +84,21 @@ def glu_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def glu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr,  # in
-    dgate_ptr, dup_ptr,  # out
-    dy_stride, gate_stride, up_stride, gradient_stride, M, N,
-    ACT: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    gate_ptr,
+    up_ptr,  # in
+    dgate_ptr,
+    dup_ptr,  # out
+    dy_stride,
+    gate_stride,
+    up_stride,
+    gradient_stride,
+    M,
+    N,
+    ACT: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """One tile [R, C] a program; without up, the gradient of act(gate) alone."""
     rows, cols = tile_of_program(N, R, C)
     mask = (rows < M) & (cols < N)

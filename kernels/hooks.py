@@ -8,8 +8,8 @@ A hook is a @triton.jit function of float32 tiles,
 x, y, dy, dx: [R, C], a tile of a matrix [M, N].  index: [R, C] int64, where in that matrix each
 element stands, row * N + column.  operands: further tensors, each of them [R, C] (the same element),
 [R, 1] (one value a row), [1, C] (one value a column) or a scalar; floating point ones in float32,
-others in their own dtype.  scalars: float32 numbers.  What backward returns for an operand that has
-no gradient is ignored: 0.0 will do.
+others in their own dtype.  scalars: float32 numbers.  What backward returns for an operand without a
+gradient is ignored: it may return 0.0.
 
 A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or None for no hook, and
 `arguments`, the pair (operands, scalars), or None where HOOK is None.  An operand is the triple
@@ -19,7 +19,7 @@ A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or 
 import triton
 import triton.language as tl
 
-from .rows import store
+from .rounding import store
 
 
 @triton.jit
@@ -97,7 +97,7 @@ def silu_gate_backward(dy, x, index, z):
 
 
 @triton.jit
-def kept(index, seed, p):
+def keep_mask(index, seed, p):
     """Whether dropout keeps each element: Philox-4x32 with the counter `index` and the key `seed`.
 
     7 rounds, the fewest that pass every test of TestU01 (Salmon et al., 2011); 10 would take longer
@@ -111,7 +111,7 @@ def kept(index, seed, p):
 
 @triton.jit
 def dropout(x, index, seed, p):
-    return tl.where(kept(index, seed, p), x * (1 / (1 - p)), 0.0)
+    return tl.where(keep_mask(index, seed, p), x * (1 / (1 - p)), 0.0)
 
 
 @triton.jit

@@ -1,8 +1,8 @@
-"""What Triton's interpreter gets wrong about short floats, put right; on a GPU it costs nothing.
+"""Corrections of what Triton's interpreter gets wrong about short floats; on a GPU they cost nothing.
 
-The interpreter truncates where a conversion from float32 to bfloat16 should round, loses the carry
-where one to a float of 8 bits rounds up to a power of two, makes NaN a number of float8_e4m3fn, and
-multiplies bfloat16 operands of tl.dot into garbage (Triton 3.6 and 3.9).
+The interpreter of Triton 3.6 and 3.9 truncates where a conversion from float32 to bfloat16 should
+round.  It loses the carry where a conversion to a float of 8 bits rounds up to a power of two, turns
+NaN into a number of float8_e4m3fn, and gives wrong products of bfloat16 operands in tl.dot.
 """
 
 import os
@@ -15,8 +15,8 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def rounded_short(x, CUT: tl.constexpr, NORMAL: tl.constexpr, AT: tl.constexpr):
-    """A float32 tile without its last CUT digits, and below NORMAL at the spacing that float32 has at
-    AT; rounded to nearest even."""
+    """A float32 tile rounded to nearest even: without its last CUT digits and, below NORMAL, at the
+    spacing that float32 has at AT."""
     bits = x.to(tl.int32, bitcast=True)
     bits = (bits + ((1 << (CUT - 1)) - 1) + ((bits >> CUT) & 1)) & -(1 << CUT)
     normal = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)

@@ -4,8 +4,8 @@
 
 A row that is all -inf gives -inf, one with +inf gives +inf, as in torch.
 
-Forward: a program takes R rows in tiles [R, C], however many; wide rows are split over programs, the
-first of which waits for the others' states (exchange.py).  Backward: a program a tile.
+Forward: a program takes R rows in tiles [R, C], as many as there are.  Wide rows are split over
+programs, the first of which waits for the others' states (exchange.py).  Backward: one tile a program.
 
 Legend: M rows, N columns, R x C the tile; x [M, N] with unit column stride; dx [M, N] contiguous; lse,
 dlse [M] float32; words [M, splits] int64 and LANES, POLLS: see exchange.py.
@@ -21,7 +21,7 @@ from .online_softmax import (
     online_softmax_start,
     online_softmax_update,
 )
-from .rows import load, store
+from .rounding import load, store
 from .softmax import join
 
 
@@ -50,10 +50,7 @@ def finish(largest, l):
 
 
 @triton.jit(do_not_specialize=["M"])
-def logsumexp_forward_kernel(
-    x_ptr, lse_ptr, x_stride, M, N,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def logsumexp_forward_kernel(x_ptr, lse_ptr, x_stride, M, N, R: tl.constexpr, C: tl.constexpr):
     """Program i takes rows i * R to i * R + R - 1, in tiles [R, C], whatever the width."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows = row[:, None]
@@ -63,9 +60,8 @@ def logsumexp_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def logsumexp_forward_split_kernel(
-    x_ptr, lse_ptr, words_ptr, x_stride, M, N,
-    C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr, lse_ptr, words_ptr, x_stride, M, N, C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr
+):
     """Program i takes split i % splits of row i // splits.  The first of a row waits for the others
     and stores the result."""
     splits = tl.cdiv(N, C)
@@ -90,9 +86,8 @@ def logsumexp_forward_split_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def logsumexp_backward_kernel(
-    dlse_ptr, x_ptr, lse_ptr, dx_ptr, x_stride, M, N,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    dlse_ptr, x_ptr, lse_ptr, dx_ptr, x_stride, M, N, R: tl.constexpr, C: tl.constexpr
+):
     """Program (r, c) writes the tile [R, C] of dx at rows r * R, columns c * C."""
     column_tiles = tl.cdiv(N, C)
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * R + tl.arange(0, R)  # [R]

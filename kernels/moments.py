@@ -91,14 +91,6 @@ def moments_corrected(n, rest, M2, COUNT: tl.constexpr = 0):
 
 
 @triton.jit
-def exact_sum(a, b):
-    """a + b, and what its rounding leaves out (Knuth's two-sum)."""
-    total = a + b
-    part = total - a
-    return total, (a - (total - part)) + (b - part)
-
-
-@triton.jit
 def add_both(a1, b1, a2, b2):
     return a1 + a2, b1 + b2
 
@@ -115,15 +107,6 @@ def sums_of_both(a, b):
         return tl.sum(a, 1), tl.sum(b, 1)
     else:
         return tl.reduce((a, b), 1, add_both)
-
-
-@triton.jit
-def sums_of_three(a, b, c):
-    """sums_of_both of three tiles."""
-    if INTERPRETED:
-        return tl.sum(a, 1), tl.sum(b, 1), tl.sum(c, 1)
-    else:
-        return tl.reduce((a, b, c), 1, add_three)
 
 
 @triton.jit

@@ -18,14 +18,18 @@ columns wait in the cache, so that those too are read once from memory (norm_for
 Hopper they wait in shared memory instead: hopper/norm_forward.py, or norm_forward_unaligned.py where N
 is no multiple of 16 bytes.
 
-A mean in float32 is off by several units in its last place, and xhat by rstd times that: much where the
-elements of a row are large and nearly equal.  So float32 rows (PRECISE) are shifted by the mean first.
-The mean of what is left, low, is that error; its own rounding does not count.  It is summed beside the
-squares, from which it is taken in M2: that is no more reductions (moments_corrected).  xhat is
-(x - mean - low) * rstd.  Programs that share a row make known by how much their means differ from a
-number that is typical of its elements, which float32 holds with digits enough.  The backward is given
-mean + low rounded.  Elements of 16 bits are equal or further apart than units in the last place of
-their mean.
+A mean in float32 is off by several units in its last place, which its sum has lost, and xhat by rstd
+times that: much where the elements of a row are large and nearly equal.  Of float32 rows (PRECISE) the
+deviations from it are summed beside their squares; their mean, low, is that error, and is taken from
+the mean and from M2 (moments_corrected).  The mean is then off by no more than its rounding.  Programs
+that share a row make known how far their means are from the row's first element: float32 has digits
+enough for that, unless this element alone makes up the row's deviation.
+
+That rounding too may be large beside dx, a difference, in a row of two or three elements, since it adds
+its multiple of the averages of g and of g * xhat (norm_backward.py).  Float32 rows of at most SHORT
+elements are therefore shifted by the rounded mean first; the mean of what is left, whose own rounding
+does not count, is taken as that of other rows.  Over more elements those averages are small.  Elements
+of 16 bits are equal or further apart than units in the last place of their mean.
 
 Legend: M rows, N columns; x, residual [M, N] with unit column stride and a row stride of their own;
 y, total [M, N] contiguous; weight, bias [N]; mean, rstd [M] float32; words [M, splits] int64, zeros.
@@ -42,14 +46,15 @@ from .exchange import collect, pack, publish, unpack
 from .hooks import apply_hook
 from .moments import (
     average,
-    exact_sum,
     moments_corrected,
     moments_finish,
     moments_join,
     reciprocal_deviation,
     sums_of_both,
 )
-from .rows import load, load_own, rounded, store
+from .rounding import load, load_own, rounded, store
+
+SHORT = tl.constexpr(64)
 
 
 @triton.jit
@@ -121,38 +126,33 @@ def mean_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def moments_of_chunks(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr):
+def moments_of_chunks(
+    chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr, PRECISE: tl.constexpr
+):
     """mean and M2 [R] of rows of n [R] elements in tiles [R, C].
 
-    In two passes over registers, as moments_of_tile.
+    In two passes over registers, the mean first.
     """
     mean = tl.zeros(n.shape, tl.float32)
     if CENTERED:
         mean = mean_of_chunks(chunks, n, N, C, WHOLE)
     sums = tl.zeros(chunks[0].shape, tl.float32)
+    if PRECISE:
+        rests = tl.zeros(chunks[0].shape, tl.float32)
     for k in tl.static_range(len(chunks)):
         _, inside = columns_of(k, N, C, WHOLE)
         x = chunks[k].to(tl.float32)
         deviation = x - mean[:, None] if CENTERED else x
         deviation = deviation if WHOLE else tl.where(inside, deviation, 0.0)
         sums += deviation * deviation
-    return mean, tl.sum(sums, 1)
-
-
-@triton.jit
-def moments_of_deviations(chunks, n, N, C: tl.constexpr, WHOLE: tl.constexpr):
-    """mean and M2 [R] of rows of n [R] elements in tiles [R, C] whose mean is small beside their
-    deviation: in one pass."""
-    for k in tl.static_range(len(chunks)):
-        _, inside = columns_of(k, N, C, WHOLE)
-        x = chunks[k] if WHOLE else tl.where(inside, chunks[k], 0.0)
-        if k == 0:
-            sums, squares = x, x * x
-        else:
-            sums += x
-            squares = tl.fma(x, x, squares)
-    rest, M2 = sums_of_both(sums, squares)
-    return moments_corrected(n, rest, M2, len(chunks) * C if WHOLE else 0)
+        if PRECISE:
+            rests += deviation
+    if PRECISE:
+        rest, M2 = sums_of_both(rests, sums)
+        low, M2 = moments_corrected(n, rest, M2, len(chunks) * C if WHOLE else 0)
+        return mean + low, M2
+    else:
+        return mean, tl.sum(sums, 1)
 
 
 @triton.jit
@@ -198,8 +198,8 @@ def hold_rows(
     rows, M, N, eps,
     CENTERED: tl.constexpr, C: tl.constexpr, K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """What load_sum returns of whole rows [R, 1], in K tiles [R, C], shifted if PRECISE, and [R] each
-    the mean and rstd of the tiles, and the mean of the rows."""
+    """What load_sum returns of whole rows [R, 1], in K tiles [R, C], shifted if they are short, and [R]
+    each the mean and rstd of the tiles, and the mean of the rows."""
     chunks = ()
     for k in tl.static_range(K):
         cols, inside = columns_of(k, N, C, WHOLE)
@@ -213,18 +213,15 @@ def hold_rows(
             cols, inside = columns_of(k, N, C, WHOLE)
             tl.store(total_ptr + rows * N + cols, chunks[k], mask=(rows < M) & inside)
     n = tl.zeros([rows.shape[0]], tl.float32) + N
-    PRECISE: tl.constexpr = CENTERED and chunks[0].dtype == tl.float32
-    if PRECISE:
+    FLOAT32: tl.constexpr = CENTERED and chunks[0].dtype == tl.float32
+    SHIFTED: tl.constexpr = FLOAT32 and K * C <= SHORT
+    if SHIFTED:
+        tl.static_assert(K == 1)
         shift = mean_of_chunks(chunks, n, N, C, WHOLE)
-        shifted = ()
-        for k in tl.static_range(K):
-            shifted = shifted + (chunks[k] - shift[:, None],)
-        chunks = shifted
-        mean, M2 = moments_of_deviations(chunks, n, N, C, WHOLE)
-    else:
-        mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED)
+        chunks = (chunks[0] - shift[:, None],)
+    mean, M2 = moments_of_chunks(chunks, n, N, C, WHOLE, CENTERED, FLOAT32 and not SHIFTED)
     rstd = reciprocal_deviation(average(M2, n, K * C if WHOLE else 0), eps)
-    return chunks, mean, rstd, shift + mean if PRECISE else mean
+    return chunks, mean, rstd, shift + mean if SHIFTED else mean
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -296,31 +293,29 @@ def elements_of(split, N, C: tl.constexpr):
 
 
 @triton.jit
-def typical_of_row(
+def first_of_row(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE: tl.constexpr,
     rows, M, N, PRECISE: tl.constexpr,
 ):  # fmt: skip
-    """The mean of four elements of what load_sum returns of a row [1, 1], without the largest and the
-    smallest, which may be of another kind; a scalar, 0 unless PRECISE."""
-    typical = 0.0
+    """The first element of what load_sum returns of a row [1, 1], a scalar; 0 unless PRECISE."""
+    first = 0.0
     if PRECISE:
-        cols = tl.arange(0, 4)[None, :] * (N // 4)
         x = load_sum(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
-            rows, cols, cols < N, M, N,
+            rows, tl.zeros_like(rows), rows >= 0, M, N,
         )  # fmt: skip
-        typical = tl.sum(0.5 * (tl.sum(x, 1) - tl.max(x, 1) - tl.min(x, 1)), 0)
-    return typical
+        first = tl.sum(tl.sum(x, 1), 0)
+    return first
 
 
 @triton.jit
 def publish_moments(
     x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue,
-    PROLOGUE: tl.constexpr, typical, rows, split, M, N,
+    PROLOGUE: tl.constexpr, first, rows, split, M, N,
     C: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Make the moments of one split of a row known to the other programs of the row; the mean less
-    typical_of_row if PRECISE."""
+    first_of_row."""
     cols, inside = columns_of(split, N, C, WHOLE)
     n = tl.zeros([1], tl.float32) + elements_of(split, N, C)
     mean = tl.zeros([1], tl.float32)
@@ -336,7 +331,7 @@ def publish_moments(
     if PRECISE:
         rest, M2 = sums_of_both(x, x * x)
         low, M2 = moments_corrected(n, rest, M2)
-        publish(words_ptr, split, pack(mean - typical + low, M2))
+        publish(words_ptr, split, pack(mean - first + low, M2))
     else:
         publish(words_ptr, split, pack(mean, tl.sum(x * x, 1)))
 
@@ -358,27 +353,6 @@ def join_moments(words, splits, N, C: tl.constexpr, lanes=None):
     return tl.sum(n, 0), tl.sum(mean, 0), tl.sum(M2, 0)
 
 
-@triton.jit
-def statistics_of_splits(words, typical, splits, N, eps, C: tl.constexpr, PRECISE: tl.constexpr):
-    """mean, low (0 unless PRECISE) and rstd of a row, scalars, from the words that publish_moments has
-    made of its splits."""
-    n, mean, M2 = join_moments(words, splits, N, C)
-    low = 0.0
-    if PRECISE:
-        mean, low = exact_sum(typical, mean)
-    return mean, low, moments_finish(n, M2, eps)
-
-
-@triton.jit
-def normalized(x, mean, low, rstd, CENTERED: tl.constexpr, PRECISE: tl.constexpr):
-    """xhat of x, both float32, from what statistics_of_splits returns."""
-    if CENTERED:
-        x -= mean
-    if PRECISE:
-        x -= low
-    return x * rstd
-
-
 @triton.jit(do_not_specialize=["M"])
 def norm_forward_split_kernel(
     x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
@@ -394,13 +368,13 @@ def norm_forward_split_kernel(
     own = tl.program_id(0) % splits
     rows = row[:, None]
     words_ptr += (tl.program_id(0) // splits).to(tl.int64) * splits
-    typical = typical_of_row(
+    first = first_of_row(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, PRECISE,
     )  # fmt: skip
     publish_moments(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-        typical, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
+        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
     )  # fmt: skip
     words, missing = collect(words_ptr, splits, LANES, POLLS)
     split = own
@@ -408,18 +382,20 @@ def norm_forward_split_kernel(
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, words_ptr, prologue, PROLOGUE,
-            typical, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
+            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
         )  # fmt: skip
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
-    mean, low, rstd = statistics_of_splits(words, typical, splits, N, eps, C, PRECISE)
+    n, mean, M2 = join_moments(words, splits, N, C)
+    mean = first + mean if PRECISE else mean
+    rstd = moments_finish(n, M2, eps)
     if own == 0:
         if CENTERED:
             tl.store(mean_ptr + row, mean)
         tl.store(rstd_ptr + row, rstd)
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
-    xhat = normalized(x, mean, low, rstd, CENTERED, PRECISE)
+    xhat = (x - mean if CENTERED else x) * rstd
     y = y_of(
         xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING,
         rows, cols, inside, M, N, x_ptr.dtype.element_ty,

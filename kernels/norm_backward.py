@@ -19,11 +19,6 @@ to C columns and walks down the rows; the programs of a row exchange their parts
 The statistics are those that the forward has kept.  Without them norm_backward_kernel works them out
 again, of the same rows that it loads anyway: a forward of narrow rows need keep none.
 
-A mean that is kept is rounded, and xhat off by rstd times that, low: dx is off by as much of the
-averages of g and of g * xhat, which in a row of two or three elements may be far larger than dx, their
-difference; dweight by as much of dbias.  Of float32 rows norm_backward_kernel takes low, the average of
-such an xhat, beside those averages, and what it adds to them away.
-
 Hooks: dy passes EPILOGUE's derivative before all this, dx that of PROLOGUE after it.  PROLOGUE itself
 is applied again to x where the sum with a residual has not kept its result.
 
@@ -41,9 +36,9 @@ import triton.language as tl
 from .cluster import cluster_begin, cluster_exchange
 from .exchange import clear, collect, pack, publish, unpack
 from .hooks import apply_hook, apply_hook_backward
-from .moments import sums_of_both, sums_of_three
-from .norm import columns_of, hold_rows, precise, scaled
-from .rows import load, rounded, store
+from .moments import sums_of_both
+from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
+from .rounding import load, rounded, store
 
 
 @triton.jit
@@ -181,9 +176,6 @@ def norm_backward_kernel(
     """
     # Beside the partial sums of wide rows there is no room for the weights: they stay in the cache.
     HELD: tl.constexpr = K * C <= 8192
-    PRECISE: tl.constexpr = (
-        mean_ptr is not None and CLUSTER == 1 and precise(x_ptr, None, PROLOGUE, CENTERED)
-    )
     program = tl.program_id(0)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     weights, dweights, dbiases = (), (), ()
@@ -215,8 +207,6 @@ def norm_backward_kernel(
             mean, rstd = load_statistics(mean_ptr, rstd_ptr, row, M)
         xs, dys = (), ()
         g_xhat, g_alone = tl.zeros([R, C], tl.float32), tl.zeros([R, C], tl.float32)
-        if PRECISE:
-            lows = tl.zeros([R, C], tl.float32)
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             if rstd_ptr is None:
@@ -228,6 +218,9 @@ def norm_backward_kernel(
                     prologue, epilogue, epilogue_gradients, CENTERED, CASTING,
                     PROLOGUE, EPILOGUE_BACKWARD, rows, cols, there(rows, M, inside, CLUSTER), M, N,
                 )  # fmt: skip
+                if CENTERED and mean_ptr is not None and K * C <= SHORT and x.dtype == tl.float32:
+                    x -= mean  # the mean is now what its rounding left out; see norm.py
+                    mean = mean_of_chunks((x,), tl.zeros([R], tl.float32) + N, N, C, WHOLE)[:, None]
             xs, dys = xs + (x,), dys + (dy,)
             xhat = normalize(x, mean, rstd, CENTERED)
             # dy is 0 outside the mask, and with it g: the sums need no mask of their own.
@@ -237,14 +230,7 @@ def norm_backward_kernel(
             g, _ = through_scale(dy, xhat, weight_ptr, weight, CASTING, dtype)
             g_xhat += g * xhat
             g_alone += g
-            if PRECISE:
-                lows += xhat if WHOLE else tl.where(inside, xhat, 0.0)
-        if PRECISE:
-            average_g_xhat, average_g, low = sums_of_three(g_xhat, g_alone, lows)
-            low /= N
-            average_g_xhat -= low * average_g
-        else:
-            average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
+        average_g_xhat, average_g = sums_of_rows(g_xhat, g_alone, CENTERED)
         if CLUSTER > 1:
             parts_g_xhat, parts_g = cluster_exchange(
                 mailbox, average_g_xhat, average_g, exchanges, CLUSTER
@@ -257,8 +243,6 @@ def norm_backward_kernel(
         for k in tl.static_range(K):
             cols, inside = columns_of(k, N, C, WHOLE, K, CLUSTER)
             xhat = normalize(xs[k], mean, rstd, CENTERED)
-            if PRECISE:
-                xhat -= low[:, None]
             weight = weights[k]
             if not HELD and weight_ptr is not None:
                 weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)

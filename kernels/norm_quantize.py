@@ -19,19 +19,19 @@ import triton
 import triton.language as tl
 
 from .exchange import collect, pack, publish, unpack
+from .moments import moments_finish
 from .norm import (
     columns_of,
+    first_of_row,
     hold_rows,
+    join_moments,
     load_again,
     load_total,
-    normalized,
     precise,
     publish_moments,
-    statistics_of_splits,
-    typical_of_row,
     y_of,
 )
-from .rows import store
+from .rounding import store
 
 
 @triton.jit
@@ -78,14 +78,14 @@ def norm_quantize_kernel(
 
 @triton.jit
 def publish_largest(
-    x, weight_ptr, bias_ptr, words_ptr, epilogue, mean, low, rstd, rows, split, M, N,
-    CENTERED: tl.constexpr, PRECISE: tl.constexpr, CASTING: tl.constexpr, EPILOGUE: tl.constexpr,
+    x, weight_ptr, bias_ptr, words_ptr, epilogue, mean, rstd, rows, split, M, N,
+    CENTERED: tl.constexpr, CASTING: tl.constexpr, EPILOGUE: tl.constexpr,
     C: tl.constexpr, WHOLE: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Make the largest |y| of one split x [1, C] of a row known to the other programs of the row;
     returns y."""
     cols, inside = columns_of(split, N, C, WHOLE)
-    xhat = normalized(x, mean, low, rstd, CENTERED, PRECISE)
+    xhat = (x - mean if CENTERED else x) * rstd
     y = y_of(xhat, weight_ptr, bias_ptr, epilogue, EPILOGUE, CASTING, rows, cols, inside, M, N, dtype)
     largest = tl.max(tl.where(inside, tl.abs(y), 0.0), 1)
     publish(words_ptr, split, pack(largest, tl.zeros(largest.shape, tl.float32)))
@@ -109,13 +109,13 @@ def norm_quantize_split_kernel(
     rows = row[:, None]
     moments_ptr = words_ptr + (tl.program_id(0) // splits).to(tl.int64) * splits
     largest_ptr = moments_ptr + tl.cast(M, tl.int64) * splits
-    typical = typical_of_row(
+    first = first_of_row(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, prologue, PROLOGUE,
         rows, M, N, PRECISE,
     )  # fmt: skip
     publish_moments(
         x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-        typical, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
+        first, rows, own, M, N, C, WHOLE, CENTERED, PRECISE,
     )  # fmt: skip
     words, missing = collect(moments_ptr, splits, LANES, POLLS)
     split = own
@@ -123,16 +123,18 @@ def norm_quantize_split_kernel(
         split = tl.where(split + 1 < splits, split + 1, 0)
         publish_moments(
             x_ptr, x_stride, residual_ptr, residual_stride, total_ptr, moments_ptr, prologue, PROLOGUE,
-            typical, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
+            first, rows, split, M, N, C, WHOLE, CENTERED, PRECISE,
         )  # fmt: skip
         if split == own:
             words, missing = collect(moments_ptr, splits, LANES, POLLS)
-    mean, low, rstd = statistics_of_splits(words, typical, splits, N, eps, C, PRECISE)
+    n, mean, M2 = join_moments(words, splits, N, C)
+    mean = first + mean if PRECISE else mean
+    rstd = moments_finish(n, M2, eps)
     cols, inside = columns_of(own, N, C, WHOLE)
     x = load_again(x_ptr, x_stride, total_ptr, prologue, PROLOGUE, rows, cols, inside, M, N)
     y = publish_largest(
-        x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, low, rstd, rows, own, M, N,
-        CENTERED, PRECISE, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
+        x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, rstd, rows, own, M, N,
+        CENTERED, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
     )  # fmt: skip
     words, missing = collect(largest_ptr, splits, LANES, POLLS)
     while missing > 0:
@@ -144,8 +146,8 @@ def norm_quantize_split_kernel(
             rows, cols_there, inside_there, M, N,
         ).to(tl.float32)  # fmt: skip
         publish_largest(
-            x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, low, rstd, rows, split, M, N,
-            CENTERED, PRECISE, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
+            x, weight_ptr, bias_ptr, largest_ptr, epilogue, mean, rstd, rows, split, M, N,
+            CENTERED, CASTING, EPILOGUE, C, WHOLE, x_ptr.dtype.element_ty,
         )  # fmt: skip
         if split == own:
             words, missing = collect(largest_ptr, splits, LANES, POLLS)

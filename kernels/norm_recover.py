@@ -7,25 +7,25 @@ wrong with that quotient, and do not:
     what comes back, however small the weight is, as long as y does not underflow.
 
     Underflow.  A weight of 0 would leave nothing of xhat, which its own gradient and those of the other
-    columns need.  So no weight counts as smaller than SMALLEST, 2^-64: what that adds to y is less than
-    1e-19 of xhat, nothing beside columns of ordinary weight, yet bfloat16 and float32, whose numbers go
-    down to 2^-126, hold it with all their digits.
+    columns need.  So no weight counts as smaller than SMALLEST, 2^-64.  What that adds to y is less
+    than 1e-19 of xhat, which does not matter beside columns of ordinary weight.  bfloat16 and float32,
+    whose numbers go down to 2^-126, still hold it with all their digits.
 
-float16 does not go down so far, and a bias takes digits of xhat away: y = bias + xhat * weight is
-rounded to those of the larger of the two.  Neither is allowed here.
+float16 does not go down that far.  A bias takes digits of xhat away, because y = bias + xhat * weight
+is rounded to the digits of the larger of the two.  Neither is allowed here.
 """
 
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 SMALLEST = tl.constexpr(2.0**-64)
 
 
 @triton.jit
 def recoverable(weight):
-    """The weight, or where it is next to nothing the smallest one that leaves xhat in y."""
+    """The weight or, where it is too small, the smallest weight that keeps xhat in y."""
     return tl.where(tl.abs(weight) < SMALLEST, SMALLEST, weight)
 
 

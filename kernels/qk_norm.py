@@ -34,15 +34,20 @@ from .rope import (
     store_pairs,
     token_and_head,
 )
-from .rows import load, rounded, store
+from .rounding import load, rounded, store
 
 
 @triton.jit
 def load_head(
-    ptr, offsets, mask,
-    D: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
+    ptr,
+    offsets,
+    mask,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    C: tl.constexpr,
+    REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     """The three tiles of rows that begin at offsets [R, 1]; the third is a zero where REST = 0."""
     x1, x2 = load_pairs(ptr, offsets, mask, HALF, C, INTERLEAVED)
     if REST:
@@ -55,10 +60,18 @@ def load_head(
 
 @triton.jit
 def store_head(
-    ptr, offsets, x1, x2, x3, mask,
-    D: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
+    ptr,
+    offsets,
+    x1,
+    x2,
+    x3,
+    mask,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    C: tl.constexpr,
+    REST: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-):  # fmt: skip
+):
     store_pairs(ptr, offsets, x1, x2, mask, HALF, C, INTERLEAVED)
     if REST:
         cols = 2 * HALF + tl.arange(0, REST)[None, :]
@@ -67,9 +80,14 @@ def store_head(
 
 @triton.jit
 def load_weight(
-    ptr, D: tl.constexpr, HALF: tl.constexpr, C: tl.constexpr, REST: tl.constexpr,
-    INTERLEAVED: tl.constexpr, CASTING: tl.constexpr,
-):  # fmt: skip
+    ptr,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    C: tl.constexpr,
+    REST: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    CASTING: tl.constexpr,
+):
     """What xhat is multiplied by, as three tiles of one row."""
     if ptr is not None:
         one = tl.zeros([1, 1], tl.int32)
@@ -154,10 +172,23 @@ def qk_norm_forward_kernel(
         cos, sin = 1.0, 0.0
         if ROTATE:
             cos, sin = angles(
-                cos_ptr, sin_ptr, positions_ptr,
-                cos_stride, sin_stride, positions_stride_b, positions_stride_s,
-                b, s, S, offset, length, HALF, C, False, COUNT,
-            )  # fmt: skip
+                cos_ptr,
+                sin_ptr,
+                positions_ptr,
+                cos_stride,
+                sin_stride,
+                positions_stride_b,
+                positions_stride_s,
+                b,
+                s,
+                S,
+                offset,
+                length,
+                HALF,
+                C,
+                False,
+                COUNT,
+            )
         if group < q_groups:
             forward_heads(
                 q_ptr, q_weight_ptr, q_out_ptr, q_stride_b, q_stride_h, q_stride_s,
@@ -174,10 +205,25 @@ def qk_norm_forward_kernel(
             )  # fmt: skip
     elif v_ptr is not None:
         copy_heads(
-            v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
-            v_out_stride_b, v_out_stride_h, v_out_stride_s,
-            b, s, h, group - q_groups - k_groups, S, k_heads, D, WHOLE, H, STEPS,
-        )  # fmt: skip
+            v_ptr,
+            v_out_ptr,
+            v_stride_b,
+            v_stride_h,
+            v_stride_s,
+            v_out_stride_b,
+            v_out_stride_h,
+            v_out_stride_s,
+            b,
+            s,
+            h,
+            group - q_groups - k_groups,
+            S,
+            k_heads,
+            D,
+            WHOLE,
+            H,
+            STEPS,
+        )
 
 
 @triton.jit
@@ -208,10 +254,23 @@ def backward_tiles(
         g1, g2, g3 = load_head(dy_ptr, dy_offsets, mask, D, HALF, C, REST, INTERLEAVED)
         if cos_ptr is not None:
             cos, sin = angles(
-                cos_ptr, sin_ptr, positions_ptr,
-                cos_stride, sin_stride, positions_stride_b, positions_stride_s,
-                b, s, S, offset, length, HALF, C, True, COUNT,
-            )  # fmt: skip
+                cos_ptr,
+                sin_ptr,
+                positions_ptr,
+                cos_stride,
+                sin_stride,
+                positions_stride_b,
+                positions_stride_s,
+                b,
+                s,
+                S,
+                offset,
+                length,
+                HALF,
+                C,
+                True,
+                COUNT,
+            )
             # A row past the end may have angles of NaN, but no gradient.
             g1, g2 = rotated(g1, g2, tl.where(mask, cos, 0.0), tl.where(mask, sin, 0.0))
         rstd = reciprocal_rms(x1, x2, x3, eps, D, REST)
@@ -232,10 +291,18 @@ def backward_tiles(
     if dweight_ptr is not None:
         one = tl.zeros([1, 1], tl.int32)
         store_head(
-            dweight_ptr + program.to(tl.int64) * D, one,
-            tl.sum(dw1, 0)[None, :], tl.sum(dw2, 0)[None, :], tl.sum(dw3, 0)[None, :],
-            one == 0, D, HALF, C, REST, INTERLEAVED,
-        )  # fmt: skip
+            dweight_ptr + program.to(tl.int64) * D,
+            one,
+            tl.sum(dw1, 0)[None, :],
+            tl.sum(dw2, 0)[None, :],
+            tl.sum(dw3, 0)[None, :],
+            one == 0,
+            D,
+            HALF,
+            C,
+            REST,
+            INTERLEAVED,
+        )
 
 
 @triton.jit(do_not_specialize=["B", "S", "offset", "length"])

@@ -14,15 +14,15 @@ COUNT offset + positions[b] + s; a row that the tables do not have gives NaN.
 Legend: B batch, S tokens, D head_dim; q [B, Hq, S, D], k, v [B, Hkv, S, D] and their results have
 unit stride over D and any other strides; cos, sin [length, HALF] with unit column stride; positions
 integers.  A tile is T tokens by H heads of one sequence, seen as R = T H rows of C >= HALF pairs.
-A program takes a group of STEPS tiles, other heads of the same tokens, whose angles it loads once: of
-float32, those of a tile are as many bytes as a tile of 16 bits.  Any float dtype in memory, float32 in
-registers.  A pointer that is None leaves out its part.
+A program takes a group of STEPS tiles: other heads of the same tokens.  It loads their angles once,
+since those of a tile in float32 are as many bytes as a tile of 16 bits.  Any float dtype in memory,
+float32 in registers.  A pointer that is None leaves out its part.
 """
 
 import triton
 import triton.language as tl
 
-from .rows import load, store
+from .rounding import load, store
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def token_and_head(group, groups, S, T: tl.constexpr, H: tl.constexpr):
 @triton.jit
 def group_of_program(
     q_heads, k_heads, S, WITH_V: tl.constexpr, T: tl.constexpr, H: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
+):
     """(groups of q's heads, of k's, and token_and_head of this program), where every T tokens have the
     groups of q, then those of k, then those of v: neighbours find their angles in cache."""
     q_groups = tl.cdiv(q_heads, H * STEPS)
@@ -54,10 +54,23 @@ def group_of_program(
 
 @triton.jit
 def angles(
-    cos_ptr, sin_ptr, positions_ptr, cos_stride, sin_stride, positions_stride_b, positions_stride_s,
-    b, s, S, offset, length,
-    HALF: tl.constexpr, C: tl.constexpr, INVERSE: tl.constexpr, COUNT: tl.constexpr,
-):  # fmt: skip
+    cos_ptr,
+    sin_ptr,
+    positions_ptr,
+    cos_stride,
+    sin_stride,
+    positions_stride_b,
+    positions_stride_s,
+    b,
+    s,
+    S,
+    offset,
+    length,
+    HALF: tl.constexpr,
+    C: tl.constexpr,
+    INVERSE: tl.constexpr,
+    COUNT: tl.constexpr,
+):
     """(cos, sin), each [R, C] float32, of tokens s [R] of sequence b."""
     row = s
     if positions_ptr is not None:
@@ -82,9 +95,7 @@ def rotated(x1, x2, cos, sin):
 
 
 @triton.jit
-def load_pairs(
-    ptr, offsets, mask, HALF: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+def load_pairs(ptr, offsets, mask, HALF: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The two members of every pair, each [R, C] float32, of rows that begin at offsets [R, 1]."""
     if INTERLEAVED:
         cols = tl.arange(0, 2 * C)[None, :]
@@ -99,7 +110,7 @@ def load_pairs(
 @triton.jit
 def store_pairs(
     ptr, offsets, x1, x2, mask, HALF: tl.constexpr, C: tl.constexpr, INTERLEAVED: tl.constexpr
-):  # fmt: skip
+):
     if INTERLEAVED:
         cols = tl.arange(0, 2 * C)[None, :]
         x = tl.reshape(tl.join(x1, x2), (x1.shape[0], 2 * C))
@@ -114,7 +125,7 @@ def store_pairs(
 @triton.jit
 def copy_columns(
     x_ptr, y_ptr, x_offsets, y_offsets, mask, FIRST: tl.constexpr, D: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
+):
     """Columns FIRST to D - 1, C or fewer, as they are."""
     cols = FIRST + tl.arange(0, C)[None, :]
     inside = mask & (cols < D)
@@ -130,10 +141,15 @@ def copy_heads(
     h += group * (H * STEPS)
     for _ in tl.static_range(STEPS):
         copy_columns(
-            x_ptr, y_ptr, head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s),
+            x_ptr,
+            y_ptr,
+            head_offsets(b, s, h, x_stride_b, x_stride_h, x_stride_s),
             head_offsets(b, s, h, y_stride_b, y_stride_h, y_stride_s),
-            ((s < S) & (h < heads))[:, None], 0, D, C,
-        )  # fmt: skip
+            ((s < S) & (h < heads))[:, None],
+            0,
+            D,
+            C,
+        )
         h += H
 
 
@@ -183,10 +199,23 @@ def rope_kernel(
     )
     if group < q_groups + k_groups:
         cos, sin = angles(
-            cos_ptr, sin_ptr, positions_ptr,
-            cos_stride, sin_stride, positions_stride_b, positions_stride_s,
-            b, s, S, offset, length, HALF, C, INVERSE, COUNT,
-        )  # fmt: skip
+            cos_ptr,
+            sin_ptr,
+            positions_ptr,
+            cos_stride,
+            sin_stride,
+            positions_stride_b,
+            positions_stride_s,
+            b,
+            s,
+            S,
+            offset,
+            length,
+            HALF,
+            C,
+            INVERSE,
+            COUNT,
+        )
         if group < q_groups:
             rotate_heads(
                 q_ptr, q_out_ptr, q_stride_b, q_stride_h, q_stride_s,
@@ -202,7 +231,22 @@ def rope_kernel(
             )  # fmt: skip
     elif v_ptr is not None:
         copy_heads(
-            v_ptr, v_out_ptr, v_stride_b, v_stride_h, v_stride_s,
-            v_out_stride_b, v_out_stride_h, v_out_stride_s,
-            b, s, h, group - q_groups - k_groups, S, k_heads, D, WHOLE, H, STEPS,
-        )  # fmt: skip
+            v_ptr,
+            v_out_ptr,
+            v_stride_b,
+            v_stride_h,
+            v_stride_s,
+            v_out_stride_b,
+            v_out_stride_h,
+            v_out_stride_s,
+            b,
+            s,
+            h,
+            group - q_groups - k_groups,
+            S,
+            k_heads,
+            D,
+            WHOLE,
+            H,
+            STEPS,
+        )

@@ -7,16 +7,16 @@ Both are the online-softmax state (m, l) of online_softmax.py, finished differen
 
 A row that is all -inf gives NaN, as in torch.
 
-Whatever else is element-wise comes in as functions of hooks.py: PROLOGUE acts on x, EPILOGUE on y.
-With either of them the backward takes x and the logsumexp of the scores, and computes y again.
+Other element-wise work comes in as functions of hooks.py: PROLOGUE acts on x, EPILOGUE on y.  With
+either of them the backward takes x and the logsumexp of the scores, and computes y again.
 
-Three regimes, by the width alone.  A tile [R, C] with C >= N holds R whole rows in registers.  Wider
-rows are split: each program holds a tile [1, C] of a row, and the programs of a row exchange their
-partial states (exchange.py), so that the row is read once.  Rows too wide for that are looped over in
-tiles [1, C]: once for the state, once more backwards for the result, so that what was read last is
-found in cache.
+There are three regimes, chosen by the width alone.  A tile [R, C] with C >= N holds R whole rows in
+registers.  Wider rows are split: each program holds a tile [1, C] of a row, and the programs of a row
+exchange their partial states (exchange.py), so that the row is read once.  Rows too wide for that are
+looped over in tiles [1, C]: once for the state, and once backwards for the result, so that what was
+read last is still in cache.
 
-PRECISE: of a softmax in float32, whose state and quotients are those of precise.py.
+PRECISE: the softmax is in float32, and has the state and quotients of online_softmax_precise.py.
 
 Legend: M rows, N columns, R x C the tile; x, dy [M, N] with unit column stride and a row stride of
 their own; y, dx [M, N] contiguous; lse [M] float32, None where there is no hook; words, used
@@ -40,16 +40,23 @@ from .online_softmax import (
     online_softmax_update,
     shift_of,
 )
-from .precise import hardware_exponential, precise_join, precise_state, precise_update, quotient
-from .rows import load, load_own, store
+from .online_softmax_precise import (
+    hardware_exponential,
+    precise_join,
+    precise_state,
+    precise_update,
+    quotient,
+)
+from .rounding import load, load_own, store
 
 
 @triton.jit
-def kept(x):
-    """A tile x as it is, behind the compiler's back: what was made of it before is not kept for later.
+def opaque(x):
+    """x unchanged, in a way that the compiler cannot see through: it keeps nothing that it made of x
+    before.
 
-    Float32 made of 16-bit elements takes twice their registers.  While a program waits, for memory or
-    for other programs, that is room for half as many of them; to convert again costs nothing.
+    Float32 values of 16-bit elements take twice their registers, which halves the programs that have
+    room while they wait for memory or for one another.  Converting again costs nothing.
     """
     if INTERPRETED or x.dtype.primitive_bitwidth != 16:
         return x
@@ -61,20 +68,20 @@ def kept(x):
 
 @triton.jit
 def state_of(x, PRECISE: tl.constexpr = False, m=None):
-    """The state (m, l) [R] of a tile x [R, C] of any float dtype: online_softmax_update of an empty
-    one; m if it is known."""
+    """The state (m, l) [R] of a tile x [R, C] of any float dtype, as online_softmax_update of an empty
+    state gives it; m: the maximum, if it is known."""
     if PRECISE:
         return precise_state(x.to(tl.float32), m)
     else:
         if m is None:
             m = tl.max(x.to(tl.float32), 1)
-        x = kept(x).to(tl.float32)
+        x = opaque(x).to(tl.float32)
         return m, tl.sum(exponentials(x, shift_of(m)[:, None], LOG2E, True), 1)
 
 
 @triton.jit
 def join(words, splits, lanes=None):
-    """The state [1] of a row from those of its splits, packed in words [LANES]; lanes: see collect."""
+    """The state [1] of a row from its splits' states, packed in words [LANES]; lanes: see collect."""
     m, l = unpack(words)
     if lanes is None:
         lanes = tl.arange(0, words.shape[0])
@@ -85,7 +92,7 @@ def join(words, splits, lanes=None):
 
 @triton.jit
 def normalized(x, m, l, LOG: tl.constexpr, PRECISE: tl.constexpr):
-    """softmax or log_softmax of x [R, C], elements of rows with the state m, l [R].
+    """softmax or log_softmax of x [R, C], elements of rows that have the state m, l [R].
 
     The empty state, which attention finishes as 0, is NaN here: (-inf) - (-inf), or 0 * (1 / 0).
     """
@@ -110,8 +117,8 @@ def load_scores(x_ptr, x_stride, prologue, PROLOGUE: tl.constexpr, rows, cols, M
 
 @triton.jit
 def store_result(y_ptr, x, m, l, epilogue, EPILOGUE: tl.constexpr, LOG: tl.constexpr, rows, cols, M, N):
-    """y of scores x [R, C] of rows with the state m, l [R], after its hook."""
-    y = normalized(kept(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
+    """y after its hook, from scores x [R, C] of rows that have the state m, l [R]."""
+    y = normalized(opaque(x).to(tl.float32), m, l, LOG, y_ptr.dtype.element_ty == tl.float32)
     y = apply_hook(EPILOGUE, epilogue, y, rows, cols, M, N)
     store(y_ptr, rows * N + cols, y, (rows < M) & (cols < N))
 
@@ -126,10 +133,20 @@ def store_lse(lse_ptr, m, l, row, M):
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_kernel(
-    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, held whole in registers."""
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     rows, cols = row[:, None], tl.arange(0, C)[None, :]
@@ -141,10 +158,22 @@ def softmax_forward_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_split_kernel(
-    x_ptr, y_ptr, lse_ptr, words_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    C: tl.constexpr, LANES: tl.constexpr, POLLS: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    words_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    C: tl.constexpr,
+    LANES: tl.constexpr,
+    POLLS: tl.constexpr,
+):
     """Program i takes split i % splits of row i // splits, held in registers."""
     PRECISE: tl.constexpr = not LOG and y_ptr.dtype.element_ty == tl.float32
     splits = tl.cdiv(N, C)
@@ -170,9 +199,19 @@ def softmax_forward_split_kernel(
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_forward_looped_kernel(
-    x_ptr, y_ptr, lse_ptr, x_stride, M, N, prologue, epilogue,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    lse_ptr,
+    x_stride,
+    M,
+    N,
+    prologue,
+    epilogue,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes row i, in tiles [1, C]."""
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)  # [1]
     rows, lanes = row[:, None], tl.arange(0, C)[None, :]
@@ -198,7 +237,7 @@ def softmax_forward_looped_kernel(
 
 @triton.jit
 def gradient_term(y, dy, LOG: tl.constexpr):
-    """What the gradient of a row needs summed [R, C]."""
+    """The terms [R, C] whose sum the gradient of a row needs."""
     y, dy = y.to(tl.float32), dy.to(tl.float32)
     if LOG:
         return dy
@@ -209,7 +248,7 @@ def gradient_term(y, dy, LOG: tl.constexpr):
 @triton.jit
 def gradient(y, dy, total, LOG: tl.constexpr):
     """dx [R, C] from the sum of the terms [R, 1]."""
-    y, dy = kept(y).to(tl.float32), kept(dy).to(tl.float32)
+    y, dy = opaque(y).to(tl.float32), opaque(dy).to(tl.float32)
     if LOG:
         return dy - tl.exp(y) * total
     else:
@@ -218,12 +257,26 @@ def gradient(y, dy, total, LOG: tl.constexpr):
 
 @triton.jit
 def load_result(
-    dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-    epilogue_gradients, LOG: tl.constexpr, PROLOGUE: tl.constexpr, EPILOGUE: tl.constexpr,
-    rows, cols, M, N,
-):  # fmt: skip
-    """y [R, C] before its hook and its gradient dy: as in memory, or, of x, computed again in float32;
-    0 outside.
+    dy_ptr,
+    y_ptr,
+    x_ptr,
+    lse_ptr,
+    dy_stride,
+    y_stride,
+    x_stride,
+    prologue,
+    epilogue,
+    epilogue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    rows,
+    cols,
+    M,
+    N,
+):
+    """y [R, C] before its hook, and its gradient dy: as in memory or, with hooks, computed again from x
+    in float32; 0 outside.
 
     EPILOGUE is the backward of that hook.
     """
@@ -243,9 +296,21 @@ def load_result(
 
 @triton.jit
 def store_gradient(
-    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG: tl.constexpr,
-    PROLOGUE: tl.constexpr, rows, cols, M, N,
-):  # fmt: skip
+    dx_ptr,
+    y,
+    dy,
+    total,
+    x_ptr,
+    x_stride,
+    prologue,
+    prologue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    rows,
+    cols,
+    M,
+    N,
+):
     """dx [R, C] from y, dy and the sum of the terms [R, 1].  PROLOGUE is the backward of that hook."""
     mask = (rows < M) & (cols < N)
     dx = gradient(y, dy, total, LOG)
@@ -266,14 +331,41 @@ def softmax_backward_kernel(
     rows = (tl.program_id(0).to(tl.int64) * R + tl.arange(0, R))[:, None]  # [R, 1]
     cols = tl.arange(0, C)[None, :]  # [1, C]
     y, dy = load_result(
-        dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-        epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-    )  # fmt: skip
+        dy_ptr,
+        y_ptr,
+        x_ptr,
+        lse_ptr,
+        dy_stride,
+        y_stride,
+        x_stride,
+        prologue,
+        epilogue,
+        epilogue_gradients,
+        LOG,
+        PROLOGUE,
+        EPILOGUE_BACKWARD,
+        rows,
+        cols,
+        M,
+        N,
+    )
     total = tl.sum(gradient_term(y, dy, LOG), 1)[:, None]  # [R, 1]
     store_gradient(
-        dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-        PROLOGUE_BACKWARD, rows, cols, M, N,
-    )  # fmt: skip
+        dx_ptr,
+        y,
+        dy,
+        total,
+        x_ptr,
+        x_stride,
+        prologue,
+        prologue_gradients,
+        LOG,
+        PROLOGUE_BACKWARD,
+        rows,
+        cols,
+        M,
+        N,
+    )
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -296,9 +388,24 @@ def softmax_backward_split_kernel(
     while missing > 0:  # as in the forward kernel
         cols = split * C + lanes
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            epilogue_gradients,
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )
         publish(words_ptr, split, pack(there, tl.sum(gradient_term(y, dy, LOG), 1)))
         if split == own:
             words, missing = collect(words_ptr, splits, LANES, POLLS)
@@ -306,19 +413,46 @@ def softmax_backward_split_kernel(
                 _, totals = unpack(words)
                 total = tl.sum(tl.where(tl.arange(0, LANES) < splits, totals, 0.0), 0)
                 store_gradient(
-                    dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-                    PROLOGUE_BACKWARD, rows, cols, M, N,
-                )  # fmt: skip
+                    dx_ptr,
+                    y,
+                    dy,
+                    total,
+                    x_ptr,
+                    x_stride,
+                    prologue,
+                    prologue_gradients,
+                    LOG,
+                    PROLOGUE_BACKWARD,
+                    rows,
+                    cols,
+                    M,
+                    N,
+                )
         split = tl.where(split + 1 < splits, split + 1, 0)
 
 
 @triton.jit(do_not_specialize=["M"])
 def softmax_backward_looped_kernel(
-    dy_ptr, y_ptr, x_ptr, lse_ptr, dx_ptr, dy_stride, y_stride, x_stride, M, N,
-    prologue, prologue_gradients, epilogue, epilogue_gradients,
-    LOG: tl.constexpr, PROLOGUE: tl.constexpr, PROLOGUE_BACKWARD: tl.constexpr,
-    EPILOGUE_BACKWARD: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    dy_ptr,
+    y_ptr,
+    x_ptr,
+    lse_ptr,
+    dx_ptr,
+    dy_stride,
+    y_stride,
+    x_stride,
+    M,
+    N,
+    prologue,
+    prologue_gradients,
+    epilogue,
+    epilogue_gradients,
+    LOG: tl.constexpr,
+    PROLOGUE: tl.constexpr,
+    PROLOGUE_BACKWARD: tl.constexpr,
+    EPILOGUE_BACKWARD: tl.constexpr,
+    C: tl.constexpr,
+):
     """Program i takes row i, in tiles [1, C]."""
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)[:, None]  # [1, 1]
     lanes = tl.arange(0, C)[None, :]  # [1, C]
@@ -326,18 +460,60 @@ def softmax_backward_looped_kernel(
     sums = tl.zeros([1, C], tl.float32)
     for i in range(0, tiles):
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            (), LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, i * C + lanes, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            (),
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            i * C + lanes,
+            M,
+            N,
+        )
         sums += gradient_term(y, dy, LOG)
     total = tl.sum(sums, 1)[:, None]  # [1, 1]
     for i in range(0, tiles):
         cols = (tiles - 1 - i) * C + lanes
         y, dy = load_result(
-            dy_ptr, y_ptr, x_ptr, lse_ptr, dy_stride, y_stride, x_stride, prologue, epilogue,
-            epilogue_gradients, LOG, PROLOGUE, EPILOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dy_ptr,
+            y_ptr,
+            x_ptr,
+            lse_ptr,
+            dy_stride,
+            y_stride,
+            x_stride,
+            prologue,
+            epilogue,
+            epilogue_gradients,
+            LOG,
+            PROLOGUE,
+            EPILOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )
         store_gradient(
-            dx_ptr, y, dy, total, x_ptr, x_stride, prologue, prologue_gradients, LOG,
-            PROLOGUE_BACKWARD, rows, cols, M, N,
-        )  # fmt: skip
+            dx_ptr,
+            y,
+            dy,
+            total,
+            x_ptr,
+            x_stride,
+            prologue,
+            prologue_gradients,
+            LOG,
+            PROLOGUE_BACKWARD,
+            rows,
+            cols,
+            M,
+            N,
+        )

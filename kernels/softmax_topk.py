@@ -1,21 +1,22 @@
 """The K largest of a softmax in one pass over the rows, forward and backward.
 
-A row's state (m, l) and its K largest scores are gathered together, so that neither the probabilities
-nor anything else of the row's length is written (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", 2018, section 4).  For the chosen columns k, in descending order,
+A row's state (m, l) and its K largest scores are gathered in one pass, so neither the probabilities nor
+anything else of the row's length is written (Milakov and Gimelshein, "Online normalizer calculation for
+softmax", 2018, section 4).  For the chosen columns k, in descending order,
 
     v_k = exp(x_k - m) / l             dx_i = [i chosen] p_i dv_i - p_i * total
     p_i = exp(x_i - m) / l             total = sum over k of dv_k p_k
 
 and with RENORMALIZE, where v is the softmax of the chosen scores alone, p is v and 0 elsewhere.
 
-Which scores are the largest is found as in topk.py.  Two regimes.  A tile [R, C] with C >= N holds R
-whole rows in registers.  There the largest scores of blocks of W columns, of which m is the largest,
-tell which K blocks hold the K largest of all; PART > 1: then which parts of those, of PART columns
-each.  Wider rows are split over programs, each of which keeps its K best while it loops over tiles [C],
-and passes over a tile whose largest score is no match for them; a second kernel joins the splits.
+topk.py says how the largest scores are found.  There are two regimes.  A tile [R, C] with C >= N holds
+R whole rows in registers.  The largest scores of blocks of W columns, the largest of which is m, tell
+which K blocks hold the K largest of all; with PART > 1 then which parts of those, of PART columns each.
+Wider rows are split over programs.  Each keeps its K best while it loops over tiles [C], and skips a
+tile whose largest score is below them; a second kernel joins the splits.
 
-Float32 scores have the state, and float32 values the exponential and quotient, of precise.py.
+The state of float32 scores, and the exponential and quotient of float32 values, are those of
+online_softmax_precise.py.
 
 Legend: M rows, N columns; x [M, N] with unit column stride; values, indices, dvalues [M, K], states
 [2, M] float32 (m, then l), words [M, splits] (states, see exchange.py), keys [M, splits, K] int64, dx
@@ -33,14 +34,14 @@ from .online_softmax import (
     online_softmax_update,
     shift_of,
 )
-from .precise import (
+from .online_softmax_precise import (
     exact_part,
     exponential,
     precise_join,
     precise_update,
     quotient,
 )
-from .rows import load, store
+from .rounding import load, store
 from .softmax import join, normalized, state_of
 from .topk import (
     LOWEST,
@@ -66,9 +67,18 @@ def block_maxima(x, W: tl.constexpr):
 
 @triton.jit
 def best_parts(
-    x_ptr, rows, blocks, x_stride, M, N, K,
-    W: tl.constexpr, PART: tl.constexpr, KP: tl.constexpr, SORT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    rows,
+    blocks,
+    x_stride,
+    M,
+    N,
+    K,
+    W: tl.constexpr,
+    PART: tl.constexpr,
+    KP: tl.constexpr,
+    SORT: tl.constexpr,
+):
     """Keys [R, KP] of the K best parts, PART columns each, of blocks [R, B] of W columns in rows."""
     R: tl.constexpr = blocks.shape[0]
     P: tl.constexpr = blocks.shape[1] * (W // PART)
@@ -84,10 +94,20 @@ def best_parts(
 
 @triton.jit
 def store_result(
-    values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, dtype: tl.constexpr,
-    RENORMALIZE: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """Values and indices of the int64 keys best [R, KP] of rows [R] with the state m, l [R]."""
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    best,
+    m,
+    l,
+    rows,
+    M,
+    K,
+    dtype: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """Store values and indices of the int64 keys `best` [R, KP] of rows [R] with the state m, l [R]."""
     lanes = tl.arange(0, KP)[None, :]
     mask = (rows[:, None] < M) & (lanes < K)
     x, cols = scores_and_columns(best, dtype)
@@ -118,10 +138,22 @@ def store_result(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_kernel(
-    x_ptr, values_ptr, indices_ptr, states_ptr, x_stride, M, N, K,
-    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, PART: tl.constexpr,
-    KP: tl.constexpr, SORT: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    x_stride,
+    M,
+    N,
+    K,
+    RENORMALIZE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    PART: tl.constexpr,
+    KP: tl.constexpr,
+    SORT: tl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, held whole in registers.  C / W at least KP."""
     rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)  # [R]
     cols = tl.arange(0, C)[None, :]  # [1, C]
@@ -138,16 +170,25 @@ def softmax_topk_kernel(
         keys = best_parts(x_ptr, rows, index_of(keys), x_stride, M, N, K, PART, 1, KP, SORT)
     best = in_row(keys, 0)
     store_result(
-        values_ptr, indices_ptr, states_ptr, best, m, l, rows, M, K, x_ptr.dtype.element_ty,
-        RENORMALIZE, KP,
-    )  # fmt: skip
+        values_ptr,
+        indices_ptr,
+        states_ptr,
+        best,
+        m,
+        l,
+        rows,
+        M,
+        K,
+        x_ptr.dtype.element_ty,
+        RENORMALIZE,
+        KP,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_split_kernel(
-    x_ptr, keys_ptr, words_ptr, x_stride, M, N, K,
-    SPAN: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    x_ptr, keys_ptr, words_ptr, x_stride, M, N, K, SPAN: tl.constexpr, C: tl.constexpr, KP: tl.constexpr
+):
     """Program i takes split i % splits, SPAN columns, of row i // splits; writes its state and its K
     best keys, in no order."""
     splits = tl.cdiv(N, SPAN)
@@ -189,10 +230,21 @@ def softmax_topk_split_kernel(
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_join_kernel(
-    x_ptr, keys_ptr, words_ptr, values_ptr, indices_ptr, states_ptr, M, K, splits,
-    RENORMALIZE: tl.constexpr, LANES: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+    x_ptr,
+    keys_ptr,
+    words_ptr,
+    values_ptr,
+    indices_ptr,
+    states_ptr,
+    M,
+    K,
+    splits,
+    RENORMALIZE: tl.constexpr,
+    LANES: tl.constexpr,
+    C: tl.constexpr,
+    KP: tl.constexpr,
     SORT: tl.constexpr,
-):  # fmt: skip
+):
     """Program i joins the splits of row i; of x only the dtype is used.  LANES at least splits, C at
     least splits * K."""
     row = tl.program_id(0).to(tl.int64)
@@ -206,16 +258,37 @@ def softmax_topk_join_kernel(
     keys = tl.load(keys_ptr + row * candidates + cols, mask=cols < candidates, other=LOWEST)
     best = select(keys, K, KP, SORT)
     store_result(
-        values_ptr, indices_ptr, states_ptr, best, m, l, row + tl.arange(0, 1), M, K,
-        x_ptr.dtype.element_ty, RENORMALIZE, KP,
-    )  # fmt: skip
+        values_ptr,
+        indices_ptr,
+        states_ptr,
+        best,
+        m,
+        l,
+        row + tl.arange(0, 1),
+        M,
+        K,
+        x_ptr.dtype.element_ty,
+        RENORMALIZE,
+        KP,
+    )
 
 
 @triton.jit(do_not_specialize=["M", "K"])
 def softmax_topk_backward_kernel(
-    dvalues_ptr, indices_ptr, x_ptr, states_ptr, dx_ptr, x_stride, M, N, K,
-    RENORMALIZE: tl.constexpr, R: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    dvalues_ptr,
+    indices_ptr,
+    x_ptr,
+    states_ptr,
+    dx_ptr,
+    x_stride,
+    M,
+    N,
+    K,
+    RENORMALIZE: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    KP: tl.constexpr,
+):
     """Program (r, c) writes the tile [R, C] of dx at rows r * R, columns c * C."""
     column_tiles = tl.cdiv(N, C)
     row = (tl.program_id(0) // column_tiles).to(tl.int64) * R + tl.arange(0, R)  # [R]

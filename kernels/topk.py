@@ -1,14 +1,14 @@
 """The K largest of rows of scores in registers, with their columns.
 
-Scores are compared as keys: integers that order like (score, -index), so that all keys of a row differ
-and equal scores go by their index.  A NaN's key is above all others.
+Scores are compared as keys: integers that order like (score, -index).  So all keys of a row differ, and
+equal scores go by their index.  A NaN's key is above all others.
 
 The index is that of a column, or of a block of W contiguous columns, whose score is its largest.  The K
-largest scores of a row lie in its K best blocks: a score in another block has K above it, those of the
-best blocks.  Equal ones too: a better block of the same score is one of smaller columns, all of them,
-since blocks are contiguous.  So of N columns only N / W keys, then the K * W of those blocks, which are
-loaded again, need to be looked at.  (The largest score of a block may leave a NaN out; the scores of a
-row that holds one have no order.)
+largest scores of a row lie in its K best blocks: a score in another block has at least K scores above
+it, those of the best blocks.  This holds for equal scores too: since blocks are contiguous, a better
+block of the same score has smaller columns.  So of N columns only N / W keys need to be looked at, and
+then the K * W keys of those blocks, which are loaded again.  (The largest score of a block may leave a
+NaN out; the scores of a row that holds one have no order.)
 
 Legend: keys [R, C] in registers are int32 where 16 bits hold a score and 16 an index, else int64; KP a
 power of two, at least K.
@@ -116,7 +116,7 @@ def searched(keys, K, KP: tl.constexpr):
 
 @triton.jit
 def sorted_best(keys, KP: tl.constexpr):
-    """select: runs of KP keys are sorted and merged in pairs, of which the better half is kept.
+    """select by sorting: runs of KP keys are sorted and merged in pairs, and the better half is kept.
 
     That is tl.topk, with a third fewer instructions for int32 and an eighth for int64.  Keys are places
     of a cube [2] * n, n bits of a number, row first.
@@ -140,8 +140,8 @@ def sorted_best(keys, KP: tl.constexpr):
 def totals(x, SUM: tl.constexpr):
     """The sums, or else the maxima, [R] of rows of x [R, C].
 
-    Of rows that reshapes have left in lanes that are no neighbours, tl.sum and tl.max take other
-    elements too (triton 3.6.0).  One dimension of two after the other they are right.
+    Where reshapes have left a row in lanes that are no neighbours, tl.sum and tl.max take other
+    elements too (Triton 3.6.0).  Over one dimension of two after the other they are right.
     """
     n: tl.constexpr = log2(x.shape[1])
     x = tl.reshape(x, [x.shape[0]] + [2] * n)
@@ -163,8 +163,8 @@ def merged(keys, stage: tl.constexpr, LAST: tl.constexpr):
 
 @triton.jit
 def exchanged(keys, down, i: tl.constexpr):
-    """Of each two keys of a cube whose places differ in bit i, the larger first where `down` is 1, last
-    where it is 0."""
+    """Order each two keys of a cube whose places differ in bit i: the larger first where `down` is 1,
+    last where it is 0."""
     n: tl.constexpr = log2(keys.numel)
     others = tl.sum(keys, n - 1 - i, True) - keys
     larger = down != bit(n, i)

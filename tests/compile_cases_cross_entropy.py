@@ -15,9 +15,14 @@ OPTIONS = ("smoothing", "z_loss", "softcap")
 
 
 def case(
-    name: str, V: int, x: str, backward: bool, gradient: bool = False, every_option: bool = False,
+    name: str,
+    V: int,
+    x: str,
+    backward: bool,
+    gradient: bool = False,
+    every_option: bool = False,
     aligned: bool = True,
-) -> Case:  # fmt: skip
+) -> Case:
     kernel = kernels.cross_entropy_backward_kernel if backward else kernels.cross_entropy_forward_kernel
     kind = "backward" if backward else "forward_gradient" if gradient else "forward"
     config = getattr(configs, f"cross_entropy_{kind}")(V, ITEMSIZE[x])
@@ -39,12 +44,14 @@ def case(
     flags |= {"DONE": not every_option} if backward else {"KEEP": False, "ALIGNED": aligned}
     signature = pointers | scalars
     return Case(
-        name, kernel, signature,
+        name,
+        kernel,
+        signature,
         missing | flags | {"R": config.rows, "G": config.groups, "E": config.elements},
         tuple(n for n in signature if n not in NUMBERS + OPTIONS and (aligned or "stride" not in n)),
         config.num_warps,
         max_registers=config.max_registers,
-    )  # fmt: skip
+    )
 
 
 def cross_entropy_cases() -> list[Case]:
@@ -65,8 +72,8 @@ def cross_entropy_cases() -> list[Case]:
                 cases.append(case(name, V, x, False, gradient, aligned=False))
     total, scale = configs.cross_entropy_total(), configs.gradient_scale(2)
     signature = {"targets_ptr": "*i64"} | dict.fromkeys(
-        ("weight_ptr", "loss_ptr", "z_ptr", "loss_sum_ptr", "z_sum_ptr", "denominator_ptr"), "*fp32",
-    )  # fmt: skip
+        ("weight_ptr", "loss_ptr", "z_ptr", "loss_sum_ptr", "z_sum_ptr", "denominator_ptr"), "*fp32"
+    )
     cases.append(
         Case(
             "total",

@@ -51,9 +51,14 @@ def heads_case(
     else:
         del pointers["positions_ptr"]
     tile = {
-        "D": D, "HALF": rotary_dim // 2, "T": config.tokens, "H": config.heads, "C": config.pairs,
-        "REST": config.rest, "WHOLE": config.whole,
-    }  # fmt: skip
+        "D": D,
+        "HALF": rotary_dim // 2,
+        "T": config.tokens,
+        "H": config.heads,
+        "C": config.pairs,
+        "REST": config.rest,
+        "WHOLE": config.whole,
+    }
     tile |= {} if backward else {"STEPS": config.steps}
     return case(name, kernel, pointers, tile | constexprs, config.num_warps)
 
@@ -76,11 +81,23 @@ def elementwise_cases() -> list[Case]:
         heads_case("rope-bf16", rope.rope_kernel, 128, 128, "*bf16", False, INVERSE=False, **plain),
         heads_case("rope-qkv-bf16", rope.rope_kernel, 128, 64, "*bf16", True, INVERSE=True, **plain),
         heads_case(
-            "rope-interleaved-bf16", rope.rope_kernel, 64, 64, "*bf16", False, INVERSE=False,
+            "rope-interleaved-bf16",
+            rope.rope_kernel,
+            64,
+            64,
+            "*bf16",
+            False,
+            INVERSE=False,
             **interleaved,
         ),
         heads_case(
-            "rope-interleaved-fp32", rope.rope_kernel, 256, 64, "*fp32", True, INVERSE=True,
+            "rope-interleaved-fp32",
+            rope.rope_kernel,
+            256,
+            64,
+            "*fp32",
+            True,
+            INVERSE=True,
             **interleaved,
         ),
         heads_case("qk-norm-bf16", forward, 128, 128, "*bf16", True, CASTING="torch", **plain),
@@ -89,10 +106,16 @@ def elementwise_cases() -> list[Case]:
             "qk-norm-backward-bf16", backward, 128, 128, "*bf16", True, CASTING="torch", **plain
         ),
         heads_case(
-            "qk-norm-backward-interleaved-bf16", backward, 128, 64, "*bf16", False, CASTING="gemma",
+            "qk-norm-backward-interleaved-bf16",
+            backward,
+            128,
+            64,
+            "*bf16",
+            False,
+            CASTING="gemma",
             **interleaved,
         ),
         heads_case(
             "qk-norm-backward-fp32", backward, 256, 256, "*fp32", True, CASTING="torch", **plain
         ),
-    ]  # fmt: skip
+    ]

@@ -24,15 +24,20 @@ HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
 # three consumers, with rows for all of them and without, and a round of programs less well than two
 QUERIES = (
-    (16384, 1024, 1), (1, 1024, 1), (3, 1024, 4), (40, 1024, 5), (960, 1024, 1), (1088, 1024, 1),
+    (16384, 1024, 1),
+    (1, 1024, 1),
+    (3, 1024, 4),
+    (40, 1024, 5),
+    (960, 1024, 1),
+    (1088, 1024, 1),
     (4096, 64, 1),
-)  # fmt: skip
+)
 # At head_dim 256, more heads packed, by one consumer and by two.
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
-INT32 = {"plan", "turns_ptr"}
+INT32 = {"work_table", "turns_ptr"}
 
 
 def layout(dtype: torch.dtype, box: tuple[int, ...]) -> NVMMASharedLayout:
@@ -63,10 +68,15 @@ def lse_and_delta(rows: int) -> str:
 
 
 def case(
-    name: str, kernel: Any, element: str, constexprs: dict[str, Any],
-    descriptors: dict[str, str] | None = None, max_stack: int = 0, hgmma: bool = True,
+    name: str,
+    kernel: Any,
+    element: str,
+    constexprs: dict[str, Any],
+    descriptors: dict[str, str] | None = None,
+    max_stack: int = 0,
+    hgmma: bool = True,
     max_registers: int | None = None,
-) -> Case:  # fmt: skip
+) -> Case:
     signature = dict(descriptors or {})
     for argument in kernel.arg_names:
         if argument == "variables":
@@ -79,9 +89,15 @@ def case(
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, kind in signature.items() if kind and kind.startswith("*"))
     return Case(
-        name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=constexprs,
-        divisible_by_16=aligned, max_stack=max_stack, hgmma=hgmma, max_registers=max_registers,
-    )  # fmt: skip
+        name=f"{name}-{element}",
+        kernel=kernel,
+        signature=signature,
+        constexprs=constexprs,
+        divisible_by_16=aligned,
+        max_stack=max_stack,
+        hgmma=hgmma,
+        max_registers=max_registers,
+    )
 
 
 def forward_configs() -> list[configs.HopperForward]:
@@ -108,18 +124,27 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 queries = packed_heads(element, config.CQ, config.PACK, config.D)
             descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
             yield case(
-                config.name, attention_forward_kernel, element, {"CFG": config}, descriptors,
-                FORWARD_STACK, max_registers=config.max_registers,
-            )  # fmt: skip
+                config.name,
+                attention_forward_kernel,
+                element,
+                {"CFG": config},
+                descriptors,
+                FORWARD_STACK,
+                max_registers=config.max_registers,
+            )
         for config in backward_configurations():
             D, causal = config.D, config.KIND.CAUSAL
             if element == "fp16" and not (D == 128 and causal):
                 continue
             queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
             descriptors = {
-                    "q_desc": queries, "do_desc": queries, "k_desc": keys, "v_desc": keys,
-                    "ld_desc": lse_and_delta(config.BM), "dq_desc": float32(128, 32),
-                }  # fmt: skip
+                "q_desc": queries,
+                "do_desc": queries,
+                "k_desc": keys,
+                "v_desc": keys,
+                "lse_delta_desc": lse_and_delta(config.BM),
+                "dq_desc": float32(128, 32),
+            }
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
             )
@@ -129,9 +154,13 @@ def hopper_cases(arch: int) -> Iterator[Case]:
     for D in HEAD_DIMS:
         config = configs.attention_backward_hopper(D, 4096, Kind())
         rows = {
-            "HAS_DLSE": True, "FIRST": config.FIRST, "D": D, "R": PREPROCESS_ROWS, "BM": config.BM,
+            "HAS_DLSE": True,
+            "FIRST": config.FIRST,
+            "D": D,
+            "R": PREPROCESS_ROWS,
+            "BM": config.BM,
             "PDL": True,
-        }  # fmt: skip
+        }
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)

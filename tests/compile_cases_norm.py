@@ -34,12 +34,17 @@ def case(
     missing |= {n: None for n in HOOK_ARGUMENTS + FUNCTIONS if n in names}
     held = config.columns * config.chunks * config.cluster
     tile = {
-        "R": max(config.rows, config.cluster), "C": config.columns, "K": config.chunks,
-        "STAGES": config.stages, "CLUSTER": config.cluster,
+        "R": max(config.rows, config.cluster),
+        "C": config.columns,
+        "K": config.chunks,
+        "STAGES": config.stages,
+        "CLUSTER": config.cluster,
         "WHOLE": N % config.columns == 0 if config.split else held == N,
-        "LANES": configs.power_of_two(-(-N // config.columns)), "POLLS": 1024, "CASTING": "torch",
+        "LANES": configs.power_of_two(-(-N // config.columns)),
+        "POLLS": 1024,
+        "CASTING": "torch",
         "PDL": False,
-    }  # fmt: skip
+    }
     scalars = {n: "i32" for n in names if n in ("M", "N", "P", "G") or n.endswith("_stride")}
     signature = pointers | scalars
     if "eps" in names and (kernel is not norm_backward.norm_backward_kernel or "rstd_ptr" in missing):
@@ -49,15 +54,25 @@ def case(
     constexprs = missing | {n: tile[n] for n in tile if n in names} | constexprs
     aligned = tuple(n for n in signature if n not in ("M", "P", "G", "eps"))
     return Case(
-        name, kernel, signature, constexprs, aligned, config.num_warps,
-        max_registers=config.max_registers, num_ctas=config.cluster,
-    )  # fmt: skip
+        name,
+        kernel,
+        signature,
+        constexprs,
+        aligned,
+        config.num_warps,
+        max_registers=config.max_registers,
+        num_ctas=config.cluster,
+    )
 
 
 def forward_pointers(
-    x: str, centered: bool, weight: str = "", residual: str = "", split: bool = False,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: str = "",
+    split: bool = False,
     clears: bool = False,
-) -> dict[str, str]:  # fmt: skip
+) -> dict[str, str]:
     """The pointers of a forward kernel; "": there is no such tensor."""
     pointers = {"x_ptr": x, "y_ptr": x, "rstd_ptr": "*fp32"}
     if weight:
@@ -72,9 +87,14 @@ def forward_pointers(
 
 
 def backward_pointers(
-    x: str, centered: bool, weight: str = "", residual: bool = False, split: bool = False,
-    clears: bool = False, statistics: bool = True,
-) -> dict[str, str]:  # fmt: skip
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: bool = False,
+    split: bool = False,
+    clears: bool = False,
+    statistics: bool = True,
+) -> dict[str, str]:
     """The pointers of a backward kernel."""
     pointers = {"dy_ptr": x, "x_ptr": x, "dx_ptr": x} | ({"rstd_ptr": "*fp32"} if statistics else {})
     if weight:
@@ -90,9 +110,16 @@ def backward_pointers(
 
 
 def forward(
-    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: str = "",
-    hooked: bool = False, **constexprs: Any,
-) -> Case:  # fmt: skip
+    arch: int,
+    name: str,
+    N: int,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: str = "",
+    hooked: bool = False,
+    **constexprs: Any,
+) -> Case:
     itemsize = 4 if hooked else ITEMSIZE[residual or x]
     config = configs.norm_forward(N, itemsize, bool(residual), centered, divmod(arch, 10))
     kernel = norm.norm_forward_split_kernel if config.split else norm.norm_forward_kernel
@@ -101,9 +128,17 @@ def forward(
 
 
 def backward(
-    arch: int, name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
-    hooked: bool = False, clears: bool = False, **constexprs: Any,
-) -> Case:  # fmt: skip
+    arch: int,
+    name: str,
+    N: int,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: bool = False,
+    hooked: bool = False,
+    clears: bool = False,
+    **constexprs: Any,
+) -> Case:
     itemsize = 4 if hooked else ITEMSIZE[x]
     statistics = hooked or configs.norm_keeps_statistics(N)
     config = configs.norm_backward(
@@ -116,9 +151,15 @@ def backward(
 
 
 def forward_shared(
-    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
-    casting: str = "torch", clears: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    N: int,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: bool = False,
+    casting: str = "torch",
+    clears: bool = False,
+) -> Case:
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_forward, norm_forward_ring
     from flashproto.ops.norm_hopper import FORWARD_LAG
@@ -138,9 +179,15 @@ def forward_shared(
 
 
 def forward_unaligned(
-    name: str, N: int, x: str, centered: bool, weight: str = "", residual: bool = False,
-    casting: str = "torch", clears: bool = False,
-) -> Case:  # fmt: skip
+    name: str,
+    N: int,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    residual: bool = False,
+    casting: str = "torch",
+    clears: bool = False,
+) -> Case:
     """On Hopper, from Triton 3.6 on; strides and N are no multiples of anything."""
     from flashproto.kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
 
@@ -148,20 +195,28 @@ def forward_unaligned(
     assert config is not None
     pointers = forward_pointers(x, centered, weight, x if residual else "", True, clears)
     constexprs = {
-        "CENTERED": centered, "CASTING": casting, "C": config.columns + 8,
+        "CENTERED": centered,
+        "CASTING": casting,
+        "C": config.columns + 8,
         "LANES": max(configs.power_of_two(-(-N // config.columns)), 32),
-    }  # fmt: skip
+    }
     made = case(name, norm_forward_unaligned_kernel, N, pointers, constexprs, config)
     return replace(
-        made, divisible_by_16=tuple(n for n in made.divisible_by_16 if n in pointers),
+        made,
+        divisible_by_16=tuple(n for n in made.divisible_by_16 if n in pointers),
         max_stack=CENTERED_STACK if centered else 0,
-    )  # fmt: skip
+    )
 
 
 def backward_shared(
-    name: str, N: int, x: str, centered: bool, weight: str = "", casting: str = "torch",
+    name: str,
+    N: int,
+    x: str,
+    centered: bool,
+    weight: str = "",
+    casting: str = "torch",
     clears: bool = False,
-) -> Case:  # fmt: skip
+) -> Case:
     """On Hopper, from Triton 3.6 on; strides and N are in units of 16 bytes."""
     from flashproto.kernels.hopper import norm_backward as shared
     from flashproto.ops.norm_hopper import BACKWARD_LAG
@@ -169,9 +224,7 @@ def backward_shared(
     config = configs.norm_backward_shared(N, ITEMSIZE[x], centered)
     assert config is not None
     pointers = backward_pointers(x, centered, weight, False, True, clears)
-    constexprs = {
-        "CENTERED": centered, "CASTING": casting, "TURNS": config.stages, "LAG": BACKWARD_LAG,
-    }  # fmt: skip
+    constexprs = {"CENTERED": centered, "CASTING": casting, "TURNS": config.stages, "LAG": BACKWARD_LAG}
     return case(name, shared.norm_backward_shared_kernel, N, pointers, constexprs, config)
 
 
@@ -194,10 +247,15 @@ def with_hook(plain: Case, slot: str, operand: str, scalars: tuple[str, ...], **
         if operand != "full":
             constexprs[(names.index(gradients), 0)] = None
     return Case(
-        f"{plain.name}-{slot}", plain.kernel, signature, constexprs | functions,
-        plain.divisible_by_16, plain.num_warps, max_registers=plain.max_registers,
+        f"{plain.name}-{slot}",
+        plain.kernel,
+        signature,
+        constexprs | functions,
+        plain.divisible_by_16,
+        plain.num_warps,
+        max_registers=plain.max_registers,
         num_ctas=plain.num_ctas,
-    )  # fmt: skip
+    )
 
 
 def norm_cases(arch: int) -> list[Case]:

@@ -12,9 +12,15 @@ from flashproto.kernels import norm, norm_backward, norm_quantize, norm_recover
 
 
 def quantize(
-    arch: int, name: str, N: int, x: str, out: str, centered: bool, residual: str = "",
+    arch: int,
+    name: str,
+    N: int,
+    x: str,
+    out: str,
+    centered: bool,
+    residual: str = "",
     **constexprs: Any,
-) -> Case:  # fmt: skip
+) -> Case:
     config = configs.norm_forward(N, 4, True, centered, divmod(arch, 10))
     whole, split = norm_quantize.norm_quantize_kernel, norm_quantize.norm_quantize_split_kernel
     pointers = {"x_ptr": x, "weight_ptr": "*bf16", "out_ptr": out, "scale_ptr": "*fp32"}
@@ -42,9 +48,14 @@ def from_output(arch: int, name: str, N: int, y: str, centered: bool, residual: 
     signature["prologue"] = ((("*fp32", *strides), (y, *strides)), ("fp32",))
     aligned = tuple(n for n in plain.divisible_by_16 if n not in absent)
     return Case(
-        name, plain.kernel, signature, constexprs, aligned, plain.num_warps,
+        name,
+        plain.kernel,
+        signature,
+        constexprs,
+        aligned,
+        plain.num_warps,
         max_registers=plain.max_registers or 128,
-    )  # fmt: skip
+    )
 
 
 def split(name: str, N: int, x: str, is_backward: bool) -> Case:
@@ -70,8 +81,12 @@ def norm_feature_cases(arch: int) -> list[Case]:
         from_output(arch, "recover-rms-8192-fp32", 8192, "*fp32", False, True),
         from_output(arch, "recover-layer-split", 131072, "*bf16", True),
         case(
-            "recoverable-weight", norm_recover.recoverable_weight_kernel, 4096, weight,
-            {"shift": 1.0}, tile,
+            "recoverable-weight",
+            norm_recover.recoverable_weight_kernel,
+            4096,
+            weight,
+            {"shift": 1.0},
+            tile,
         ),
         split("few-rows-2048", 2048, "*bf16", False),
         split("few-rows-16384", 16384, "*fp32", False),
@@ -79,7 +94,7 @@ def norm_feature_cases(arch: int) -> list[Case]:
         split("few-rows-131072-backward", 131072, "*fp32", True),
         quantize(arch, "e5m2-rms-4096", 4096, "*bf16", "*fp8e5", False),
         quantize(arch, "e5m2-layer-split-fp32", 131072, "*fp32", "*fp8e5", True),
-    ]  # fmt: skip
+    ]
     if arch >= 89:
         cases += [
             quantize(arch, "e4m3-rms-256", 256, "*bf16", "*fp8e4nv", False),

@@ -9,7 +9,7 @@ from compile_case import Case
 
 from flashproto import configs
 from flashproto.configs import RowConfig
-from flashproto.kernels import hooks, logsumexp, masks, softmax, softmax_topk
+from flashproto.kernels import hooks, logsumexp, softmax, softmax_hooks, softmax_topk
 from flashproto.kernels.hopper import softmax_forward
 
 NARROWEST, NARROW, WIDEST_FORWARD, WIDEST_BACKWARD = 1, 64, 16384, 8192
@@ -35,15 +35,25 @@ def case(
     signature = pointers | scalars
     aligned = tuple(n for n in signature if n not in ("M", "K", "splits"))
     return Case(
-        name, kernel, signature, constexprs, aligned, config.num_warps,
+        name,
+        kernel,
+        signature,
+        constexprs,
+        aligned,
+        config.num_warps,
         max_registers=config.max_registers,
-    )  # fmt: skip
+    )
 
 
 def split_case(
-    name: str, kernel: Any, pointers: dict[str, str], constexprs: dict[str, Any], N: int,
-    config: RowConfig, polls: int = 1024,
-) -> Case:  # fmt: skip
+    name: str,
+    kernel: Any,
+    pointers: dict[str, str],
+    constexprs: dict[str, Any],
+    N: int,
+    config: RowConfig,
+    polls: int = 1024,
+) -> Case:
     lanes = configs.power_of_two(-(-N // config.columns))
     exchange = {"LANES": lanes, "POLLS": polls}
     return case(name, kernel, pointers | {"words_ptr": "*i64"}, constexprs | exchange, config)
@@ -115,10 +125,14 @@ def shared_cases() -> list[Case]:
         cases.append(
             Case(
                 f"softmax-shared-{N}{'-log' * log}{'-clears' * clears}-{x[1:]}",
-                kernel, signature, constexprs,
-                tuple(pointers), config.num_warps, max_registers=config.max_registers,
+                kernel,
+                signature,
+                constexprs,
+                tuple(pointers),
+                config.num_warps,
+                max_registers=config.max_registers,
             )
-        )  # fmt: skip
+        )
     return cases
 
 
@@ -143,9 +157,14 @@ def hooked(
         signature[names[position]] = tuple("*fp32" if want else "constexpr" for want in wanted)
         constexprs |= {(position, i): None for i, want in enumerate(wanted) if not want}
     return Case(
-        plain.name, plain.kernel, signature, constexprs | functions, plain.divisible_by_16,
-        plain.num_warps, max_registers=plain.max_registers,
-    )  # fmt: skip
+        plain.name,
+        plain.kernel,
+        signature,
+        constexprs | functions,
+        plain.divisible_by_16,
+        plain.num_warps,
+        max_registers=plain.max_registers,
+    )
 
 
 # name: (hook, its operands, which of them have a gradient)
@@ -166,7 +185,7 @@ def hook_cases() -> list[Case]:
     forward = {"x_ptr": "*bf16", "y_ptr": "*bf16", "lse_ptr": "*fp32"}
     backward = {"dy_ptr": "*bf16", "x_ptr": "*bf16", "lse_ptr": "*fp32", "dx_ptr": "*bf16"}
     for hook, (name, operands, wanted) in HOOKS.items():
-        function, derivative = getattr(masks, name), getattr(masks, f"{name}_backward")
+        function, derivative = getattr(softmax_hooks, name), getattr(softmax_hooks, f"{name}_backward")
         both = {"PROLOGUE": function, "PROLOGUE_BACKWARD": derivative}
         plain = case(
             f"softmax-{hook}",
@@ -177,12 +196,15 @@ def hook_cases() -> list[Case]:
         )
         cases.append(hooked(plain, "prologue", operands, wanted, PROLOGUE=function))
         plain = case(
-            f"softmax-{hook}-backward", softmax.softmax_backward_kernel, backward, log,
+            f"softmax-{hook}-backward",
+            softmax.softmax_backward_kernel,
+            backward,
+            log,
             configs.softmax_backward(4096, 2, True),
-        )  # fmt: skip
+        )
         cases.append(hooked(plain, "prologue", operands, wanted, **both))
     _, operands, wanted = HOOKS["bias-limit"]
-    function, derivative = masks.scale_bias_limit, masks.scale_bias_limit_backward
+    function, derivative = softmax_hooks.scale_bias_limit, softmax_hooks.scale_bias_limit_backward
     both = {"PROLOGUE": function, "PROLOGUE_BACKWARD": derivative}
     gate = {"EPILOGUE": hooks.silu_gate}
     gate_backward = {"EPILOGUE_BACKWARD": hooks.silu_gate_backward}

@@ -145,10 +145,18 @@ def digest(case: Case, arch: int) -> str:
             files |= sources(path)
     classes = "".join(map(classes_of, case.constexprs.values()))
     parts = (
-        digest_of_files(files) + classes, digest_of_harness(), arch, case.kernel.fn.__name__,
-        case.signature, case.constexprs, case.divisible_by_16, case.num_warps, case.num_stages,
-        case.num_ctas, case.max_registers,
-    )  # fmt: skip
+        digest_of_files(files) + classes,
+        digest_of_harness(),
+        arch,
+        case.kernel.fn.__name__,
+        case.signature,
+        case.constexprs,
+        case.divisible_by_16,
+        case.num_warps,
+        case.num_stages,
+        case.num_ctas,
+        case.max_registers,
+    )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
 
 

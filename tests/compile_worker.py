@@ -108,7 +108,7 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
         # ptxas says so when it makes wgmmas wait for one another, by C7510, C7514 and their neighbours
         line["serialised"] = sorted(set(re.findall(r"C75\d\d", ptxas_log.getvalue())))
         line["shared"] = kernel.metadata.shared
-        line["apart"] = lanes.apart(kernel.asm["ttgir"]) if lanes.WRONG else []
+        line["apart"] = lanes.scattered(kernel.asm["ttgir"]) if lanes.WRONG else []
     except Exception as error:
         line["error"] = f"{type(error).__name__}: {error}"
     return line

@@ -110,3 +110,21 @@ def one_worker(path: Path) -> Iterator[None]:
 def device() -> str:
     """Where the kernels run in this session."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def hopper() -> None:
+    """Skips the test where backend "hopper" has no device."""
+    from flashproto import backends
+
+    against = backends.device_reasons("hopper", torch.device("cuda"))
+    if against:
+        pytest.skip("; ".join(against))
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    from hopper_attention import determinism
+
+    with determinism():
+        yield

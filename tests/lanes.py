@@ -32,7 +32,7 @@ WRONG = triton.__version__.startswith("3.6.")  # whether this Triton reduces suc
 Bases = Sequence[Sequence[int]]  # the steps of bits, lowest first, in each dimension
 
 
-def apart(ttgir: str) -> list[str]:
+def scattered(ttgir: str) -> list[str]:
     """The reductions of a kernel, in Triton's IR for GPUs, whose lanes or warps are apart, each with
     its axis and layout; and the scans."""
     from triton._C.libtriton import gluon_ir, ir, nvidia

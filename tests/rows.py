@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashproto.ops import call_cache, private, recipe
+from flashproto.ops import call_cache, private, recipe, written
 
 
 def assert_no_worse(
@@ -62,7 +62,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, value: float = float("nan")) -> None
     if private.empty_strided_cuda is not None:
         monkeypatch.setattr(private, "empty_strided_cuda", poisoned(private.empty_strided_cuda))
     call_cache.forget()
-    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
+    monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
 
 

@@ -16,7 +16,7 @@ from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
 
 import flashproto
-from flashproto import backends, configs, reference
+from flashproto import configs, reference
 from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
@@ -131,7 +131,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
         "where": torch.where,
     }
     monkeypatch.setattr(work, "gl", SimpleNamespace(**functions))
-    monkeypatch.setattr(work, "hidden_zero", lambda: 0)
+    monkeypatch.setattr(work, "opaque_zero", lambda: 0)
     monkeypatch.setattr(work, "quotient", lambda a, b: a // b)
 
     ranges_on_the_host(monkeypatch)
@@ -180,10 +180,10 @@ def test_rows_are_queries_and_heads(
 @pytest.mark.parametrize(("D", "causal"), [(64, False), (64, True), (128, True)])
 @pytest.mark.parametrize(("Sq", "Sk"), [(70, 1000), (800, 800), (1088, 1500), (1600, 1024)])
 def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_the_host) -> None:
-    """Items of a number are the same for balanced_plan and the kernel."""
+    """Items of a number are the same for balanced_work and the kernel."""
     heads, together = 5, 2
     config = configs.attention_forward_hopper(D, Sk, Kind(causal), Sq)
-    assert config.PLANNED and causal != config.IDLE
+    assert config.HAS_WORK_TABLE and causal != config.IDLE
     costs = hopper_configs.item_costs(config, Sq, Sk, Sk - Sq)
     numbered = iter(range(heads * len(costs)))
     for first in range(0, heads, together):
@@ -256,7 +256,7 @@ def test_launch_where_consumers_sit_out(planned: Planned) -> None:
         given = planned(q, q, False).arguments
         assert given["CFG"] == configs.attention_forward_hopper(64, S, FULL, S)
         assert idle == given["CFG"].IDLE
-        assert isinstance(given["plan"], recipe.Table) == idle
+        assert isinstance(given["work_table"], recipe.Table) == idle
         tiles = -(-S // 192)
         names = ("total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset")
         assert [given[name] for name in names] == [12 * tiles, tiles, 6, 1, 12, 12, S, S, S]
@@ -266,19 +266,12 @@ def test_launch_where_consumers_sit_out(planned: Planned) -> None:
 def test_plan_holds_every_packed_item_once(together: int, Sq: int) -> None:
     config = configs.attention_forward_hopper(128, 900, CAUSAL, Sq, 20, 8, MULTIPROCESSORS)
     assert config.PACK == 8
-    plan = configs.balanced_plan(config, 20, together, Sq, 900, 900 - Sq, MULTIPROCESSORS)
+    plan = configs.balanced_work(config, 20, together, Sq, 900, 900 - Sq, MULTIPROCESSORS)
     items = Counter(item for own in plan for item in own)
     assert items == Counter(range(20 * -(-Sq // config.BQ)))
 
 
 # --- on the device -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def hopper() -> None:
-    against = backends.device_reasons("hopper", torch.device("cuda"))
-    if against:
-        pytest.skip("; ".join(against))
 
 
 @dataclass(frozen=True)

@@ -493,7 +493,7 @@ def test_search_has_candidates_that_fit(which: str) -> None:
         found = search.candidates(base, search.VARIED[which])
         if (which, D) == ("backward", 256):  # no other tiles fit
             assert found == [base]
-            found = search.candidates(base, {"WAVES": (False, True)})
+            found = search.candidates(base, {"WALK": ("waves", "down", "round")})
         assert found[0] == base and len(set(found)) == len(found) > 1
         assert all(map(search.fits, found))
         names = [search.difference(config, base) for config in found]
@@ -513,7 +513,7 @@ def test_search_knows_what_fits() -> None:
     for D, columns in ((64, {0, 64}), (128, {0, 64, 96, 128})):
         for config in (c for c in chosen if c.D == D):
             kept = {n for n in (0, 32, 64, 96, 100, 128, 192)
-                    if search.fits(dataclasses.replace(config, KEPT=n))}  # fmt: skip
+                    if search.fits(dataclasses.replace(config, Q_IN_REGS=n))}  # fmt: skip
             assert kept == columns
     backward = configs.attention_backward_hopper(128, 4096, Kind())
     assert not search.fits(dataclasses.replace(backward, KV=2))

@@ -323,11 +323,21 @@ def tensors_are_of_a_subclass(base: Base) -> None:
 
 
 FACTS = [
-    default_backend_changes, autocast_changes, determinism_changes, alignment_changes,
-    need_of_gradients_changes, learned_tables_change, grad_mode_changes, strides_change, dtype_changes,
-    a_mode_watches, what_is_saved_is_packed, tensors_are_parameters, tensors_are_views,
+    default_backend_changes,
+    autocast_changes,
+    determinism_changes,
+    alignment_changes,
+    need_of_gradients_changes,
+    learned_tables_change,
+    grad_mode_changes,
+    strides_change,
+    dtype_changes,
+    a_mode_watches,
+    what_is_saved_is_packed,
+    tensors_are_parameters,
+    tensors_are_views,
     tensors_are_of_a_subclass,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
@@ -519,10 +529,15 @@ WRAPS: dict[str, Callable[..., Any]] = {
 MODELS: dict[str, dict[str, Any]] = {
     "wide, learned positions": {"n_heads": 1, "d_ff": 24},
     "narrow, rotary": {
-        "n_heads": 2, "n_kv_heads": 1, "norm": "rms", "mlp": "swiglu", "positions": "rope",
-        "bias": False, "tie_weights": False,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "norm": "rms",
+        "mlp": "swiglu",
+        "positions": "rope",
+        "bias": False,
+        "tie_weights": False,
     },
-}  # fmt: skip
+}
 # Each test has a width that no other has.
 WIDTHS = {kind: iter(range(first, 900, 4)) for kind, first in zip(MODELS, (784, 36), strict=True)}
 

@@ -50,9 +50,14 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 def sample(
-    x: Tensor, shape: int | list[int], w: Tensor | None = None, eps: float = 1.0, *, on: bool = True,
+    x: Tensor,
+    shape: int | list[int],
+    w: Tensor | None = None,
+    eps: float = 1.0,
+    *,
+    on: bool = True,
     impl: str | None = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """A signature."""
 
 

@@ -17,7 +17,7 @@ import flashproto
 
 pytest.importorskip("triton")
 
-from flashproto.ops import call_cache, exchange_buffers, recipe
+from flashproto.ops import call_cache, exchange_buffers, recipe, written
 
 COUNT = 12
 DEVICES = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -138,9 +138,9 @@ def test_threads_launch_on_one_stream(gpu) -> None:
 
 
 def test_few_are_kept_and_can_be_forgotten(gpu) -> None:
-    for count in range(1, 3 * exchange_buffers.KEPT):
+    for count in range(1, 3 * exchange_buffers.CAPACITY):
         gpu.launch(count)
-        assert len(exchange_buffers._pairs) <= exchange_buffers.KEPT
+        assert len(exchange_buffers._pairs) <= exchange_buffers.CAPACITY
     call_cache.forget()
     assert not exchange_buffers._pairs
 
@@ -180,7 +180,7 @@ def test_kernels_clear_the_words_of_the_launch_before(device, monkeypatch) -> No
         back(pair)
 
     monkeypatch.setattr(exchange_buffers, "give", give)
-    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
+    monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     for i in (0, 0, 1, 2, 0, 1):
         for a, b in zip(gradients(*problems[i]), wanted[i], strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=0)

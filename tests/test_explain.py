@@ -49,10 +49,15 @@ def test_backward_is_that_of_the_gradients_of_what_is_returned(
     def lose() -> list[torch.Tensor]:  # the part of the z loss, without a gradient, is behind lse
         return list(
             flashproto.cross_entropy(
-                logits, targets, reduction="none", z_loss=0.1, impl="triton",
-                return_lse=with_lse, return_z_loss=True,
+                logits,
+                targets,
+                reduction="none",
+                z_loss=0.1,
+                impl="triton",
+                return_lse=with_lse,
+                return_z_loss=True,
             )
-        )  # fmt: skip
+        )
 
     plain, given = call.Operator.backward_recipe, []
 

@@ -110,8 +110,9 @@ def test_backward_keeps_the_inputs_alone(device, kind) -> None:
 def test_extreme_values_as_in_torch(device, activation) -> None:
     x = torch.tensor(
         [0.0, -0.0, 1e-20, 30.0, -30.0, 90.0, -90.0, 1e4, -1e4, 1e12, -1e12, float("nan")],
-        device=device, requires_grad=True,
-    )  # fmt: skip
+        device=device,
+        requires_grad=True,
+    )
     y, wanted = glu((x, None), Settings(activation, False)), reference.ACTIVATIONS[activation](x)
     torch.testing.assert_close(y, wanted, equal_nan=True, rtol=1e-5, atol=1e-6)
     dx, dx_wanted = (torch.autograd.grad(t.sum(), x)[0] for t in (y, wanted))

@@ -31,12 +31,18 @@ def problem(device, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Ten
 
     N = shape[-1]
     return {
-        "x": draw(*shape), "residual": draw(*shape, dtype=f32), "z": draw(*shape),
-        "weight": draw(N, loc=1.0), "bias": draw(N), "row": draw(*shape[:-1], 1, loc=1.0),
-        "column": draw(N, loc=1.0), "one": draw(1, dtype=f32, loc=2.0),
+        "x": draw(*shape),
+        "residual": draw(*shape, dtype=f32),
+        "z": draw(*shape),
+        "weight": draw(N, loc=1.0),
+        "bias": draw(N),
+        "row": draw(*shape[:-1], 1, loc=1.0),
+        "column": draw(N, loc=1.0),
+        "one": draw(1, dtype=f32, loc=2.0),
         "seed": torch.randint(2**63 - 1, (), device=device),
-        "dy": draw(*shape), "dtotal": draw(*shape, dtype=f32),
-    }  # fmt: skip
+        "dy": draw(*shape),
+        "dtotal": draw(*shape, dtype=f32),
+    }
 
 
 CASES = {
@@ -70,9 +76,14 @@ def run(case: str, p: dict[str, Tensor], impl: str, call=lambda f: f) -> list[Te
         args = [leaves[n] for n in ("x", "residual") if n in used]
         parameters = [leaves[n] for n in ("weight", "bias") if n in used]
         return getattr(flashproto, name)(
-            *args, p["x"].shape[-1], *parameters, EPS, prologue=make(before), epilogue=make(after),
+            *args,
+            p["x"].shape[-1],
+            *parameters,
+            EPS,
+            prologue=make(before),
+            epilogue=make(after),
             impl=impl,
-        )  # fmt: skip
+        )
 
     out = call(function)(*inputs)
     out = out if isinstance(out, tuple) else (out,)
@@ -185,11 +196,16 @@ def test_quantizes_to_float8(device) -> None:
     for scale in (torch.tensor(0.01, device=device), torch.rand(9, 1, device=device) * 0.1 + 0.003):
         y = [
             flashproto.rms_norm(
-                x, 300, weight, EPS, epilogue=hooks.call("quantize_e4m3", scale),
-                dtype=torch.float8_e4m3fn, impl=impl,
+                x,
+                300,
+                weight,
+                EPS,
+                epilogue=hooks.call("quantize_e4m3", scale),
+                dtype=torch.float8_e4m3fn,
+                impl=impl,
             ).float()
             for impl in ("triton", "reference")
-        ]  # fmt: skip
+        ]
         assert y[0].abs().max() <= 448
         # float32 rounds the argument differently now and then: one step of e4m3 there
         assert (y[0] != y[1]).double().mean() < 1e-3

@@ -16,6 +16,7 @@ FLOORS = {
     "masks": 2,
     "variant": 3,
     "configs": 4,
+    "softmax_hooks": 4,
     "ops": 5,
     "functional": 6,
     "explain": 7,

@@ -40,17 +40,25 @@ def outcomes(inputs: list[Tensor], t: Tensor, impl: str, factor: float = 1.0, **
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = flashproto.linear_cross_entropy(leaves[0], leaves[1], t, *leaves[2:], impl=impl, **options)
     y = y if isinstance(y, tuple) else (y,)
-    ups = [factor * torch.linspace(0.5, 1.5, o.numel(), device=o.device).view(o.shape) if o.ndim
-           else torch.full_like(o, factor) for o in y]  # fmt: skip
+    ups = [
+        factor * torch.linspace(0.5, 1.5, o.numel(), device=o.device).view(o.shape)
+        if o.ndim
+        else torch.full_like(o, factor)
+        for o in y
+    ]
     pairs = [(o, u.to(o.dtype)) for o, u in zip(y, ups, strict=True) if o.requires_grad]
     gradients = torch.autograd.grad([o for o, _ in pairs], leaves, [u for _, u in pairs])
     return [o.detach() for o in y], gradients
 
 
 def check(
-    inputs: list[Tensor], t: Tensor, factor: float = 1.0, chunk_size: int | None = None,
-    low_memory: bool = False, **options,
-) -> None:  # fmt: skip
+    inputs: list[Tensor],
+    t: Tensor,
+    factor: float = 1.0,
+    chunk_size: int | None = None,
+    low_memory: bool = False,
+    **options,
+) -> None:
     exact, exact_gradients = outcomes([x.double() for x in inputs], t, "reference", factor, **options)
     eager, eager_gradients = outcomes(inputs, t, "torch", factor, **options)
     got, gradients = outcomes(
@@ -106,9 +114,13 @@ def test_any_combination(data) -> None:
     if (t == options["ignore_index"]).all():
         t[0] = 1
     check(
-        inputs, t, draw(st.sampled_from([1.0, 0.5, 3.0])), draw(st.sampled_from([1, 7, 16, None])),
-        draw(st.booleans()), **options,
-    )  # fmt: skip
+        inputs,
+        t,
+        draw(st.sampled_from([1.0, 0.5, 3.0])),
+        draw(st.sampled_from([1, 7, 16, None])),
+        draw(st.booleans()),
+        **options,
+    )
 
 
 @pytest.mark.parametrize("low_memory", [False, True])
@@ -196,9 +208,14 @@ def test_many_dimensions_and_strides(device, reduction) -> None:
     weight = weight.t().contiguous().t()
     for low_memory in (False, True):
         got, gradients = outcomes(
-            [h, weight], t, "triton", reduction=reduction, return_lse=True, chunk_size=10,
+            [h, weight],
+            t,
+            "triton",
+            reduction=reduction,
+            return_lse=True,
+            chunk_size=10,
             low_memory=low_memory,
-        )  # fmt: skip
+        )
         wanted, expected = outcomes([h, weight], t, "torch", reduction=reduction, return_lse=True)
         torch.testing.assert_close([*got, *gradients], [*wanted, *expected])
         got, gradients = outcomes([h, weight], t, "triton", reduction=reduction, low_memory=low_memory)
@@ -218,10 +235,17 @@ def test_no_tokens(device) -> None:
 
 
 MEANS = (
-    {}, {"low_memory": True}, {"chunk_size": 3}, {"return_lse": True}, {"z_loss": 0.1},
-    {"softcap": 5.0}, {"label_smoothing": 0.1}, {"weighted": True},
-    {"weighted": True, "low_memory": True}, {"compiled": True},
-)  # fmt: skip
+    {},
+    {"low_memory": True},
+    {"chunk_size": 3},
+    {"return_lse": True},
+    {"z_loss": 0.1},
+    {"softcap": 5.0},
+    {"label_smoothing": 0.1},
+    {"weighted": True},
+    {"weighted": True, "low_memory": True},
+    {"compiled": True},
+)
 
 
 def mean_gradients(
@@ -398,9 +422,18 @@ def test_opcheck(device, need_gradients) -> None:
     torch.library.opcheck(op.linear_cross_entropy.default, arguments)
     loss, _, lse, *state = (y.detach() for y in op.linear_cross_entropy(*arguments)[:6])
     arguments = (
-        torch.ones_like(loss), torch.ones_like(lse), *(x.detach() for x in leaves), *arguments[3:5],
-        lse, *state, *options, 4, True, True, True,
-    )  # fmt: skip
+        torch.ones_like(loss),
+        torch.ones_like(lse),
+        *(x.detach() for x in leaves),
+        *arguments[3:5],
+        lse,
+        *state,
+        *options,
+        4,
+        True,
+        True,
+        True,
+    )
     torch.library.opcheck(op.linear_cross_entropy_backward.default, arguments)
 
 

@@ -20,9 +20,7 @@ from flashproto.nn import PRESETS, GPTConfig
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = [b for b in ("triton", "torch", "reference") if not backends.device_reasons(b, DEVICE)]
 TINY = GPTConfig(vocab_size=61, context=24, n_layers=2, n_heads=4, d_model=32)
-LLAMA_PARTS = {
-    "norm": "rms", "mlp": "swiglu", "positions": "rope", "bias": False, "n_kv_heads": 2,
-}  # fmt: skip
+LLAMA_PARTS = {"norm": "rms", "mlp": "swiglu", "positions": "rope", "bias": False, "n_kv_heads": 2}
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-5) -> None:
@@ -154,9 +152,16 @@ def test_attention_reads_the_fused_projection(monkeypatch):
 @pytest.mark.parametrize(("qk_norm", "rotated"), [(False, 8), (True, 8), (True, 4), (True, 0)])
 def test_attention_with_rope_and_qk_norm_is_the_plain_composition(qk_norm, rotated, interleaved, impl):
     a = nn.Attention(
-        32, 4, 2, bias=False, qk_norm=qk_norm, eps=1e-5, interleaved=interleaved, impl=impl,
+        32,
+        4,
+        2,
+        bias=False,
+        qk_norm=qk_norm,
+        eps=1e-5,
+        interleaved=interleaved,
+        impl=impl,
         device=DEVICE,
-    )  # fmt: skip
+    )
     assert ("q_norm.weight" in a.state_dict()) == qk_norm
     for p in a.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -192,9 +197,14 @@ def test_attention_with_rope_and_qk_norm_is_the_plain_composition(qk_norm, rotat
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [((30, 4), "d_model"), ((32, 4, 3), "n_kv_heads"), ((32, 0), "n_heads"),
-     ((32, 4, 0), "n_kv_heads"), ((32, 4, None, 0), "head_dim")],
-)  # fmt: skip
+    [
+        ((30, 4), "d_model"),
+        ((32, 4, 3), "n_kv_heads"),
+        ((32, 0), "n_heads"),
+        ((32, 4, 0), "n_kv_heads"),
+        ((32, 4, None, 0), "head_dim"),
+    ],
+)
 def test_attention_refuses_heads_that_do_not_fit(arguments, named):
     with pytest.raises(ValueError, match=f"Attention: {named} is"):
         nn.Attention(*arguments)
@@ -222,22 +232,36 @@ def test_mlp_is_the_plain_composition():
 @pytest.mark.parametrize("impl", IMPLS)
 def test_block_is_torchs_pre_norm_encoder_layer(impl):
     theirs = torch.nn.TransformerEncoderLayer(
-        32, 4, 128, dropout=0.0, activation=lambda x: F.gelu(x, approximate="tanh"),
-        batch_first=True, norm_first=True, device=DEVICE,
-    )  # fmt: skip
+        32,
+        4,
+        128,
+        dropout=0.0,
+        activation=lambda x: F.gelu(x, approximate="tanh"),
+        batch_first=True,
+        norm_first=True,
+        device=DEVICE,
+    )
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.2)
     names = {
-        "norm1": "norm1", "norm2": "norm2", "attention.qkv": "self_attn.in_proj",
-        "attention.out": "self_attn.out_proj", "mlp.up": "linear1", "mlp.down": "linear2",
-    }  # fmt: skip
+        "norm1": "norm1",
+        "norm2": "norm2",
+        "attention.qkv": "self_attn.in_proj",
+        "attention.out": "self_attn.out_proj",
+        "mlp.up": "linear1",
+        "mlp.down": "linear2",
+    }
     state = theirs.state_dict()
     ours = nn.TransformerBlock(32, 4, impl=impl, device=DEVICE)
-    ours.load_state_dict({
-        f"{mine}.{part}": state[f"{their}_{part}" if their.endswith("proj") and "in_" in their
-                                else f"{their}.{part}"]
-        for mine, their in names.items() for part in ("weight", "bias")
-    })  # fmt: skip
+    ours.load_state_dict(
+        {
+            f"{mine}.{part}": state[
+                f"{their}_{part}" if their.endswith("proj") and "in_" in their else f"{their}.{part}"
+            ]
+            for mine, their in names.items()
+            for part in ("weight", "bias")
+        }
+    )
     x = torch.randn(2, 7, 32, device=DEVICE)
     mask = torch.nn.Transformer.generate_square_subsequent_mask(7, device=DEVICE)
     branch, residual = ours(x)

@@ -176,9 +176,9 @@ def torchs_own(model, name):
 
 def subclass(model, name):
     kind = type(model.get_submodule(name))
-    model.get_submodule(name).__class__ = type("Other", (kind,), {
-        "forward": lambda self, x: 2 * kind.forward(self, x)
-    })  # fmt: skip
+    model.get_submodule(name).__class__ = type(
+        "Other", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)}
+    )
 
 
 WAYS = [
@@ -197,9 +197,10 @@ WAYS = [
 
 
 @pytest.mark.parametrize(
-    ("change", "name"), [(way, name) for way, names in WAYS for name in names],
+    ("change", "name"),
+    [(way, name) for way, names in WAYS for name in names],
     ids=lambda part: part if isinstance(part, str) else part.__name__,
-)  # fmt: skip
+)
 def test_a_changed_module_has_its_effect(change, name, batch):
     before = gpt(**UNTIED)
     model = gpt(**UNTIED)
@@ -423,9 +424,18 @@ def another_casting(attention, name):
 
 
 QK_WAYS = [
-    adapt, identity, double_after, double_forward, parametrized, torchs_own, subclass,
-    no_norm, with_bias, another_eps, another_casting,
-]  # fmt: skip
+    adapt,
+    identity,
+    double_after,
+    double_forward,
+    parametrized,
+    torchs_own,
+    subclass,
+    no_norm,
+    with_bias,
+    another_eps,
+    another_casting,
+]
 
 
 @pytest.mark.parametrize("rotated", [True, False])
@@ -468,9 +478,15 @@ def mesh():
 
 
 SHARDED = [
-    ["norm"], ["embedding"], ["positions"], ["head"], ["blocks.0.norm2", "blocks.1.norm1"],
-    ["blocks.0", "blocks.1"], [], ["embedding", "positions", "blocks.0", "blocks.1", "norm", "head"],
-]  # fmt: skip
+    ["norm"],
+    ["embedding"],
+    ["positions"],
+    ["head"],
+    ["blocks.0.norm2", "blocks.1.norm1"],
+    ["blocks.0", "blocks.1"],
+    [],
+    ["embedding", "positions", "blocks.0", "blocks.1", "norm", "head"],
+]
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="torch is built without torch.distributed")

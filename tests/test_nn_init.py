@@ -20,9 +20,13 @@ PARTS = {
     "gpt": {},
     "gpt untied": {"tie_weights": False},
     "llama": {
-        "norm": "rms", "mlp": "swiglu", "positions": "rope", "bias": False, "tie_weights": False,
+        "norm": "rms",
+        "mlp": "swiglu",
+        "positions": "rope",
+        "bias": False,
+        "tie_weights": False,
     },
-}  # fmt: skip
+}
 
 
 def emptied(module: torch.nn.Module) -> torch.nn.Module:

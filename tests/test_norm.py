@@ -36,8 +36,26 @@ COMBINATIONS = [
     (False, bf16, bf16, bf16, bf16),
 ]
 WIDTHS = [1, 2, 3, 31, 64, 100, 257, 768, 1000, 12288, 17000]
-GPU_WIDTHS = [1, 2, 7, 32, 100, 256, 768, 1000, 2048, 4096, 5120, 8192, 12288, 16384, 32768, 50257,
-              65536, 131072]  # fmt: skip
+GPU_WIDTHS = [
+    1,
+    2,
+    7,
+    32,
+    100,
+    256,
+    768,
+    1000,
+    2048,
+    4096,
+    5120,
+    8192,
+    12288,
+    16384,
+    32768,
+    50257,
+    65536,
+    131072,
+]
 
 
 def eager(x, residual, weight, bias, ndim, centered):
@@ -112,8 +130,11 @@ def check(device, shape, combination, ndim=1, layout="contiguous", loc=0.0) -> N
     dx_terms = (g * w).abs().amax(-1, keepdim=True) * rstd
     y_terms = z.abs().amax(-1, keepdim=True) * rstd * w
     magnitudes = {
-        "x": dx_terms, "residual": dx_terms, "weight": (g * z.abs() * rstd).sum(0), "bias": g.sum(0)
-    }  # fmt: skip
+        "x": dx_terms,
+        "residual": dx_terms,
+        "weight": (g * z.abs() * rstd).sum(0),
+        "bias": g.sum(0),
+    }
 
     assert_no_worse("y", y, y_eager, y_exact.detach(), y_terms.abs().max().item())
     if total is not None:

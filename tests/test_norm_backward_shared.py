@@ -62,8 +62,6 @@ def test_bits_do_not_depend_on_timing_place_or_other_rows(device, N) -> None:
     x, dy = (torch.randn(50, N, device=device, dtype=torch.bfloat16) for _ in range(2))
     weight = torch.randn(N, device=device, dtype=torch.bfloat16)
     f = function(N, True)
-    assert_bits_stay(
-        lambda x, dy: gradients(f, x, weight, dy), [x, dy], [slice(0, 1), slice(7, 20)]
-    )  # fmt: skip
+    assert_bits_stay(lambda x, dy: gradients(f, x, weight, dy), [x, dy], [slice(0, 1), slice(7, 20)])
     moved = torch.empty(50 * N + 1, device=device, dtype=x.dtype)[1:].view(50, N).copy_(x)
     assert all(map(torch.equal, gradients(f, moved, weight, dy), gradients(f, x, weight, dy)))

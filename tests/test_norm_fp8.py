@@ -38,9 +38,14 @@ def check(name: str, x: Tensor, weight: Tensor | None, dtype: torch.dtype, **opt
         assert torch.equal(total[0], sum_)
     N, w = x.shape[-1], None if weight is None else weight.double()
     y = reference.norm(
-        sum_.double(), [N], w, None, EPS, centered="layer" in name,
+        sum_.double(),
+        [N],
+        w,
+        None,
+        EPS,
+        centered="layer" in name,
         casting=options.get("casting", "torch"),
-    )  # fmt: skip
+    )
     info = torch.finfo(dtype)
     assert (out.shape, out.dtype) == (x.shape, dtype)
     assert (scale.shape, scale.dtype) == ((*x.shape[:-1], 1), f32)

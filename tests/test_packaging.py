@@ -24,8 +24,12 @@ def python(*arguments: str, cwd: Path, path: str = "") -> str:
     environment["PYTHONPATH"] = path
     done = subprocess.run(
         [sys.executable, *arguments],
-        cwd=cwd, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -92,8 +96,18 @@ def test_sdist_holds_tests_and_examples(sdist: Path, source: Path) -> None:
 
 def test_installed_wheel_imports_from_anywhere(wheel_of_sdist: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
-    python("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site),
-           str(wheel_of_sdist), cwd=tmp_path)  # fmt: skip
+    python(
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(site),
+        str(wheel_of_sdist),
+        cwd=tmp_path,
+    )
     code = (
         "import flashproto, flashproto.nn, flashproto.kernels.online_softmax as k, torch;"
         "print(flashproto.softmax(torch.zeros(4)).tolist());"

@@ -68,9 +68,16 @@ def check(
     inputs = [leaf(q), leaf(k), *(None if w is None else leaf(w) for w in weights)]
     leaves = [t for t in inputs if t is not None]
     got = flashproto.qk_norm(
-        *inputs, cos, sin, positions=positions, offset=offset, interleaved=interleaved, eps=EPS,
-        casting=casting, impl="triton",
-    )  # fmt: skip
+        *inputs,
+        cos,
+        sin,
+        positions=positions,
+        offset=offset,
+        interleaved=interleaved,
+        eps=EPS,
+        casting=casting,
+        impl="triton",
+    )
     grads = [torch.randn_like(t) for t in got]
     got = [*got, *torch.autograd.grad(got, leaves, grads)]
 
@@ -238,15 +245,17 @@ REFUSED = {
     "weight": (lambda: flashproto.qk_norm(Q, Q, Q[0, 0, 0, :3]), "q_weight is of shape"),
     "k_weight": (lambda: flashproto.qk_norm(Q, Q, None, Q[0, 0, 0].int()), "k_weight is of dtype"),
     "elsewhere": (
-        lambda: flashproto.qk_norm(Q, Q, torch.zeros(16, device="meta")), "q_weight is on meta"
+        lambda: flashproto.qk_norm(Q, Q, torch.zeros(16, device="meta")),
+        "q_weight is on meta",
     ),
     "casting": (lambda: flashproto.qk_norm(Q, Q, casting="t5"), "casting is 't5'"),
     "half a table": (lambda: flashproto.qk_norm(Q, Q, cos=Q[0, 0, :, :8]), "sin is None"),
     "positions": (
-        lambda: flashproto.qk_norm(Q, Q, positions=torch.zeros(3).long()), "positions is given"
+        lambda: flashproto.qk_norm(Q, Q, positions=torch.zeros(3).long()),
+        "positions is given",
     ),
     "packed": (lambda: flashproto.qk_norm_qkv(Q[0], 3, 1), "qkv is 16 wide"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -27,7 +27,7 @@ from operators import OPERATORS, Case, assert_same_results, run
 
 import flashproto
 from flashproto import backends
-from flashproto.ops import call, call_cache, exchange_buffers, private, recipe
+from flashproto.ops import call, call_cache, exchange_buffers, private, recipe, written
 from flashproto.ops.recipe import Boxed, Compute, Exchange, Launch, Make, New, Operand, Recipe, Table
 
 CPU = torch.device("cpu")
@@ -284,7 +284,7 @@ def card(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     card = Card()
     card.kernels = []
     monkeypatch.setattr(private, "PACKED", request.param)
-    monkeypatch.setattr(private, "ENCODES", True)
+    monkeypatch.setattr(private, "DIRECT", True)
     monkeypatch.setattr(private, "has_entry", lambda kernel: True)
     monkeypatch.setattr(private, "entry", card.entry)
     monkeypatch.setattr(private, "hooked", lambda: card.hooked)
@@ -297,7 +297,7 @@ def card(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
 
     monkeypatch.setattr(private, "empty_strided_cuda", empty_strided)
     monkeypatch.setattr(recipe, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
+    monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     yield card
 
 
@@ -336,7 +336,7 @@ def test_hands_over_what_tritons_launch_is_given(card: Card) -> None:
     )
     made.launch(second, 4, out, scratch.narrow(0, 32, 4), b, LAST=2)
     made.returns = [out, scratch]
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     run(x, y)  # the first call is Triton's own
     assert not card.calls and len(first.launches) == len(second.launches) == 1
     out_tensor, memory = run(x, y)
@@ -368,7 +368,7 @@ def test_words_are_cleared_but_not_at_first_nor_in_a_graph(card: Card, monkeypat
     x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 0)), Kernel("x_ptr", "words", "used")
     a = made.input(x)
     made.launch(kernel, 1, a, Exchange(6), Exchange(6, used=True))
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     run(x)
     assert kernel.launches[0]["used"] is None and kernel.launches[0]["words"].numel() == 6
     run(x)
@@ -405,7 +405,7 @@ def test_descriptors_are_encoded_once_for_an_address(card: Card) -> None:
     a = made.input(x)
     assert a is not None
     made.launch(kernel, 1, Boxed(a, Boxes()), Boxed(a.narrow(1, 4, 4), Boxes()), a)
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     for _ in range(3):
         run(x)
     for each in card.calls:
@@ -423,7 +423,7 @@ def test_words_that_no_kernel_clears_are_new(card: Card, monkeypatch: pytest.Mon
     monkeypatch.setattr(exchange_buffers, "zeros", zeros)
     x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 0)), Kernel("x_ptr", "words")
     made.launch(kernel, 1, made.input(x), words=Exchange(6))
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     for _ in range(3):
         run(x)
     assert [words.shape for words in made_words] == [(6,)] * 3
@@ -441,7 +441,7 @@ def test_a_launch_that_raises_drops_its_words(card: Card, monkeypatch: pytest.Mo
     x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 0)), Kernel("x_ptr", "words", "used")
     # By name, they are words to clear too.
     made.launch(kernel, 1, made.input(x), words=Exchange(6), used=Exchange(6, used=True))
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     for _ in range(3):
         run(x)
     assert len(card.calls) == 1 and len(exchange_buffers._pairs) == 1
@@ -461,7 +461,7 @@ def test_tables_of_one_launch_are_told_apart(card: Card) -> None:
     x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 0)), Kernel("a", "b", "c", "t")
     first, second = (Table(lambda t=t: t) for t in tables)
     made.launch(kernel, 1, first, made.input(x), second, 3)
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     for _ in range(2):
         run(x)
     wanted = (1, tables[0].data_ptr(), x.data_ptr(), tables[1].data_ptr(), 3, 7)
@@ -476,7 +476,7 @@ def test_goes_the_plain_way_where_another_device_is_current(
     monkeypatch.setattr(private, "current_device", lambda: current[0])
     x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 3)), Kernel("x_ptr")
     made.launch(kernel, 1, made.input(x))
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     run(x), run(x)
     assert (len(kernel.launches), len(card.calls)) == (1, 1)
     current[0] = 0
@@ -490,7 +490,7 @@ def test_inputs_that_start_elsewhere_have_a_recipe_of_their_own(card: Card, late
     x = late(x) if late_first else x
     made, kernel = Recipe(torch.device("cuda", 0)), Kernel("x_ptr", "none_ptr", "y_ptr")
     made.launch(kernel, 1, *(made.input(t) for t in (x, None, y)))
-    run = recipe.runner(made.finish(), lambda *inputs: [*inputs])
+    run = written.runner(made.finish(), lambda *inputs: [*inputs])
     run(x, None, y)
     for a, b in ((x.clone(), y), (late(x), y), (x, late(y)), (late(x), late(y))):
         result = run(a, None, b)
@@ -504,7 +504,7 @@ def test_a_recipe_without_launches_and_one_that_returns_nothing(card: Card) -> N
     operand = made.input(x)
     assert operand is not None
     made.returns = [operand.contiguous().narrow(0, 1, 2), operand, None]
-    run = recipe.runner(made.finish(), lambda *inputs: "elsewhere")
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
     for _ in range(3):
         got, same, nothing = run(x)
         assert torch.equal(got, x[1:3]) and got.is_contiguous() and same is x and nothing is None
@@ -581,7 +581,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     if not backends.INTERPRETED:
         pytest.skip("needs Triton's interpreter")
     played = Played()
-    written = recipe.runner
+    write = written.runner
 
     def runner(made: Recipe, elsewhere: Any) -> Any:
         """Of a recipe that says it is for a GPU, and whose steps show the memory that they make."""
@@ -592,7 +592,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
             elif isinstance(step, Launch) and not hasattr(step.kernel, "params"):
                 signature = inspect.signature(step.kernel.fn).parameters.values()
                 monkeypatch.setattr(step.kernel, "params", [*signature], raising=False)
-        run = written(made, elsewhere)
+        run = write(made, elsewhere)
         return lambda *inputs: run(*map(played.seen, inputs))
 
     def checked(made: Recipe, step: Compute) -> Any:
@@ -619,7 +619,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setattr(call, "runner", runner)
     monkeypatch.setattr(recipe, "launch", played.launch)
     monkeypatch.setattr(recipe, "on_device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(recipe, "_factory", functools.lru_cache(recipe._factory.__wrapped__))
+    monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     monkeypatch.setattr(private, "has_entry", lambda kernel: True)
     monkeypatch.setattr(private, "entry", played.entry)
     monkeypatch.setattr(private, "is_capturing", lambda: False)

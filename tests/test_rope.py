@@ -140,8 +140,9 @@ def test_in_place_leaves_the_rest_of_a_projection(device) -> None:
     assert torch.equal(v, reference.split_heads(before, 4, 1)[2])
     compiled = torch.compile(
         lambda q, k: flashproto.rope(q, k, cos, sin, inplace=True, impl="triton"),
-        fullgraph=True, backend="aot_eager",
-    )  # fmt: skip
+        fullgraph=True,
+        backend="aot_eager",
+    )
     q, k, _ = reference.split_heads(before, 4, 1)
     compiled(q, k)
     assert torch.equal(before, qkv)

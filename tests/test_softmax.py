@@ -15,7 +15,7 @@ from flashproto import configs
 
 pytest.importorskip("triton")
 
-from flashproto.ops import exchange
+from flashproto.ops import rows as ops_rows
 from flashproto.ops.softmax import LogsumexpSettings, logsumexp
 
 OPERATORS = ("softmax", "log_softmax", "logsumexp")
@@ -117,7 +117,7 @@ def test_programs_that_do_not_wait_find_the_same(device, N, operator) -> None:
     dy = dy if operator != "logsumexp" else dy[:, 0]
     waited = outcomes(function(operator), x, dy)
     for polls in (0, 1):
-        with patched(exchange, POLLS=polls):
+        with patched(ops_rows, POLLS=polls):
             for _ in range(20):
                 assert all(map(torch.equal, waited, outcomes(function(operator), x, dy)))
 

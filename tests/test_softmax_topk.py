@@ -36,9 +36,13 @@ def eager(x: Tensor, indices: Tensor, renormalize: bool, dtype: torch.dtype) -> 
 
 
 def check(
-    device: str, x: Tensor, k: int, renormalize: bool = False, dtype: torch.dtype | None = None,
+    device: str,
+    x: Tensor,
+    k: int,
+    renormalize: bool = False,
+    dtype: torch.dtype | None = None,
     layout: str = "contiguous",
-) -> None:  # fmt: skip
+) -> None:
     """Indices exactly, values and gradient no worse than eager's, of one call on x [M, N]."""
     dtype = dtype or x.dtype
     wanted = reference.softmax_topk(x.double(), k)[1]
@@ -69,7 +73,7 @@ def scores(M: int, N: int, device: str, dtype: torch.dtype = torch.float32) -> T
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("N", "k"), [(1, 1), (3, 2), (8, 8), (64, 6), (100, 64), (256, 8), (1000, 1), (5000, 3), (33000, 5)]
-)  # fmt: skip
+)
 def test_against_float64(device, monkeypatch, N, k, dtype, renormalize) -> None:
     poison(monkeypatch)
     # Rows enough, where they cost little, that eager's largest error is not a matter of luck.

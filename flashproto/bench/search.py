@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from torch import Tensor
 import flashproto
 
 from .. import backends, configs
+from ..configs.hopper_backward import Sums, Walk
 from ..variant import Kind
 from .attention import TOKENS, WIDTH, Problem, Sampled, work
 from .measure import far_behind, one_line
@@ -59,14 +60,14 @@ def fits(config: Any) -> bool:
     D = config.D
     if isinstance(config, configs.HopperForward):
         tiles = config.BM + (config.KS + config.VS) * config.BN + 64
-        more = config.KEPT - 64  # columns that are a piece of their own
-        kept = config.KEPT == 0 or (0 <= more <= D - 64 and more & (more - 1) == 0)
+        more = config.Q_IN_REGS - 64  # columns that are a piece of their own
+        kept = config.Q_IN_REGS == 0 or (0 <= more <= D - 64 and more & (more - 1) == 0)
         return kept and tiles * D * 2 * config.PROGRAMS <= SHARED and config.PB >= 2 + config.W
     if config.PAIRS and config.DQ != 1:
         return False
     halves = 4 * config.BM * D + 2 * config.KV * config.BN * D + config.TILES * config.BN * config.BM
     sums = {0: 0, 1: 2, 2: 1}[config.DQ] * 128 * 32  # floats of dQ on their way
-    rows = 2 * config.BM + 2 * 64 * config.KEPT  # of 16 halves: lse and delta, and what chooses them
+    rows = 2 * config.BM + 2 * 64 * config.KV_IN_REGS  # of 16 halves: lse and delta, selectors
     return halves * 2 + sums * 4 + rows * 32 <= SHARED
 
 
@@ -78,7 +79,10 @@ def candidates(config: Any, varied: Mapping[str, Sequence[Any]]) -> list[Any]:
         raise ValueError(f"--vary names {', '.join(sorted(unknown))}; it takes {', '.join(named)}.")
     found = [config]
     for values in itertools.product(*varied.values()):
-        candidate = replace(config, **dict(zip(varied, values, strict=True)))
+        try:
+            candidate = replace(config, **dict(zip(varied, values, strict=True)))
+        except ValueError:  # values that do not go together
+            continue
         if candidate not in found and fits(candidate):
             found.append(candidate)
     return found
@@ -213,9 +217,10 @@ def compile_ahead(arguments: Sequence[str], processes: int) -> None:
 
 
 def variation(text: str) -> tuple[str, list[Any]]:
-    """NAME=VALUE,... with integers or true and false."""
+    """NAME=VALUE,... with integers, true and false, or the names of walks and sums."""
     name, _, values = text.partition("=")
-    constants = {"true": True, "false": False}
+    constants: dict[str, Any] = {"true": True, "false": False}
+    constants |= {name: name for kind in (Walk, Sums) for name in get_args(kind)}
     try:
         listed = [constants[v] if v in constants else int(v) for v in values.lower().split(",")]
     except ValueError:

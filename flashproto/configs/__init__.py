@@ -37,7 +37,7 @@ from .hopper_backward import (
 from .hopper_forward import (
     HopperForward,
     attention_forward_hopper,
-    balanced_plan,
+    balanced_work,
     heads_together_forward,
 )
 from .rows import (
@@ -77,7 +77,7 @@ __all__ = [
     "attention_backward_hopper",
     "attention_forward",
     "attention_forward_hopper",
-    "balanced_plan",
+    "balanced_work",
     "classes_at_once",
     "classes_summed",
     "column_sums",

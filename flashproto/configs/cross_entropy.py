@@ -57,8 +57,8 @@ def cross_entropy_forward(V: int, itemsize: int) -> CrossEntropyConfig:
 
 
 def cross_entropy_forward_gradient(V: int, itemsize: int) -> CrossEntropyConfig:
-    """Losses and gradient: each row is read a second time from cache, which has room for some 50 MB, so
-    that the longer rows are, the more warps share one."""
+    """Losses and gradient.  Each row is read a second time from cache, which has room for some 50 MB;
+    so the longer rows are, the more warps share one."""
     if V * itemsize <= 16384:
         return _tile(V, itemsize, 16384 // itemsize, 16)
     if V * itemsize <= 131072:
@@ -73,7 +73,8 @@ def cross_entropy_backward(V: int, itemsize: int) -> CrossEntropyConfig:
 
 @dataclass(frozen=True)
 class StripConfig:
-    """Strips of `length` elements in tiles of `tile`; programs a multiprocessor, if not one a strip."""
+    """Strips of `length` elements in tiles of `tile`; programs a multiprocessor, or one for each
+    strip."""
 
     length: int
     tile: int
@@ -95,29 +96,30 @@ def gradient_scale(itemsize: int) -> StripConfig:
 
 
 def padded_classes(V: int) -> int:
-    """Row stride of a buffer of logits: whole 128-byte lines, which products and kernels want."""
+    """Row stride of a buffer of logits: whole 128-byte lines, which suit products and kernels."""
     return -(-V // 64) * 64
 
 
 def product_classes(V: int, itemsize: int) -> int:
-    """Classes that a product for V of them takes: in 16 bits up to 7 more, which make a row of logits a
-    multiple of 16 bytes, since cuBLAS has but slow kernels for others; in float32 they are as fast."""
+    """Classes that a product for V classes takes.  In 16 bits they are up to 7 more, so that a row of
+    logits is a multiple of 16 bytes: cuBLAS has only slow kernels for others.  In float32 all are as
+    fast."""
     return -(-V // 8) * 8 if itemsize == 2 else V
 
 
 def tokens_at_once(D: int, low_memory: bool) -> int:
     """Tokens, of D features, whose logits are held at once.
 
-    As many as there are features cost nothing: their logits are as large as weight's gradient, which
-    comes into memory after they have left it.  Products of fewer than 2816 (22 tiles of 128, of which
-    132 multiprocessors take 6 columns at a time) are slow.
+    As many tokens as there are features cost nothing: their logits are as large as weight's gradient,
+    which is allocated after they are freed.  Products of fewer than 2816 tokens (22 tiles of 128, of
+    which 132 multiprocessors take 6 columns at a time) are slow.
     """
     return max(D, 1408 if low_memory else 2816)
 
 
 def classes_summed(V: int, low_memory: bool) -> int:
-    """Classes whose rows of weight's gradient are summed over chunks of tokens, in float32; those of
-    the others are one product over all tokens each, from logits computed a second time."""
+    """Classes whose rows of weight's gradient are summed over chunks of tokens, in float32.  Those of
+    the others are one product over all tokens each, from logits that are computed a second time."""
     return padded_classes(-(-V // 2)) if low_memory and V > 64 else V
 
 

@@ -43,8 +43,8 @@ class HeadConfig:
 
 
 def glu(N: int, itemsize: int) -> TileConfig:
-    """Rows of N: one vector a thread of each tensor, in the widest tile that wastes least of its
-    columns past N."""
+    """Tiles for rows of N columns: one vector a thread of each tensor, in the widest tile that wastes
+    least of its columns past N."""
     elements = GLU_WARPS * 32 * VECTOR_BYTES // itemsize
     widths = [C for C in (1024, 512, 256) if elements >= C]
     columns = power_of_two(N)
@@ -65,8 +65,8 @@ def heads(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadC
 
 
 def qk_norm_backward(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:
-    """As many vectors; a few programs a multiprocessor, each of which takes many tiles, up to MAX_HEADS
-    neighbours in each, and adds up the weights' gradients."""
+    """Tiles as for the forward.  A few programs a multiprocessor take many tiles each, with up to
+    MAX_HEADS neighbouring heads in a tile, and add up the weights' gradients."""
     pairs, rest, rows = _head_tile(D, rotary_dim, itemsize)
     together = min(power_of_two(n_heads), MAX_HEADS, rows)
     tokens = min(rows // together, power_of_two(S))

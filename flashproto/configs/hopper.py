@@ -1,9 +1,9 @@
 """What the choices for the forward and the backward kernel of kernels/hopper have in common.
 
 Configurations are chosen among those that fit in registers and in 227 KiB of shared memory, by what
-an H200 measured at 1024, 4096 and 16384 tokens (README, "How the Hopper kernels came about"); lengths
-between go to the nearer side.  Triton's cache on disk knows a configuration by its fields alone: after
-a change of a property or of a named barrier's number, empty it.
+an H200 measured at 1024, 4096 and 16384 tokens (docs/hopper.md); lengths between go to the nearer side.
+Triton's cache on disk knows a configuration by its fields alone: after a change of a property or of a
+named barrier's number, empty it.
 """
 
 from __future__ import annotations
@@ -22,3 +22,15 @@ def hopper_head_dim(head_dim: int) -> int:
 def even_groups(heads: int, fit: int) -> int:
     """About `fit` heads, such that groups of that size have no short last one."""
     return -(-heads // -(-heads // max(1, fit)))
+
+
+def named_barriers(**counts: int) -> dict[str, int]:
+    """The first number of each kind of named barrier, of which there are so many.
+
+    A program has 16.  Triton's own come from the lowest numbers, these from the highest.
+    """
+    end, first = 16, {}
+    for name, count in counts.items():
+        end -= count
+        first[name] = end
+    return first

@@ -4,99 +4,132 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
 
 if TYPE_CHECKING:
     from ..variant import Kind
 
-# Items for each program among heads that are mixed in the causal backward, so that a group's longest
-# ones do not end alone.  In order, with 8 heads of queries to a key head, rows of 4096 to 32768 then
-# take 3, 4, 4 and 1% more than in no order; with three times as many up to 9%.
+# The measurements behind these thresholds stand in docs/hopper.md.  Pairs of values are those without a
+# mask and under the causal one.
+
+# Items for each program among the heads that are mixed in the causal backward, so that the longest
+# items of a group do not end alone.
 ROUNDS = 2
-# In order: keys of the heads that are mixed, and the most heads; without a mask, and under the causal.
-# With fewer, the items of a head start too close together not to wait; more share too little in L2.
-# What rows of 4096 took more than in no order, with so many heads:
-#     causal   head_dim 256: 4, 17%; 8, 10%; 16, 42%.  128: 8, 0%; 32, 17%.  64: 8, 2%; 16, -2%; 64, 4%.
-#     full     head_dim 256: 2, 17%; 4, 10%; 8, 22%.  128: 4, 3%; 16, 1%.  64: 8, 0%; 16, 1%; 64, 5%.
+# In order, by head_dim: keys of the heads that are mixed, and the most heads.  With fewer heads the
+# items of a head start so close together that they wait; more share too little in L2.
 ORDERED_HEADS = {
     64: ((65536, 64), (131072, 64)),
     128: ((65536, 16), (32768, 32)),
     256: ((16384, 8), (32768, 32)),
 }
-# Keys of a row from which on, without a mask and under the causal, key tiles of 256 are faster at
-# head_dim 64: full 1.06 at 512 and more behind, causal 0.95 at 1024, 1.09 at 2048.
+# Keys of a row from which on key tiles of 256 are faster at head_dim 64.
 PAIRED_ROWS = (512, 2048)
-# Keys of a row from which on zeros, and walks that begin apart, are faster than the first key tile's
-# store, by head_dim and keys of a tile: without a mask, under the causal, and there of grouped heads.
-# With tiles of 256 full 0.95 at 512, 0.97 at 1024, 0.99 at 2048; causal 0.98 at 2048; of 128 keys full,
-# where heads are too few for pairs, 1.08 at 256, 1.13 at 512, 1.03-1.07 at 1024.  At head_dim 128 full
-# 0.99 at 1024, 1.01 at 1536, 2048 and 4096, 1.03 at 16384, of grouped heads 1.14 at 2048, 1.05 at 4096,
-# 1.03 to 1.08 at 8192; causal, all down, 0.99 at 4096, 1.01-1.02 at 8192 and 16384, of grouped heads
-# 0.96 at 2048, 1.02 at 4096 and 8192, 1.03 at 32768.  At 256 the store is faster: zeros of few
-# heads 0.95 to 1.00, in one causal case 1.03.
+# Keys of a row from which on zeros are faster than the first key tile's store, by head_dim and keys of
+# a tile: without a mask, under the causal one, and there with grouped heads.
 ZEROED_ROWS = {
     (64, 128): (256, 8192, math.inf),
     (64, 256): (3072, 3072, 0),
     (128, 128): (1536, 8192, 3072),
     (256, 64): (math.inf, math.inf, math.inf),
 }
-# Rounds of 132 work items up to which they are in shorter rows too, at head_dim 128: with the store the
-# programs of the first round begin at one query tile of each head, and wait for it.  The same three
-# cases, times as fast at so many items:
-#     full      64, 1.09; 128, 1.05-1.08; 256, 1.04-1.09; 512, 1.01; 768, 1.00; 1024, 0.99; 2048 at 256
-#               keys, 0.91; of grouped heads 64, 1.04-1.09; 256, 1.04; 512, 1.01; 1024, 1.00
-#     causal    512 and 1024 at 4096 keys, 1.04-1.05; not where walks alternate, 0.96-1.03
-#     grouped   64, 1.02-1.06; 128, 1.05-1.14; 256, 0.99 at 1024 keys, 1.06 at 2048; 512, 1.02
+# Rounds of 132 work items up to which zeros are faster in shorter rows too, at head_dim 128, in the
+# same three cases: with the store, the programs of the first round begin at one query tile of each
+# head, and wait for it.
 ZEROED_ROUNDS = (4, 8, 2)
-# Keys of a row below which alternate walks are faster in no order too.  At head_dim 64 1.03 at 512 and
-# 1024, 1.02 at 2048; at 128 1.05 at 512, 1.03 at 1024, 1.01 at 2048, 1.00 at 4096; at 256 they are not,
-# 0.93 at 2048.
+# Keys of a row below which alternate walks are faster in no order too, by head_dim.
 ALTERNATE_ROWS = {64: 3072, 128: 3072, 256: 0}
 # Keys of a row from which on grouped heads walk in waves, if not in pairs: in no order and in order.
-# At head_dim 64 0.98 at 1024, 1.04 at 4096, 1.02 at 8192; at 128 1.08 at 1024, 1.06 at 2048, 1.15 at
-# 4096, 1.12 at 8192, 1.09 at 16384, 1.07 at 32768; at 256 1.10 at 1024, 1.13 at 4096, 1.17 at 8192,
-# 1.27 at 16384.  In order 64 0.96 at 4096; 128 0.99 at 2048, 1.12 at 4096, 1.17 at 8192, 1.15 at 16384
-# and 32768; 256 0.99 at 4096, 1.16 at 16384.
 WAVED_ROWS = {64: (2048, math.inf), 128: (0, 3072), 256: (0, 6144)}
-# Without a mask, where sums begin with zeros, keys of the rows in which grouped heads walk down side by
-# side: 1.00 at 512, 0.98-0.99 at 1024, 0.99 at 2048, 1.04 at 4096, 1.03 at 8192, 1.00 at 16384.
+# Keys of the rows in which grouped heads walk down side by side, without a mask and from zeros.
 SIDE_BY_SIDE_ROWS = range(3072, 12288)
-# Under the causal mask, keys of the heads that are mixed in the backward, and the most heads, since
-# programs that walk together queue for the sums of few; not where they begin with different heads.
-# Times as fast as with those that fit in L2: head_dim 256 1.03 at 4096, 1.05 at 8192, 1.04 at 16384, of
-# grouped heads 1.04 at 4096; 128 1.04 at 8192, 0.99 and 1.00 at 16384.
+# Under the causal mask, keys of the heads that are mixed, and the most heads, since programs that walk
+# together queue for the sums of few heads; not where they begin with different heads.
 SPREAD_HEADS = (65536, 8)
-# Keys of all heads from which on tiles of 256 make three rounds of 132 programs: of fewer, the last one
-# would cost more than the larger tiles gain.
+# Keys of all heads from which on tiles of 256 make three rounds of 132 programs.  With fewer, the last
+# round would cost more than the larger tiles gain.
 PAIRED_KEYS = 3 * MULTIPROCESSORS * 256
+
+
+# How the consumers of a key tile walk through the query tiles that see it:
+#   by_head    head by head, each from its first query tile to the last
+#   round      so too, but programs that start together begin apart and go round
+#   down       from the last query tile to the first, through all heads of the group at each
+#   waves      down, and every other round of programs up from the diagonal
+#   alternate  down, and half of the heads up from the diagonal
+Walk = Literal["by_head", "round", "down", "waves", "alternate"]
+# How the sums of dQ begin, and in which order key tiles add to them:
+#   zeros      all add to zeros, in any order
+#   store      the first key tile stores its part; the others wait for it, and add in any order
+#   ordered    the first stores, and the others add in order: the same bits every time
+Sums = Literal["zeros", "store", "ordered"]
+WALKS: dict[Sums, tuple[Walk, ...]] = {
+    "zeros": ("by_head", "round", "down", "waves"),
+    "store": ("by_head", "down", "waves", "alternate"),
+    "ordered": ("down", "waves", "alternate"),
+}
+CAUSAL_WALKS: tuple[Walk, ...] = ("waves", "alternate")
 
 
 @dataclass(frozen=True)
 class HopperBackward:
     """The main backward kernel at compile time.
 
-    ORDERED: dQ is summed in a fixed order; D: head_dim padded; BM, BN: queries and keys of a tile; DQ:
-    how dQ leaves: 0, vector atomics; 1, bulk adds from shared memory; 2, one warpgroup each way; KV:
-    buffers for keys and for values; DOWN: from the last query tile down, heads of a group within it;
-    FIRST: the first key tile stores its part of dQ, on which the others wait, instead of all adding to
-    zeros; ORDERED needs DOWN and FIRST; ALTERNATE: half of the heads are walked the other way, from the
-    diagonal up; WAVES: every other round of programs is.  Both need a causal mask and DOWN, ALTERNATE
-    FIRST.
+    D: head_dim padded; BM, BN: queries and keys of a tile; DQ: how dQ leaves: 0, vector atomics; 1,
+    bulk adds from shared memory; 2, one warpgroup each way; KV: buffers for keys and for values; WALK
+    and SUMS: see above.
+
+    Raises ValueError: the sums do not allow the walk; a walk that goes up from the diagonal has no
+    causal mask, or one that goes round has one, or no bulk adds.
     """
 
     KIND: Kind
-    ORDERED: bool
     D: int
     BM: int
     BN: int
     DQ: int
     KV: int
-    DOWN: bool
-    FIRST: bool
-    ALTERNATE: bool = False
-    WAVES: bool = False
+    WALK: Walk
+    SUMS: Sums
+
+    def __post_init__(self) -> None:
+        allowed = self.WALK in WALKS[self.SUMS] and (self.KIND.CAUSAL or self.WALK not in CAUSAL_WALKS)
+        if self.WALK == "round":
+            allowed = allowed and self.DQ == 1 and not self.KIND.CAUSAL
+        if not allowed:
+            what = f"{self.KIND} attention with sums {self.SUMS!r} and DQ {self.DQ}"
+            raise ValueError(f"{what} has no walk {self.WALK!r}")
+
+    @property
+    def ORDERED(self) -> bool:
+        """Whether dQ is summed in a fixed order."""
+        return self.SUMS == "ordered"
+
+    @property
+    def FIRST(self) -> bool:
+        """Whether the first key tile stores its part of dQ, for which the others wait."""
+        return self.SUMS != "zeros"
+
+    @property
+    def ROUND(self) -> bool:
+        """Whether walks begin one behind the other and go round."""
+        return self.WALK == "round"
+
+    @property
+    def DOWN(self) -> bool:
+        """Whether a walk takes the heads of a group within each query tile, and some or all go down."""
+        return self.WALK not in ("by_head", "round")
+
+    @property
+    def WAVES(self) -> bool:
+        """Whether every other round of programs goes up."""
+        return self.WALK == "waves"
+
+    @property
+    def ALTERNATE(self) -> bool:
+        """Whether half of the heads are walked up, and take key tiles from the last to the first."""
+        return self.WALK == "alternate"
 
     @property
     def BOTH(self) -> bool:
@@ -105,16 +138,15 @@ class HopperBackward:
 
     @property
     def ROTATE(self) -> bool:
-        """Whether walks begin with different heads of a group, at each query tile; whoever adds by
-        atomics would have to know."""
+        """Whether walks begin with different heads of a group at each query tile; consumers that add by
+        atomics would have to know the head."""
         return self.DQ == 1 and self.DOWN and not self.FIRST
 
     @property
     def COUNTED(self) -> bool:
         """Whether finished items are counted, so that the postprocess may begin with the sums of some
         heads while others are added to: without a mask, where heads follow one another and the last
-        round leaves programs without work.  With dependent launches 1.02 to 1.035 times as fast at 1024
-        and 2048 keys, 1.00 to 1.02 behind."""
+        round leaves programs without work."""
         return self.KIND.TUNED and not self.KIND.CAUSAL
 
     @property
@@ -133,53 +165,45 @@ class HopperBackward:
         return self.BN == 256
 
     @property
-    def ROUND(self) -> bool:
-        """Whether walks begin one behind the other and go round."""
-        return self.DQ == 1 and self.KIND.TUNED and not (self.KIND.CAUSAL or self.FIRST or self.DOWN)
-
-    @property
     def ONCE(self) -> bool:
         """Whether descriptors of K's rows and of V are worked out once an item, not once a step: where
-        they find registers."""
+        registers are left for them."""
         return self.D == 64 and not self.ALTERNATE
 
     @property
-    def KEPT(self) -> bool:
+    def KV_IN_REGS(self) -> bool:
         """Whether a consumer keeps half of the columns of its keys or values in registers: at head_dim
         128, where shared memory is the limit."""
         return self.D == 128
 
     @property
     def PEELED(self) -> bool:
-        """Whether the steps that may need a mask are loops of their own; tried where KEPT, with the
-        causal mask and with none."""
-        return self.KEPT and self.KIND.TUNED
+        """Whether the steps that may need a mask are loops of their own.  It was tried where
+        KV_IN_REGS, with the causal mask and with none."""
+        return self.KV_IN_REGS and self.KIND.TUNED
 
     @property
     def TERMS_FIRST(self) -> bool:
-        """Whether lse and delta are the first that is added to scores and dP, not the last: without a
-        mask, where the first key tile stores, 1.002 to 1.005 times as fast; in order, where sums begin
-        with zeros and under the mask 0.95 to 1.02."""
-        return self.KEPT and self.FIRST and not (self.KIND.CAUSAL or self.ORDERED)
+        """Whether lse and delta are added to scores and dP first, not last: it is faster without a
+        mask, where the first key tile stores and the order is free."""
+        return self.KV_IN_REGS and self.FIRST and not (self.KIND.CAUSAL or self.ORDERED)
 
     @property
-    def KEPT_K(self) -> int:
-        """Of the keys: under the causal mask, 1.00 to 1.01 times as fast as with the values, and
-        without one where TERMS_FIRST, 1.014."""
-        return 64 * (self.KEPT and (self.KIND.CAUSAL or self.TERMS_FIRST))
+    def K_IN_REGS(self) -> int:
+        """Columns of the keys that stay in registers: under the causal mask, and without one where
+        TERMS_FIRST."""
+        return 64 * (self.KV_IN_REGS and (self.KIND.CAUSAL or self.TERMS_FIRST))
 
     @property
-    def KEPT_V(self) -> int:
-        """Of the values: elsewhere without a mask, 0.99 to 1.02 times as fast as with the keys."""
-        return 64 * (self.KEPT and not self.KEPT_K)
+    def V_IN_REGS(self) -> int:
+        """Columns of the values that stay in registers: where no columns of the keys do."""
+        return 64 * (self.KV_IN_REGS and not self.K_IN_REGS)
 
     @property
-    def NOTED(self) -> bool:
+    def ITEM_IN_SMEM(self) -> bool:
         """Whether a consumer keeps its item's number in shared memory, not in a register and global
-        memory, for the order in which ptxas then puts the loops: down to zeros at head_dim 128 0.99 to
-        1.04 at 8192, 1.02 to 1.04 at 16384; in waves 1.01 at 8192, 1.00 at 16384, 0.99 at 32768; else
-        0.97 to 1.01."""
-        return self.KEPT and self.KIND.CAUSAL and not (self.FIRST or self.WAVES)
+        memory.  It is for the order in which ptxas then puts the loops."""
+        return self.KV_IN_REGS and self.KIND.CAUSAL and not (self.FIRST or self.WAVES)
 
     @property
     def NQ(self) -> int:
@@ -196,37 +220,39 @@ class HopperBackward:
         """Of the inner loop: heads in order, else queries."""
         return 1 if self.DOWN else self.BM
 
-    # Named barriers, from the top; OB, QB, FULL and EMPTY are two each.  PS (P, at head_dim 256) is
-    # where FULL is not in use; ODD is for dS of odd steps, in pairs.  Triton uses 0 to 3.
-    DS = 15
-    OB = 13
-    QB = 11
-    FULL = 9
-    PS = FULL
-    EMPTY = 7
-    DONE = 6
-    ODD = 5
+    # Named barriers: how many of each, who waits there, and for what.
+    BARRIERS = named_barriers(
+        DS=1,  # consumers: dS is written; in pairs, that of even steps
+        OB=2,  # the producer: a buffer of dO has been read
+        QB=2,  # the producer: a buffer of Q has been read and, in an item's last step, K and V
+        FULL=2,  # the producer: a warpgroup's part of dQ lies in shared memory
+        EMPTY=2,  # a consumer: its part has been read or, of atomics, its turn to add has come
+        DONE=1,  # the producer's third warp: the bulk adds are complete
+        ODD=1,  # consumers, in pairs: dS of odd steps is written
+    )
+    DS, OB, QB, FULL, EMPTY, DONE, ODD = BARRIERS.values()
+    PS = FULL  # consumers, at head_dim 256, which does not use FULL: P is written
     TURN = 160  # threads at EMPTY that wait for turns: a warpgroup, and the warp that takes them
 
 
 def attention_backward_hopper(
     head_dim: int, Sk: int, kind: Kind, ordered: bool = False, heads: int = 1024, group: int = 1
 ) -> HopperBackward:
-    """Backward, of so many key heads in all sequences, each with `group` query heads: bulk adds are
-    fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve what is read
-    and added, but are few in short rows of few heads.  In long rows, and where work items are few,
-    zeros cost less than to keep to the order that the first key tile's store takes; at head_dim 128
-    causal walks go down with them too, 1.015 times as fast as up from the diagonal.  Alternate walks
-    make key heads of one query head wait less, in order and in short rows, and of eight more; those
-    walk in waves.
+    """The backward's configuration; heads: key heads of all sequences, each with `group` query heads.
 
-    All this holds for the causal mask and for none: other kinds take the plain walk, from zeros, head
-    by head, from the first query tile that sees the keys to the last; it has no order."""
+    Bulk adds are fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve
+    what is read and added, but there are few of them in short rows of few heads.  In long rows, and
+    where work items are few, zeros cost less than the order that the first key tile's store imposes; at
+    head_dim 128 causal walks go down with them too.  With alternate walks key heads of one query head
+    wait less, in order and in short rows; key heads of eight would wait more, and walk in waves.
+
+    All this holds for the causal mask and for none.  Other kinds take the plain walk: from zeros, head
+    by head, from the first query tile that sees the keys to the last, in no order."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
     if not kind.TUNED:
         assert not ordered, f"dq has a fixed order in causal and full attention alone, this is {kind}"
-        return HopperBackward(kind, ordered, D, BM, BN, DQ, KV, DOWN=False, FIRST=False)
+        return HopperBackward(kind, D, BM, BN, DQ, KV, WALK="by_head", SUMS="zeros")
     causal = kind.CAUSAL
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS
     if pairs:
@@ -238,19 +264,28 @@ def attention_backward_hopper(
     first = ordered or (Sk < ZEROED_ROWS[D, BN][case] and (alternate or not few))
     waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
     side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
-    down = ordered or waves or side_by_side or (causal and (first or D == 128))
-    return HopperBackward(
-        kind, ordered, D, BM, BN, DQ, KV, DOWN=down, FIRST=first, ALTERNATE=alternate, WAVES=waves
-    )
+    sums: Sums = "ordered" if ordered else "store" if first else "zeros"
+    walk: Walk = "by_head"
+    if alternate:
+        walk = "alternate"
+    elif waves:
+        walk = "waves"
+    elif ordered or side_by_side or (causal and (first or D == 128)):
+        walk = "down"
+    elif DQ == 1 and not (causal or first):
+        walk = "round"
+    return HopperBackward(kind, D, BM, BN, DQ, KV, walk, sums)
 
 
 def heads_together_backward(
     config: HopperBackward, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
 ) -> int:
-    """Key heads whose tiles are mixed: those whose queries fit in L2 together, but enough key tiles for
-    some rounds of programs, and heads to add to; in order, as many as were measured fastest, two at
-    least.  If possible such that all groups are whole, as a last one with few heads would leave
-    programs without work (by a simulation of the schedule 5% of 16 heads in groups of 3).
+    """How many key heads have their tiles mixed.
+
+    They are those whose queries fit in L2 together, but so many that there are key tiles for some
+    rounds of programs, and heads to add to; in order, as many as were measured fastest, two at least.
+    If possible all groups are whole: a last group with few heads would leave programs without work (5%
+    for 16 heads in groups of 3, by a simulation of the schedule).
     """
     heads = B * Hkv
     keys, most = ORDERED_HEADS[config.D][config.KIND.CAUSAL]

@@ -7,50 +7,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim
+from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
 
 if TYPE_CHECKING:
     from ..variant import Kind
 
-# What a full work item of three consumers takes with rows for one or two of them, of what a whole one
-# does, by which balanced_plan orders the work.
+# The measurements behind these thresholds stand in docs/hopper.md.  Pairs of values are those without a
+# mask and under the causal one.
+
+# The time of a full work item with rows for one, two or all of three consumers, as a share of the last;
+# balanced_work orders the work by it.
 IDLE_SHARES = {1: 0.75, 2: 0.84, 3: 1.0}
-# Queries up to which consumers without rows sit out at head_dim 64.  Full rows, times as fast with it:
-# 1.08 at 1024, 1.02 at 2048, 1.00 at 4096, 1.01 at 8192.
+# Queries up to which consumers without rows skip an item at head_dim 64.
 IDLE_QUERIES = 2048
-# Keys below which three programs share a multiprocessor at head_dim 64, without a mask and under the
-# causal.  Times as fast as three consumers of one program, full: 1.20 at 128, 1.40 at 256, 1.12 at 384,
-# 1.08 at 512, 1.06 at 640, 1.11 at 704, 0.97 at 768; causal: 1.05 at 896, 1.08 at 1024, 1.03 at 1088,
-# 0.97 at 1152.
+# Keys below which three programs share a multiprocessor at head_dim 64.
 SHORT_ROWS = (736, 1120)
 # Keys below which, at head_dim 64 without a mask, four consumers take the rows where they pad no more
-# of them than three do.  Times as fast as three: 1.07 at 1024, 1.02 at 2048, 1.01 at 4096; with rings
-# of eight buffers 1.08, 1.03 at 4096 and 0.96 at 16384.  Where heads are so few that tiles of 256 rows
-# do not fill the multiprocessors it was not measured.
+# of them than three do.  It was not measured where heads are so few that tiles of 256 rows do not fill
+# the multiprocessors.
 FOUR_CONSUMERS = 6144
-# Keys from which on, at head_dim 128 without a mask and under the causal, two consumers keep queries in
-# registers: full 1.00 at 1024, 1.01 at 2048; causal 0.97 at 1024, 1.00 at 2048, 1.01 at 4096, 1.02 at
-# 8192.
-KEPT_ROWS = (2048, 3072)
-# Keys from which on three consumers take their place, unless the last round of programs gives them 3%
-# more to do than it gives two.  Times as fast as two that keep queries, causal: 0.95-0.97 at 2048 and
-# 4096, 1.02-1.03 at 8192, 1.03-1.04 at 16384, 1.05 at 32768.  Full, of grouped heads: 1.05 at 8192,
-# 1.04 at 16384, 1.025 at 32768; 0.99 to 1.00 where they have 3% more to do.
+# Keys from which on two consumers keep queries in registers at head_dim 128.
+Q_IN_REGS_ROWS = (2048, 3072)
+# Keys from which on three consumers replace those two, unless the last round of programs gives them 3%
+# more to do than it gives two.
 THREE_ROWS = (2048, 6144)
 THREE_SHARE = 0.97
-# Under a causal mask, from so many keys on, the most key heads that are mixed.  Times as fast with 16
-# (with 32) as with all that fit in L2, at head_dim 64 1.10 (1.10) in rows of 512, 1.05 (1.04) of 1024,
-# 1.06 (1.03) of 2048, 1.02 of 4096; at 128 1.07 (1.07), 1.03 (1.03), 1.01 (1.00).
+# Under a causal mask, from so many keys on, the most key heads that are mixed.
 MIXED_KEYS, MIXED_HEADS = 512, 16
-# Items for each program, by head_dim, that the forward's last groups of such heads have together: these
-# are mixed, where by what items cost that saves half a percent.  Times as fast with 2 (with 3) as with
-# none: head_dim 64 1.01 (1.01) in rows of 512 and 1024, where 96 heads of 1024 are all 1.02 (1.02), 48
-# heads 1.10 (1.10); 128 1.01 (1.00) in rows of 1024, 1.01 (1.01) of 2048; 256 1.00 (0.98) of 1024.
+# The forward's last groups of such heads are mixed too, as many as have so many items for each program,
+# by head_dim, where that saves half a percent by what items cost.
 TAIL_ROUNDS, TAIL_SHARE = {64: 3, 128: 2, 256: 2}, 0.995
 # Packed work items over unpacked ones, at most: a smaller gain is not worth another kernel to compile.
 PACKED_SHARE = 7 / 8
-# Heads packed at head_dim 256 with which two consumers have 40 bytes of stack or 48, as ptxas of Triton
-# 3.9 makes them; with fewer 32 at most, of one consumer none.
+# Numbers of heads packed at head_dim 256 with which two consumers need 40 bytes of stack or 48 (ptxas
+# of Triton 3.9).  With fewer heads they need 32 at most, and one consumer needs none.
 ALONE_PACKED = (16, 32)
 
 
@@ -58,14 +48,19 @@ ALONE_PACKED = (16, 32)
 class HopperForward:
     """The forward kernel at compile time.
 
-    D: head_dim padded; BN: keys of a tile; W: consumer warpgroups of 64 query rows; KS, VS: buffers in
-    the rings of keys and values; OVERLAP: a consumer's softmax runs under its own P V, which takes
-    registers for P twice; KEPT: columns of its queries that a consumer keeps in registers, none, 64, or
-    64 and a smaller power of two; SKIP: halves of key tiles that none of a consumer's rows may see, and
-    rows past the end, take no softmax; PACK: 1, or the query heads of a key head, which a work item
-    takes together, rounded up to a power of two; IDLE: consumers all of whose rows are past the end sit
-    out, needs no mask and no KEPT; PROGRAMS: on a multiprocessor at a time, 1, or with one consumer
-    each 3.
+    D           head_dim padded
+    BN          keys of a tile
+    W           consumer warpgroups, each with 64 query rows
+    KS, VS      buffers in the rings of keys and values
+    OVERLAP     a consumer's softmax runs under its own P V, which takes registers for P twice
+    Q_IN_REGS   columns of its queries that a consumer keeps in registers: none, 64, or 64 and a smaller
+                power of two
+    SKIP        halves of key tiles that none of a consumer's rows may see, and rows past the end, take
+                no softmax
+    PACK        1, or the query heads of a key head, rounded up to a power of two, where a work item
+                takes them together
+    IDLE        consumers all of whose rows are past the end skip the item; needs no mask, no Q_IN_REGS
+    PROGRAMS    on a multiprocessor at a time: 1 or, with one consumer each, 3
     """
 
     KIND: Kind
@@ -75,7 +70,7 @@ class HopperForward:
     KS: int
     VS: int
     OVERLAP: bool
-    KEPT: int = 0
+    Q_IN_REGS: int = 0
     SKIP: bool = False
     PACK: int = 1
     IDLE: bool = False
@@ -86,13 +81,14 @@ class HopperForward:
         """What tells it from the others that are chosen."""
         return (
             f"forward-{self.D}-{self.KIND}-{self.W}-{self.KS}-{self.VS}"
-            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.KEPT}' * (self.KEPT > 0)}{'-skip' * self.SKIP}"
+            f"{'-overlap' * self.OVERLAP}{f'-kept-{self.Q_IN_REGS}' * (self.Q_IN_REGS > 0)}"
+            f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
         )
 
     @property
-    def PLANNED(self) -> bool:
-        """Whether the order of work comes from balanced_plan: where items are of different lengths."""
+    def HAS_WORK_TABLE(self) -> bool:
+        """Whether the order of work comes from balanced_work: where items are of different lengths."""
         return self.KIND.CAUSAL or self.IDLE
 
     @property
@@ -112,23 +108,23 @@ class HopperForward:
 
     @property
     def max_registers(self) -> int | None:
-        """Of a thread at the start, if Triton is to be told: with one consumer it would ask for 256,
-        which ptxas refuses, with four for 102; two start with 168, three with 128.  A multiprocessor
-        has 65536."""
+        """Registers of a thread at the start, where Triton must be told: with one consumer it would ask
+        for 256, which ptxas refuses, and with four for 102.  (Two start with 168, three with 128.)  A
+        multiprocessor has 65536."""
         return {1: {1: 168, 3: 80}[self.PROGRAMS], 4: 96}.get(self.W)
 
     @property
     def REGISTERS(self) -> int:
-        """Of a consumer's thread: what the program starts with, but for the 24 of the producer's.  (A
+        """Registers of a consumer's thread: what the program starts with, less the producer's 24.  (A
         single consumer is not asked: it has what is left.)"""
         return {1: {1: 248, 3: 136}[self.PROGRAMS], 2: 240, 3: 160, 4: 112}[self.W]
 
     @property
     def PRODUCERS(self) -> int:
-        """Warps of the producer.  Of four, three do nothing of use, and take up to a sixth of the
-        instructions that a multiprocessor issues.  But with one the first consumer begins where the
-        kernel does, which costs it registers: more than two, and two at head_dim 256, have none left
-        with Triton 3.9."""
+        """Warps of the producer.  Of four, three do nothing useful, but take up to a sixth of the
+        instructions that a multiprocessor issues.  With one, the first consumer begins where the kernel
+        does, which costs it registers: with more than two consumers, and with two at head_dim 256, none
+        are left (Triton 3.9)."""
         return 1 if self.W == 1 or (self.W == 2 and self.D == 128) else 4
 
     # Threads at a named barrier: all, and one consumer with the producer.
@@ -141,42 +137,56 @@ class HopperForward:
         return 128 + 32 * self.PRODUCERS
 
     @property
-    def TURNS(self) -> bool:
+    def PINGPONG(self) -> bool:
         """Whether the consumers take turns to issue products; more than two are faster without, if they
         can issue P V of one tile and the scores of the next together."""
         return self.W == 2 or (self.W == 3 and not self.OVERLAP)
 
-    # Named barriers, from the top: V and K buffers, Q buffers, turns to issue products.
+    @property
+    def BARRIERS(self) -> dict[str, int]:
+        """Named barriers: how many of each, who waits there, and for what."""
+        return named_barriers(
+            VB=self.VS,  # the producer: a buffer of values has been read
+            KB=self.KS,  # the producer: a buffer of keys has been read
+            QB=self.W,  # the producer: a consumer has read its queries
+            PB=self.W * self.PINGPONG,  # a consumer: its turn to issue products has come
+        )
+
     @property
     def VB(self) -> int:
-        return 16 - self.VS
+        return self.BARRIERS["VB"]
 
     @property
     def KB(self) -> int:
-        return self.VB - self.KS
+        return self.BARRIERS["KB"]
 
     @property
     def QB(self) -> int:
-        return self.KB - self.W
+        return self.BARRIERS["QB"]
 
     @property
     def PB(self) -> int:
-        return self.QB - self.W * self.TURNS
+        return self.BARRIERS["PB"]
 
 
 def attention_forward_hopper(
-    head_dim: int, Sk: int, kind: Kind,
-    Sq: int = 16384, heads: int = 1024, group: int = 1, multiprocessors: int = MULTIPROCESSORS,
-) -> HopperForward:  # fmt: skip
-    """Forward, of so many key heads in all sequences, each with `group` query heads.
+    head_dim: int,
+    Sk: int,
+    kind: Kind,
+    Sq: int = 16384,
+    heads: int = 1024,
+    group: int = 1,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> HopperForward:
+    """The forward's configuration; heads: key heads of all sequences, each with `group` query heads.
 
-    A work item takes as long as its keys are many, whether its rows are queries or padding: with few
-    queries those of a group are packed, where that leaves fewer items, and so no more rounds of them.
-    One consumer is enough for 64 rows, and faster where two leave multiprocessors without work (short
-    rows of head_dim 64 have one anyhow); 16 or 32 heads packed at head_dim 256 leave two no registers
-    (ALONE_PACKED).  Of three at head_dim 64, those that would have only padding in the last item of a
-    head sit out; four take their place where they have no more padding and rows are not long.  In long
-    rows of head_dim 128 three take the place of two, which read keys and values more often.
+    A work item takes as long as its keys are many, whether its rows are queries or padding.  So with
+    few queries those of a group are packed, where that leaves fewer items.  One consumer is enough for
+    64 rows, and faster where two leave multiprocessors without work (short rows of head_dim 64 have one
+    in any case); 16 or 32 heads packed at head_dim 256 leave two no registers (ALONE_PACKED).  Of three
+    consumers at head_dim 64, those that would have only padding in the last item of a head skip it.
+    Four replace them where they have no more padding and rows are not long.  In long rows of head_dim
+    128 three consumers replace two, which read keys and values more often.
     """
     causal = kind.CAUSAL
     config = _many_queries(hopper_head_dim(head_dim), Sk, kind)
@@ -204,8 +214,8 @@ def attention_forward_hopper(
 
 
 def _share(config: HopperForward, Sq: int, heads: int, multiprocessors: int) -> float:
-    """Query rows, padding among them, that the busiest program takes, each with all keys; under the
-    causal mask half of what there are on average, but no less than the last item."""
+    """Query rows, with padding, that the busiest program takes with all keys each; under the causal
+    mask half of the average, but no less than the last item."""
     items = heads * -(-Sq // config.BM)
     if config.KIND.CAUSAL:
         return config.BM * max(1.0, items / multiprocessors / 2)
@@ -229,26 +239,26 @@ def _few_queries(D: int, kind: Kind) -> HopperForward:
 
 
 def _many_queries(D: int, Sk: int, kind: Kind) -> HopperForward:
-    """Three consumers at head_dim 64, but of short rows, whose tiles begin and end all the time: one
+    """Three consumers at head_dim 64.  Short rows, whose tiles begin and end all the time, have one
     consumer in each of three programs, which do so at different times.  In long rows queries in
-    registers pay at head_dim 128, and overlap without a mask at head_dim 256; SKIP pays at head_dim 64
-    but in short full rows."""
+    registers pay at head_dim 128, and overlap pays without a mask at head_dim 256.  SKIP pays at
+    head_dim 64, except in short full rows."""
     causal = kind.CAUSAL
     if D == 64 and Sk < SHORT_ROWS[causal]:
-        return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, KEPT=64, PROGRAMS=3)
+        return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, Q_IN_REGS=64, PROGRAMS=3)
     if D == 64:
         skip = causal or Sk >= 2048
         return HopperForward(kind, D, BN=128, W=3, KS=3, VS=2, OVERLAP=False, SKIP=skip)
     if D == 128:
-        kept = 96 if Sk >= KEPT_ROWS[causal] else 0
-        return HopperForward(kind, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, KEPT=kept)
+        kept = 96 if Sk >= Q_IN_REGS_ROWS[causal] else 0
+        return HopperForward(kind, D, BN=128, W=2, KS=2, VS=2, OVERLAP=True, Q_IN_REGS=kept)
     overlap = not causal and Sk > 2048
     return HopperForward(kind, D, BN=64, W=2, KS=2, VS=2, OVERLAP=overlap)
 
 
 def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
-    """Heads of work items (key heads if packed, else query heads) that are mixed: those whose keys and
-    values fit in L2 together; under a causal mask no more than MIXED_HEADS, if rows are not short."""
+    """How many heads of work items (key heads if packed, else query heads) are mixed: those whose keys
+    and values fit in L2 together; under a causal mask at most MIXED_HEADS, if rows are not short."""
     fit = L2_SHARE // (4 * Sk * config.D)
     if config.KIND.CAUSAL and Sk >= MIXED_KEYS:
         fit = min(fit, MIXED_HEADS)
@@ -256,12 +266,14 @@ def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk:
     return together if config.PACK > 1 else together * (Hq // Hkv)
 
 
-def balanced_plan(
+def balanced_work(
     config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int
 ) -> list[list[int]]:
-    """Work items of each program, if PLANNED, heavy first within a group of `together` heads, each to
-    the program that is free first (list scheduling).  The last groups are one where that ends earlier
-    (TAIL_ROUNDS): else long items come late, and there are no short ones to fill what is left.
+    """The work items of each program, where HAS_WORK_TABLE.
+
+    Within a group of `together` heads heavy items come first, and each goes to the program that is free
+    first (list scheduling).  The last groups are dealt out as one where that ends earlier
+    (TAIL_ROUNDS): otherwise long items come late, and no short ones are left to fill the gaps.
 
     Items are numbered group by group and, within a group, tile by tile in the order of item_costs, the
     heads of a tile one after the other.
@@ -293,8 +305,9 @@ def balanced_plan(
 
 
 def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int) -> list[float]:
-    """Of the work items of a head, heavy first: their key tiles and one more.  Under a causal mask from
-    the last query tile to the first; else from the first to the last, which has fewer consumers."""
+    """What the work items of a head cost, heavy first: their key tiles and one more.  Under a causal
+    mask they go from the last query tile to the first; else from the first to the last, which may have
+    fewer consumers."""
     tiles = range(-(-Sq // config.BQ))
     if config.KIND.CAUSAL:
         ends = [min(Sk, (tile + 1) * config.BQ + offset) for tile in reversed(tiles)]

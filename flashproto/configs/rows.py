@@ -1,7 +1,7 @@
 """Tiles of the kernels that work on rows: norms and softmax.
 
-Chosen from the width and dtype of the rows alone: what a row gives never depends on how many
-others there are.  itemsize: bytes of an element of x, or of total where a residual is added.
+They are chosen from the width and dtype of the rows alone, so a row's result never depends on how many
+other rows there are.  itemsize: bytes of an element of x, or of total where a residual is added.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from .sizes import power_of_two
 
-# A choice takes longer than a small kernel: those made last are kept.
-kept = functools.lru_cache(1024)
+# A choice takes longer than a small kernel, so the last ones are kept.
+cached = functools.lru_cache(1024)
 
 MAX_TILE_ROWS = 256
 MAX_ROW_WARPS = 16
@@ -48,8 +48,8 @@ class RowConfig:
 
 @dataclass(frozen=True)
 class TopkConfig(RowConfig):
-    """block: columns a block, whose largest scores are looked at first; 1 where all scores are.
-    part: columns of the parts of the best blocks that are looked at next, before their scores; 1: none.
+    """block: columns of a block, whose largest scores are compared first; 1 where all scores are.
+    part: columns of the parts of the best blocks that are compared next, before their scores; 1: none.
     sort: whether the largest are found by sorting, else one after another.
     """
 
@@ -71,8 +71,8 @@ def _row_tile(
     loop: RowConfig,
     most_warps: int = MAX_ROW_WARPS,
 ) -> RowConfig:
-    """Whole rows, several of them a program where four warps with `thread_bytes` a thread have room
-    for more than one; `loop` for rows of more than `widest` columns."""
+    """Tiles of whole rows, several for each program where four warps with `thread_bytes` a thread have
+    room for more than one; `loop` for rows of more than `widest` columns."""
     columns = power_of_two(N)
     if columns > widest:
         return loop
@@ -89,7 +89,7 @@ def _chunks(N: int, largest: int, counts: tuple[int, ...]) -> tuple[int, int]:
     return (columns, chunks) if columns >= 256 and chunks in counts else (power_of_two(N), 1)
 
 
-@kept
+@cached
 def norm_forward(
     N: int, itemsize: int, residual: bool, centered: bool, capability: tuple[int, int]
 ) -> RowConfig:
@@ -104,8 +104,6 @@ def norm_forward(
             return RowConfig(1, 4096, 4, split=True)
         return RowConfig(1, 4096, 8, split=True, max_registers=80)
     columns, chunks = (N // 4, 4) if N in (8192, 16384) else _chunks(N, 2048, (3, 5, 6, 7))
-    if N == 16384 and itemsize == 4 and centered:  # two tiles of partial sums, which are smaller then
-        columns, chunks = 2048, 8
     if chunks > 1:  # 16 bytes a load, 8 where the few threads that this leaves are too few
         few = columns <= 256 or (columns <= 1024 and chunks < 7 and not centered)
         warps = min(max(columns * itemsize // (32 * (8 if few else 16)), 1), MAX_ROW_WARPS)
@@ -121,35 +119,37 @@ def norm_forward(
         fewest = 2
     warps = min(max(columns // per_warp, fewest), 8)
     rows = min(max(warps * per_warp // columns, 1), MAX_TILE_ROWS)
-    # The cap, above its needs, has the compiler load all rows before it adds up the first.
+    # The cap is above what it needs; it makes the compiler load all rows before it adds up the first.
     cap = 64 if columns == 256 and itemsize == 2 and not centered else None
+    if centered and itemsize == 4 and columns == 2048:  # eight programs a multiprocessor
+        cap = 32
     return RowConfig(rows, columns, warps, max_registers=cap)
 
 
 def norm_keeps_statistics(N: int) -> bool:
     """Whether the forward of the norms keeps the mean and rstd of each row for the backward.
 
-    Of narrow rows the backward works them out again, in about the same time (README.md has figures);
+    Of narrow rows the backward works them out again, in about the same time (figures: docs/hopper.md);
     memory for them, asked for and kept, takes the host a tenth of a small call.
     """
     return N > WIDEST_WITHOUT_STATISTICS
 
 
-@kept
+@cached
 def norm_forward_shared(
     N: int, itemsize: int, residual: bool, centered: bool, parameters: int
 ) -> RowConfig | None:
-    """Forward of the norms on Hopper, whose rows lie in shared memory; None for such as do not: narrow
-    ones, and those that cannot all start at multiples of 16 bytes.
+    """Forward of the norms on Hopper, with rows in shared memory.  None for narrow rows, and for rows
+    that cannot all start at multiples of 16 bytes.
 
-    parameters: bytes of weight and bias a column.  Where a program's registers have room for its own,
-    and its columns divide the row, it stays for many tiles of rows, `stages` of which lie there.  It is
-    one warp then, whose reductions have no barriers; more rows a tile are fewer instructions a row, and
-    fewer columns more warps and more words of a row.
+    parameters: bytes of weight and bias for each column.  Where a program's registers have room for its
+    own, and its columns divide the row, it stays for many tiles of rows, `stages` of which lie in
+    shared memory.  It is then one warp, whose reductions need no barriers.  More rows in a tile mean
+    fewer instructions for each row; fewer columns mean more warps and more words for each row.
 
-    Other programs take a whole row of up to 32768 columns, or of fewer than 16384 of x and a residual,
-    and of wider ones as many columns as leave room for several programs a multiprocessor.  At most 32
-    programs share a row, so that a warp looks at their words.
+    Other programs take a whole row of up to 32768 columns, or of fewer than 16384 of x and a residual;
+    of wider rows as many columns as leave room for several programs a multiprocessor.  At most 32
+    programs share a row, so that one warp reads their words.
     """
     if itemsize != 2 or N % 8 != 0 or not 12288 < N <= 2**19:
         return None
@@ -173,12 +173,12 @@ def norm_forward_shared(
     return RowConfig(1, columns, columns // 4096, split=True, max_registers=96)
 
 
-@kept
+@cached
 def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool) -> RowConfig | None:
-    """Forward of the norms on Hopper, whose rows lie in shared memory although they cannot all start at
-    multiples of 16 bytes; None for narrow ones.
+    """Forward of the norms on Hopper, with rows in shared memory that cannot all start at multiples of
+    16 bytes.  None for narrow rows.
 
-    Columns a program: a chunk in shared memory less the 8 elements by which its place may differ.
+    A program's columns are a chunk in shared memory, less the 8 elements by which its start may vary.
     """
     if itemsize != 2 or N % 8 == 0 or not 12288 < N <= 2**19:
         return None
@@ -187,17 +187,23 @@ def norm_forward_unaligned(N: int, itemsize: int, residual: bool, centered: bool
     return RowConfig(1, columns - 8, columns // 2048, split=True, max_registers=cap)
 
 
-@kept
+@cached
 def norm_backward(
-    N: int, itemsize: int, weight_gradients: bool, centered: bool, capability: tuple[int, int],
-    residual: bool = False, bias: bool = False, statistics: bool = True,
-) -> RowConfig:  # fmt: skip
+    N: int,
+    itemsize: int,
+    weight_gradients: bool,
+    centered: bool,
+    capability: tuple[int, int],
+    residual: bool = False,
+    bias: bool = False,
+    statistics: bool = True,
+) -> RowConfig:
     """Backward of the norms: x and dy, perhaps the gradient that reaches a sum with a residual; with
     weight_gradients two tiles of partial sums beside them, and a few programs a multiprocessor, each of
     which takes many tiles.  statistics: whether mean and rstd are given.
 
-    All programs of a split row have to run at once: the caps on registers make sure that as many fit
-    as `programs` says, and the widest rows are split less.
+    All programs of a split row must run at once.  The caps on registers make sure that as many fit as
+    `programs` says, and the widest rows are split less.
     """
     if not statistics and power_of_two(N) * itemsize >= 256:
         return _one_warp(N, itemsize, weight_gradients)
@@ -232,8 +238,8 @@ def norm_backward(
 
 
 def _one_warp(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
-    """Backward of the norms that works the statistics out again, one reduction after another: without
-    barriers, and so many programs that others have something to do meanwhile."""
+    """Backward of the norms that computes the statistics again, one reduction after another.  It has no
+    barriers, and so many programs that others have work meanwhile."""
     columns = min(N & -N, 256)
     chunks = N // columns
     if columns < 64 or chunks not in (3, 5):
@@ -247,12 +253,12 @@ def _one_warp(N: int, itemsize: int, weight_gradients: bool) -> RowConfig:
     return replace(tile, stages=stages, programs=12 if held <= 256 else 8)
 
 
-@kept
+@cached
 def norm_backward_shared(N: int, itemsize: int, centered: bool) -> RowConfig | None:
-    """Backward of the norms on Hopper, whose rows lie in shared memory, `stages` of them; None for such
-    as do not: those that cannot all start at multiples of 16 bytes, and narrower ones.
+    """Backward of the norms on Hopper, with `stages` rows in shared memory.  None for narrower rows,
+    and for rows that cannot all start at multiples of 16 bytes.
 
-    All programs of a row have to run at once.
+    All programs of a row must run at once.
     """
     if itemsize != 2 or N % 8 != 0 or not 65536 < N <= 2**19:
         return None
@@ -280,9 +286,15 @@ def _cluster(N: int, bias: bool, residual: bool) -> RowConfig:
             cap = {3: 168, 4: 128, 5: 96}[programs]
             stages = 3 if residual else 4
             return RowConfig(
-                1, 512, 4, chunks=chunks, stages=stages, programs=programs, max_registers=cap,
+                1,
+                512,
+                4,
+                chunks=chunks,
+                stages=stages,
+                programs=programs,
+                max_registers=cap,
                 cluster=cluster,
-            )  # fmt: skip
+            )
     if N > 65536:
         return RowConfig(1, 2048, 16, chunks=-(-N // 32768), stages=3, cluster=16)
     chunks = -(-N // 16384)
@@ -294,7 +306,7 @@ def _cluster(N: int, bias: bool, residual: bool) -> RowConfig:
     return replace(tile, programs=3, max_registers=80)
 
 
-@kept
+@cached
 def norm_split(N: int, itemsize: int) -> RowConfig:
     """Norms, forward and backward, whose rows are split however narrow they are, for calls of few rows:
     up to 16 programs a row, of 512 columns or more."""
@@ -303,10 +315,10 @@ def norm_split(N: int, itemsize: int) -> RowConfig:
     return RowConfig(1, columns, min(warps, 16), split=True, programs=1)
 
 
-@kept
+@cached
 def column_sums(N: int) -> RowConfig:
-    """Sums of the partial sums: the fewer columns there are, the narrower the tiles to go round, and
-    the more rows of partial sums."""
+    """Sums of the partial sums.  The fewer columns there are, the narrower are the tiles, so that there
+    are enough of them, and the more rows of partial sums a tile has."""
     if N <= 4096:
         return RowConfig(512, 8, 8)
     if N <= 8192:
@@ -316,9 +328,9 @@ def column_sums(N: int) -> RowConfig:
 
 def _split(N: int, itemsize: int, most: int, max_registers: int | None) -> RowConfig:
     """Rows split over programs of four warps, or of eight for rows of more than `most` columns, where
-    many programs ask for many words; wider than WIDEST_SPLIT, they are looped over.
+    many programs read many words.  Rows wider than WIDEST_SPLIT are looped over.
 
-    The cap lies above what the compiler needs: without one it aims lower, and spills.  Hooks have none.
+    The cap is above what the compiler needs: without one it aims lower, and spills.  Hooks have no cap.
     """
     warps = 8 if most < N else 4
     columns = warps * 2048 // itemsize
@@ -327,7 +339,7 @@ def _split(N: int, itemsize: int, most: int, max_registers: int | None) -> RowCo
     return RowConfig(1, columns, warps, split=True, max_registers=max_registers)
 
 
-@kept
+@cached
 def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Forward of softmax and log_softmax.
 
@@ -349,13 +361,13 @@ def softmax_forward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     return RowConfig(rows, columns, warps, max_registers=64 if warps == 32 else None)
 
 
-@kept
+@cached
 def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
-    """Forward of softmax and log_softmax on Hopper, whose rows lie in shared memory; None for rows that
-    do not: narrow ones, and such as cannot all start at multiples of 16 bytes.
+    """Forward of softmax and log_softmax on Hopper, with rows in shared memory.  None for narrow rows,
+    and for rows that cannot all start at multiples of 16 bytes.
 
-    Up to 64 KiB a program takes a whole row; of wider ones as many as leave room for several programs a
-    multiprocessor.  A thread of it looks at one word of its row, or at two.
+    A program takes a whole row of up to 64 KiB; of wider rows as many columns as leave room for several
+    programs a multiprocessor.  Each of its threads reads one word of its row, or two.
     """
     if itemsize == 4:
         if N % 4 != 0 or not 8192 < N <= WIDEST_SPLIT:
@@ -372,7 +384,7 @@ def softmax_forward_shared(N: int, itemsize: int) -> RowConfig | None:
     return RowConfig(1, 16384, 4, split=True)
 
 
-@kept
+@cached
 def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     """Backward of softmax and log_softmax: y and dy."""
     columns = power_of_two(N)
@@ -387,31 +399,32 @@ def softmax_backward(N: int, itemsize: int, hooked: bool = False) -> RowConfig:
     return RowConfig(rows, columns, warps)
 
 
-@kept
+@cached
 def softmax_split(N: int, itemsize: int) -> RowConfig:
     """softmax and log_softmax, forward and backward, whose rows are split however narrow they are, for
     calls of few rows; the widest are looped over, as always."""
     return softmax_forward(N, itemsize, True) if N > WIDEST_SPLIT else norm_split(N, itemsize)
 
 
-@kept
+@cached
 def logsumexp(N: int, itemsize: int) -> RowConfig:
-    """Forward and backward of logsumexp; the tiles of the backward need nothing of one another."""
+    """Forward and backward of logsumexp; the tiles of the backward are independent."""
     return _row_tile(N, itemsize, 64, 8192, _split(N, itemsize, 65536, None))
 
 
-@kept
+@cached
 def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     """Forward of softmax_topk.
 
     Rows of up to 4096 columns are held whole, by one warp where its registers have room, so that little
-    goes through shared memory.  Blocks are as wide as makes their number and that of the scores in the
-    best ones smallest in sum, up to a load of 16 bytes; parts make up for that bound where sorting is
-    much of the work.  Sorting costs more for each key, searching for each of the k: that suits many
-    scores, above all of 16 bits, the largest of whose keys one instruction finds in a warp.
+    goes through shared memory.  The width of blocks makes the sum of their number and the number of
+    scores in the best ones smallest, up to a load of 16 bytes; parts make up for that bound where
+    sorting is much of the work.  Sorting costs more for each key, searching costs more for each of the
+    k.  So searching suits many scores, above all of 16 bits: one instruction finds the largest of their
+    keys in a warp.
 
-    Where rows are split, a program loops over softmax_topk_span columns in tiles; small ones, since
-    that decides how many scores are looked at twice.
+    Where rows are split, a program loops over softmax_topk_span columns in tiles.  They are small,
+    since their size decides how many scores are read twice.
     """
     columns, largest = power_of_two(N), power_of_two(k)
     if columns > 4096:
@@ -429,10 +442,11 @@ def softmax_topk(N: int, itemsize: int, k: int) -> TopkConfig:
     return TopkConfig(rows, columns, warps, block=block, part=part, sort=sort)
 
 
-@kept
+@cached
 def softmax_topk_span(N: int, k: int) -> int:
-    """Columns of a row a program of softmax_topk, where rows are split: the more, the fewer scores make
-    it into the k largest so far and out again; the less, the more programs share one row.
+    """Columns of a row for each program of softmax_topk, where rows are split.  The more there are, the
+    fewer scores enter the k largest so far and leave them again; the fewer, the more programs share one
+    row.
 
     At most 2^16: a 16-bit score and the column share a 32-bit key.
     """
@@ -441,14 +455,14 @@ def softmax_topk_span(N: int, k: int) -> int:
     return 2**15 if k <= 16 else 2**16
 
 
-@kept
+@cached
 def softmax_topk_join(splits: int, k: int) -> TopkConfig:
-    """The int64 keys which the splits of a row have kept."""
+    """Tiles of the kernel that joins the int64 keys that the splits of a row have kept."""
     candidates = power_of_two(splits * k)
     return TopkConfig(1, candidates, min(max(candidates // 256, 1), 8), sort=k > 8)
 
 
-@kept
+@cached
 def softmax_topk_backward(N: int, itemsize: int) -> RowConfig:
     """Backward of softmax_topk: tiles of the matrix, each by itself."""
     columns = min(power_of_two(N), 4096)

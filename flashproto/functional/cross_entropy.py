@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
 
 from .. import backends, configs, reference
-from ..backends import autocast_dtype
+from ..backends import autocast_dtype, float64_reasons, refuses_values
 from ..checks import (
     check_classes,
     check_cross_entropy,
@@ -24,7 +24,6 @@ from ..checks import (
     refuse,
 )
 from .cached import cached
-from .reasons import float64_reasons, refuses_values
 
 if backends.HAS_TRITON:
     from ..ops import cross_entropy as op

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import backends, reference
+from ..backends import float64_reasons
 from ..checks import check_approximate, check_glu
 from .cached import cached
-from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops.glu import Settings

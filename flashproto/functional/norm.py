@@ -14,11 +14,10 @@ from torch import layer_norm as torch_layer_norm
 from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, reference
-from ..backends import Reason
+from ..backends import Reason, float64_reasons
 from ..checks import as_shape, check_casting, check_flag, check_norm, refuse
 from .autocast import autocast_float32
 from .cached import cached
-from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import hooked_norm as hooked_norm_op

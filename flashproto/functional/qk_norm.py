@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..backends import refuses_values
 from ..checks import (
     check_casting,
     check_eps,
@@ -17,7 +18,6 @@ from ..checks import (
     check_tables,
     refuse,
 )
-from .reasons import refuses_values
 from .rope import choose_with_tables, table_rows
 
 if backends.HAS_TRITON:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..backends import Reason
+from ..backends import Reason, float64_reasons, refuses_values
 from ..checks import (
     check_flag,
     check_heads_of,
@@ -18,7 +18,6 @@ from ..checks import (
     check_tables,
     refuse,
 )
-from .reasons import float64_reasons, refuses_values
 
 if backends.HAS_TRITON:
     from ..ops import rope as rope_op

@@ -12,13 +12,11 @@ from torch import log_softmax as torch_log_softmax
 from torch import logsumexp as torch_logsumexp
 from torch import softmax as torch_softmax
 
-from .. import backends, hooks, reference
-from ..backends import Reason
+from .. import backends, hooks, reference, softmax_hooks
+from ..backends import Reason, float64_reasons
 from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
-from . import masks
 from .autocast import autocast_float32
 from .cached import cached
-from .reasons import float64_reasons
 
 if backends.HAS_TRITON:
     from ..ops import hooked_softmax as hooked_op
@@ -187,7 +185,7 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
     check_rows(operator, x)
     as_given = not causal and prologue is None and epilogue is None
     if prologue is None:
-        prologue = masks.scores(operator, x, scale, mask, causal)
+        prologue = softmax_hooks.scores(operator, x, scale, mask, causal)
     elif scale is not None or mask is not None or causal:
         refuse(
             operator, "prologue", "given beside scale, mask or causal", "the place of these three",

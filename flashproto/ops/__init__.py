@@ -1,1 +1,1 @@
-"""One file an operator: launch the kernels, autograd.Function for eager, torch.library for compile."""
+"""One file for each operator: the recipes of its launches.  call.py makes calls and ops of them."""

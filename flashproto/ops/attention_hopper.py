@@ -43,11 +43,11 @@ def diagonal(variant: Variant, Sk: int) -> int:
 # --- the order of work ---------------------------------------------------------------------------
 
 
-class Order:
-    """The order of work, where the configuration has it PLANNED, as the kernel reads it: [rounds,
+class WorkTable:
+    """The order of work, where the configuration has a work table, as the kernel reads it: [rounds,
     programs] int32, item numbers, each column ended by the number of items.
 
-    configs.balanced_plan is made on the host, once for a shape, and kept: 4 bytes for a tile of a head.
+    configs.balanced_work is made on the host, once for a shape, and kept: 4 bytes for a tile of a head.
     While a CUDA graph is captured nothing can be copied from the host; then a shape that never ran
     before is dealt out in turns, which the graph recomputes at each replay.  Results are the same.
     """
@@ -72,7 +72,7 @@ class Order:
             turns = turns.clamp_(max=total).view(-1, programs)
             turns[1::2] = turns[1::2].flip(1)  # heavy first, and back: who was first is last
             return turns
-        items = configs.balanced_plan(*self.work)
+        items = configs.balanced_work(*self.work)
         rounds = max(map(len, items)) + 1
         rows = [[*own, *[total] * (rounds - len(own))] for own in items]
         host = torch.tensor(rows, dtype=torch.int32).t().contiguous()
@@ -80,7 +80,7 @@ class Order:
         return self.table
 
 
-order_of = functools.cache(Order)
+work_table_of = functools.cache(WorkTable)
 
 
 # --- forward -------------------------------------------------------------------------------------
@@ -114,8 +114,8 @@ def forward(
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
     offset = diagonal(variant, Sk)
     order: Any = lse  # which is not read
-    if config.PLANNED:
-        work = order_of(config, B * heads, together, Sq, Sk, offset, programs, q.device)
+    if config.HAS_WORK_TABLE:
+        work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device)
         order = Table(work.on_device)
     keys = (1, 1, config.BN, config.D)
     recipe.launch(

@@ -17,7 +17,6 @@ FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward i
 from __future__ import annotations
 
 import contextlib
-import typing
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -28,14 +27,11 @@ from torch._C._functorch import unwrap_if_dead
 from torch.nn import Parameter
 
 from . import private
+from .library import NO_SECOND_DERIVATIVE, NO_TANGENT, first, packed, plain_values, register
 from .private import dispatch_modes, transforms_active
-from .recipe import New, Operand, Recipe, is_aligned, runner
+from .recipe import New, Operand, Recipe, is_aligned
+from .written import runner
 
-NO_TANGENT = (
-    "flashproto: the kernels have no forward-mode derivative (jvp); "
-    "use impl='reference', which has one, or reverse mode"
-)
-NO_SECOND_DERIVATIVE = "flashproto: the kernels have no second derivative"
 KEPT = 4096  # what an operator keeps of calls, some KiB each
 
 Gradient = New | int | None
@@ -110,6 +106,8 @@ class Operator:
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
+        if not self.backward_name:
+            object.__setattr__(self, "backward_name", f"{self.name}_backward")
         register(self)
 
     def ready(
@@ -148,7 +146,7 @@ class Operator:
     ) -> tuple[Recipe, list[Operand | None]]:
         """The recipe of the forward.  It returns the outputs numbered `returns`, and if `saving` those
         behind them that are saved alone; with all that is saved."""
-        recipe = Recipe(device_of(inputs))
+        recipe = Recipe(first(inputs).device)
         operands = [recipe.input(x) for x in inputs]
         news = self.makes(settings, *operands)
         outputs = [None if new is None else recipe.make(new) for new in news]
@@ -166,7 +164,7 @@ class Operator:
     ) -> Recipe:
         """The recipe of the backward: of the gradients of the outputs and what is saved, to those of
         the inputs, None for one that is not needed; for the op each that is made, but none twice."""
-        recipe = Recipe(device_of(tensors))
+        recipe = Recipe(first(tensors).device)
         recipe.functional = op
         operands = [recipe.input(x) for x in tensors]
         grads, saved = operands[: self.differentiable], operands[self.differentiable :]
@@ -209,6 +207,28 @@ class Operator:
 
         return self.keep(key, runner(recipe, elsewhere))
 
+    def gradients_visibly(
+        self, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of all inputs: by the op where something wants to see it, or a Function."""
+        if self.gives_away is not None:  # what may be written over is for eager calls alone
+            tensors = without(tensors, self.differentiable + self.gives_away)
+        tensors, n = alive(tensors), self.differentiable
+        grads, saved = tensors[:n], tensors[n:]
+        if self.again is not None:
+            return self.again(context, grads, saved)
+        if not through_op(tensors):
+            return FirstDerivative.apply(backward_now, self, context, needs, *tensors)
+        op = getattr(torch.ops.flashproto, self.backward_name)
+        assert self.saved is not None
+        results = op(*grads, *packed(self.saved, saved), *plain_values(context), needs)
+        made = list(results) if isinstance(results, (tuple, list)) else [results]
+        wanted = self.gradients(context, grads, saved, needs)
+        return tuple(
+            (made[w] if isinstance(w, int) else None if w is None else m) if need else None
+            for w, m, need in zip(wanted, made, needs, strict=True)
+        )
+
 
 class Forward(NamedTuple):
     """The forward of an operator as a function of its inputs; its recipe; which operands it saves."""
@@ -226,7 +246,7 @@ def steps(
     key = build, settings, metadata(tensors), facts()
     run = _steps.get(key)
     if run is None:
-        recipe = Recipe(device_of(tensors))
+        recipe = Recipe(first(tensors).device)
         build(recipe, [recipe.input(x) for x in tensors], *settings)
         if len(_steps) >= KEPT:
             _steps.clear()
@@ -281,11 +301,11 @@ def metadata(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     )
 
 
-def device_of(tensors: Sequence[Tensor | None]) -> torch.device:
-    return next(x.device for x in tensors if x is not None)
-
-
 # --- eager calls ----------------------------------------------------------------------------------
+
+
+def picked(results: Sequence[Any], returns: tuple[int, ...]) -> Any:
+    return results[returns[0]] if len(returns) == 1 else tuple(results[i] for i in returns)
 
 
 class Call:
@@ -419,7 +439,7 @@ def backward_of(
         if len(grads) > 1 and all(x is None for x in grads):
             return (None,) * len(needs)
         if differentiates() or dispatch_modes():
-            made = backward_visibly(operator, context, all_needs(needs), tensors)
+            made = operator.gradients_visibly(context, all_needs(needs), tensors)
             return made if complete else tuple(made[i] for i in given)
         key = needs, facts(), _forgotten, *[None if x is None else x.stride() for x in tensors]
         run = ways.get(key)
@@ -466,29 +486,6 @@ def refusing(operator: Operator, plain: Callable[..., Any]) -> Callable[..., Any
     return private.recorder(type(f"{operator.name}_recorded", (torch.autograd.Function,), body))
 
 
-def backward_visibly(
-    operator: Operator, context: Any, needs: tuple[bool, ...], tensors: Sequence[Tensor | None]
-) -> tuple[Tensor | None, ...]:
-    """The gradients of all inputs: by the op where something wants to see it, else by a Function."""
-    if operator.gives_away is not None:  # what may be written over is for eager calls alone
-        tensors = without(tensors, operator.differentiable + operator.gives_away)
-    tensors, n = alive(tensors), operator.differentiable
-    grads, saved = tensors[:n], tensors[n:]
-    if operator.again is not None:
-        return operator.again(context, grads, saved)
-    if not through_op(tensors):
-        return FirstDerivative.apply(backward_now, operator, context, needs, *tensors)
-    op = getattr(torch.ops.flashproto, backward_name(operator))
-    assert operator.saved is not None
-    results = op(*grads, *packed(operator.saved, saved), *plain_values(context), needs)
-    made = list(results) if isinstance(results, (tuple, list)) else [results]
-    wanted = operator.gradients(context, grads, saved, needs)
-    return tuple(
-        (made[w] if isinstance(w, int) else None if w is None else m) if need else None
-        for w, m, need in zip(wanted, made, needs, strict=True)
-    )
-
-
 def backward_now(
     operator: Operator, context: Any, needs: tuple[bool, ...], *tensors: Tensor | None
 ) -> tuple[Tensor | None, ...]:
@@ -533,7 +530,7 @@ class OperatorFunction(torch.autograd.Function):
         grads = grads[: operator.differentiable]
         if all(x is None for x in grads):
             return (None,) * (2 + len(needs))
-        made = backward_visibly(operator, ctx.context, needs, (*grads, *ctx.saved_tensors))
+        made = operator.gradients_visibly(ctx.context, needs, (*grads, *ctx.saved_tensors))
         return None, None, *made
 
 
@@ -585,193 +582,3 @@ def one_after_another(
     columns = list(zip(*rows, strict=True))
     made = tuple(None if column[0] is None else torch.stack(column) for column in columns)
     return made, tuple(None if x is None else 0 for x in made)
-
-
-# --- ops of torch.library -------------------------------------------------------------------------
-
-SCHEMA_TYPES = {
-    bool: "bool", int: "SymInt", float: "float", str: "str", torch.dtype: "ScalarType",
-    tuple[float, ...]: "float[]", tuple[int, ...]: "SymInt[]", tuple[bool, ...]: "bool[]",
-}  # fmt: skip
-
-
-def schema_of_tensors(names: str, optional: bool = False) -> list[str]:
-    """Arguments of a schema for "x, weight?, *operands"."""
-    arguments = []
-    for name in filter(None, names.split(", ")):
-        if name.startswith("*"):
-            arguments.append(f"Tensor[] {name[1:]}")
-        else:
-            mark = "?" if optional or name.endswith("?") else ""
-            arguments.append(f"Tensor{mark} {name.rstrip('?')}")
-    return arguments
-
-
-def schema_of_values(values: type) -> list[str]:
-    return [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in typing.get_type_hints(values).items()]
-
-
-def packed(names: str, tensors: Sequence[Tensor | None]) -> list[Any]:
-    """Tensors as an op takes them: those of `*` as one list."""
-    if "*" not in names:
-        return list(tensors)
-    n = names.count(",")
-    return [*tensors[:n], list(tensors[n:])]
-
-
-def unpacked(names: str, arguments: Sequence[Any]) -> tuple[list[Tensor | None], Sequence[Any]]:
-    """(tensors, the arguments behind them) of an op's arguments."""
-    n = names.count(",") + 1 if names else 0
-    if "*" not in names:
-        return list(arguments[:n]), arguments[n:]
-    return [*arguments[: n - 1], *arguments[n - 1]], arguments[n:]
-
-
-def plain_values(values: Any) -> list[Any]:
-    return [list(x) if isinstance(x, tuple) else x for x in values]
-
-
-def values_of(kind: type, arguments: Sequence[Any]) -> Any:
-    return kind(*[tuple(x) if isinstance(x, (list, tuple)) else x for x in arguments])
-
-
-def picked(results: Sequence[Any], returns: tuple[int, ...]) -> Any:
-    return results[returns[0]] if len(returns) == 1 else tuple(results[i] for i in returns)
-
-
-def register(operator: Operator) -> None:
-    """Make torch.ops.flashproto.NAME and, where there is a backward, NAME_backward."""
-    names, everything = operator.inputs, tuple(range(operator.outputs))
-    arguments = [*schema_of_tensors(names), *schema_of_values(operator.settings)]
-    results = ", ".join(["Tensor"] * operator.outputs)
-    results = f"({results})" if operator.outputs > 1 else results
-
-    def tensors_or_empty(made: Sequence[Any], like: Tensor) -> Any:
-        made = [
-            like.new_empty(0) if x is None else x.tensor() if isinstance(x, New) else x for x in made
-        ]
-        return made[0] if len(made) == 1 else tuple(made)
-
-    def forward(*args: Any) -> Any:
-        inputs, values = unpacked(names, args)
-        settings = values_of(operator.settings, values)
-        made = operator.run(inputs, settings, everything, True).function(*inputs)
-        return tensors_or_empty(made if operator.outputs > 1 else (made,), first(inputs))
-
-    def fake(*args: Any) -> Any:
-        inputs, values = unpacked(names, args)
-        made = operator.makes(values_of(operator.settings, values), *inputs)
-        return tensors_or_empty(made, first(inputs))
-
-    op = kernel_op(
-        f"flashproto::{operator.name}", forward, f"({', '.join(arguments)}) -> {results}", fake
-    )
-
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        tensors, values = unpacked(names, inputs)
-        settings = values_of(operator.settings, values)
-        news = operator.makes(settings, *tensors)
-        results = (output,) if operator.outputs == 1 else output
-        outputs = [None if new is None else x for new, x in zip(news, results, strict=True)]
-        ctx.context, ctx.values = operator.context(settings, tensors), plain_values(settings)
-        ctx.save_for_backward(*operator.saves(settings, tensors, outputs))
-        # An output that this call has not is an empty tensor, whose gradient means nothing.
-        ctx.differentiable = [x is not None for x in outputs[: operator.differentiable]]
-        stopped = zip(results, [*ctx.differentiable, *[False] * operator.outputs], strict=False)
-        ctx.mark_non_differentiable(*[x for x, differentiable in stopped if not differentiable])
-        ctx.set_materialize_grads(False)
-
-    def autograd(ctx: Any, *grads: Any) -> Any:
-        if operator.saved is None:
-            raise NotImplementedError(operator.no_gradient)
-        needs: Any = unpacked(names, ctx.needs_input_grad)[0]
-        grads = tuple(g if there else None for g, there in zip(grads, ctx.differentiable, strict=False))
-        made: Sequence[Any] = (None,) * len(needs)
-        if any(x is not None for x in grads):
-            made = backward_visibly(operator, ctx.context, tuple(needs), (*grads, *ctx.saved_tensors))
-        # torch takes a list of no numbers for one of no tensors, which wants no gradients back.
-        return *packed(names, made), *[[] if x == [] else None for x in ctx.values]
-
-    op.register_autograd(autograd, setup_context=setup_context)
-    if operator.saved is not None:
-        register_backward(operator, tensors_or_empty)
-
-
-def register_backward(operator: Operator, tensors_or_empty: Callable[..., Any]) -> None:
-    assert operator.saved is not None
-    context_type = operator.context_type or operator.settings
-    grads = [f"grad{i}" for i in range(operator.differentiable)]
-    names = ", ".join([*(f"{x}?" for x in grads), *filter(None, [operator.saved])])
-    arguments = [*schema_of_tensors(names), *schema_of_values(context_type), "bool[] needs"]
-    count = operator.inputs.count(",") + 1
-    results = f"({', '.join(['Tensor'] * count)})" if count > 1 else "Tensor"
-    results = "Tensor[]" if "*" in operator.inputs else results
-
-    def parts(args: Any) -> tuple[list[Tensor | None], Any, tuple[bool, ...]]:
-        tensors, (*values, needs) = unpacked(names, args)
-        return tensors, values_of(context_type, values), tuple(needs)
-
-    def finished(made: Sequence[Any], like: Tensor) -> Any:
-        made = [None if isinstance(x, int) else x for x in made]
-        results = tensors_or_empty(made, like)
-        if "*" not in operator.inputs:
-            return results
-        return [results] if isinstance(results, Tensor) else list(results)
-
-    def backward(*args: Any) -> Any:
-        tensors, context, needs = parts(args)
-        made = operator.run_backward(tensors, context, needs, op=True)(*tensors)
-        return finished(made if isinstance(made, tuple) else (made,), first(tensors))
-
-    def fake(*args: Any) -> Any:
-        tensors, context, needs = parts(args)
-        n = operator.differentiable
-        return finished(operator.gradients(context, tensors[:n], tensors[n:], needs), first(tensors))
-
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise NotImplementedError(NO_SECOND_DERIVATIVE)
-
-    schema = f"({', '.join(arguments)}) -> {results}"
-    op = kernel_op(f"flashproto::{backward_name(operator)}", backward, schema, fake)
-    op.register_autograd(refuse)
-
-
-def backward_name(operator: Operator) -> str:
-    return operator.backward_name or f"{operator.name}_backward"
-
-
-def first(tensors: Sequence[Tensor | None]) -> Tensor:
-    return next(x for x in tensors if x is not None)
-
-
-def kernel_op(
-    name: str, function: Callable[..., Any], schema: str, fake: Callable[..., Any],
-    mutates_args: tuple[str, ...] = (),
-) -> torch.library.CustomOpDef:  # fmt: skip
-    """torch.library.custom_op of a function that launches kernels, with two differences, if it changes
-    no argument: the op raises on inputs that carry tangents, which torch.library would drop, and a
-    call that `goes_straight` skips the second way through the dispatcher that torch.library takes to
-    the function, and its Python: 10 of the 20 microseconds by which an op's call is longer than that.
-    """
-    op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
-
-    def telling(*args: Any) -> Any:
-        private.tell_inductor(op)
-        return fake(*args)
-
-    op.register_fake(telling)
-    if mutates_args:
-        return op
-    differentiate = private.autograd_of(op)
-
-    def autograd(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if private.forward_mode() and private.has_tangent(args):
-            raise NotImplementedError(NO_TANGENT)
-        if private.goes_straight(keyset) and not (
-            is_grad_enabled() and torch._C._any_requires_grad(*args)
-        ):
-            return function(*args, **kwargs)
-        return differentiate(keyset, *args, **kwargs)
-
-    private.override_autograd(op, autograd)
-    return op

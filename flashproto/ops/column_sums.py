@@ -12,11 +12,11 @@ from .device import cdiv, has_dependent_launches
 from .recipe import New, Operand, Recipe
 
 Pair = tuple[Operand | None, Operand | None]
-"""Of dweight and dbias, None for one that nobody asks for."""
+"""Partial sums of dweight and dbias; None for a gradient that is not needed."""
 
 
 def partial_sums(recipe: Recipe, P: int, N: int, sums: Pair) -> Pair:
-    """Float32 [P, N] for either of the sums, in one piece of memory, from multiples of 16 bytes on."""
+    """Float32 [P, N] for each of the two sums, in one piece of memory, at multiples of 16 bytes."""
     wanted = [x is not None for x in sums]
     words = 4 * cdiv(P * N, 4)
     memory = recipe.make(New.contiguous((sum(wanted) * words,), torch.float32, recipe.device))
@@ -40,7 +40,10 @@ def column_sums_launch(partials: Any, sums: Any) -> tuple[int, tuple[Any, ...], 
     columns = 1024 if backends.INTERPRETED else config.columns  # it takes a millisecond a program
     dependent = has_dependent_launches(partial.device)
     options = {
-        "R": config.rows, "C": columns, "num_warps": config.num_warps,
-        "PDL": dependent, "launch_pdl": dependent or None,
-    }  # fmt: skip
+        "R": config.rows,
+        "C": columns,
+        "num_warps": config.num_warps,
+        "PDL": dependent,
+        "launch_pdl": dependent or None,
+    }
     return sum(x is not None for x in sums) * cdiv(N, columns), (*partials, *sums, P, N), options

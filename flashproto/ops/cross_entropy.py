@@ -6,9 +6,9 @@ gradient is computed from, the denominator) lies in one piece of memory, `state`
 
     loss, z, lse, m, l: [M] each, padded to whole 16 bytes; the sum of z; the denominator
 
-Where the gradient will be that of one number, the forward pass writes it already, while the logits are
-in cache; the backward pass then has nothing left to do, unless the gradient from above is not 1 (see
-kernels/cross_entropy.py).  With float16 logits it hardly ever is 1: their gradients need a loss scale,
+Where the loss is one number, the forward pass already writes the gradient, while the logits are in
+cache.  The backward pass then has nothing left to do, unless the upstream gradient is not 1 (see
+kernels/cross_entropy.py).  With float16 logits it is hardly ever 1: their gradients need a loss scale,
 without which most are too small for float16.
 """
 
@@ -66,8 +66,8 @@ class Settings(NamedTuple):
 def settings_of(
     logits: Tensor, options: Options, reduction: str, need_lse: bool, inplace: bool
 ) -> Settings:
-    """The settings of a call, for which something that wants to see its op has the last word: an op
-    gives nothing away."""
+    """The settings of a call.  Where something wants to see the call's op, the op decides: it gives no
+    memory away."""
     at_once = reduction != "none" and not need_lse and not inplace and logits.dtype != torch.float16
     if torch.compiler.is_compiling() or call.transforms_active():
         at_once = inplace = False
@@ -119,15 +119,22 @@ def sum_in_float32(x: Tensor) -> Tensor:
 
 
 def launch_forward(
-    recipe: Recipe, x: Operand, targets: Operand, weights: Weights, denominator: Operand | None,
-    losses: Sequence[Operand], dx: Operand | None, options: Options, keep: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    x: Operand,
+    targets: Operand,
+    weights: Weights,
+    denominator: Operand | None,
+    losses: Sequence[Operand],
+    dx: Operand | None,
+    options: Options,
+    keep: bool,
+) -> None:
     """Fill `losses` (loss, z, lse, m, l) [M] of x [M, V] and targets [M], and dx, which may be x."""
     M, V = x.shape
     ignore_index, smoothing, z_loss, softcap = options
     choose = configs.cross_entropy_forward if dx is None else configs.cross_entropy_forward_gradient
     config = choose(V, x.element_size())
-    # By the stride alone: a row's sums are then in one order wherever in the matrix it stands.
+    # By the stride alone: a row's sums then have one order, wherever the row is in the matrix.
     aligned = x.stride(0) * x.element_size() % 16 == 0
     recipe.launch(
         cross_entropy_forward_kernel, cdiv(M, config.rows),
@@ -140,10 +147,20 @@ def launch_forward(
 
 
 def launch_backward(
-    recipe: Recipe, dloss: Operand, dlse: Operand | None, x: Operand, targets: Operand,
-    weights: Weights, denominator: Operand | None, state: Sequence[Operand], dx: Operand,
-    options: Options, V: int, first: int = 0, done: bool = False,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    dloss: Operand,
+    dlse: Operand | None,
+    x: Operand,
+    targets: Operand,
+    weights: Weights,
+    denominator: Operand | None,
+    state: Sequence[Operand],
+    dx: Operand,
+    options: Options,
+    V: int,
+    first: int = 0,
+    done: bool = False,
+) -> None:
     """Fill dx, which may be x [M, N], columns `first` and on of V; state is (lse, m, l).  done: where
     the number dloss is 1, dx is left as it is."""
     M, N = x.shape
@@ -161,11 +178,17 @@ def launch_backward(
 
 
 def add_up(
-    recipe: Recipe, targets: Operand, weight: Operand | None, losses: Sequence[Operand] | None,
-    sums: Sequence[Operand | None], V: int, ignore_index: int, mean: bool,
-) -> None:  # fmt: skip
-    """Fill `sums` (loss, z, denominator), one number each, of all rows from `losses` (loss, z) of each
-    and their targets; without losses the denominator alone.  Summed in a fixed order."""
+    recipe: Recipe,
+    targets: Operand,
+    weight: Operand | None,
+    losses: Sequence[Operand] | None,
+    sums: Sequence[Operand | None],
+    V: int,
+    ignore_index: int,
+    mean: bool,
+) -> None:
+    """Fill `sums` (loss, z, denominator), one number each, from `losses` (loss, z) of all rows and
+    their targets; without losses the denominator alone.  They are summed in a fixed order."""
     config = configs.cross_entropy_total()
     P = cdiv(targets.numel(), config.length)
     partial = [
@@ -174,11 +197,20 @@ def add_up(
     ]
     if P:
         recipe.launch(
-            cross_entropy_total_kernel, P,
-            targets, weight, *(losses or (None, None)), *partial,
-            targets.numel(), V, ignore_index, mean and P == 1, config.length, config.tile,
+            cross_entropy_total_kernel,
+            P,
+            targets,
+            weight,
+            *(losses or (None, None)),
+            *partial,
+            targets.numel(),
+            V,
+            ignore_index,
+            mean and P == 1,
+            config.length,
+            config.tile,
             num_warps=config.num_warps,
-        )  # fmt: skip
+        )
     if P == 1:
         return
     *results, denominator = sums
@@ -258,7 +290,7 @@ def backward(
     if dloss is None:
         dloss = recipe.make(New.contiguous((), f32, logits.device)).zero_()
     if done is not None:
-        # Without its version: what is done to the gradient is no matter of the graph that saved it.
+        # Without its version counter: changes of the gradient do not concern the graph that saved it.
         like = New.contiguous(logits.shape, logits.dtype, logits.device)
         dlogits = recipe.compute(contiguous_data, done, like=like)
     elif settings.inplace and not recipe.functional and is_matrix_in_place(logits, x):
@@ -271,15 +303,24 @@ def backward(
             rows[0] = lse.contiguous()
         divisor = totals_of(state, M)[1] if settings.reduction == "mean" else None
         launch_backward(
-            recipe, dloss.contiguous(), None if dlse is None else dlse.contiguous(), x,
-            targets.contiguous().reshape(M), constants(recipe, weight, options.label_smoothing),
-            divisor, rows, dlogits.rows(), options, V, done=done is not None,
-        )  # fmt: skip
+            recipe,
+            dloss.contiguous(),
+            None if dlse is None else dlse.contiguous(),
+            x,
+            targets.contiguous().reshape(M),
+            constants(recipe, weight, options.label_smoothing),
+            divisor,
+            rows,
+            dlogits.rows(),
+            options,
+            V,
+            done=done is not None,
+        )
     return [dlogits, None, None]
 
 
 def is_matrix_in_place(logits: Operand, x: Operand) -> bool:
-    """Whether rows x are logits where they lie, none over another."""
+    """Whether rows x are the logits' own memory, and no two overlap."""
     return x.variable == logits.variable and (x.stride(0) >= x.shape[1] or x.shape[0] <= 1)
 
 
@@ -294,10 +335,19 @@ def claimed(logits: Tensor) -> Tensor:
 
 
 cross_entropy = Operator(
-    "cross_entropy", inputs="logits, targets, weight?", outputs=5, settings=Settings, makes=makes,
-    forward=forward, saved="logits, targets, weight?, lse?, state, dlogits?", saves=saves,
-    gradients=gradients, backward=backward, differentiable=2, gives_away=5,
-)  # fmt: skip
+    "cross_entropy",
+    inputs="logits, targets, weight?",
+    outputs=5,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="logits, targets, weight?, lse?, state, dlogits?",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+    gives_away=5,
+)
 
 
 # --- for linear_cross_entropy.py, of tensors --------------------------------------------------------
@@ -332,15 +382,20 @@ def _rows_backward(recipe, tensors, options, V, first):
 
 
 def total(
-    targets: Tensor, weight: Tensor | None, losses: Sequence[Tensor] | None, V: int, ignore_index: int,
+    targets: Tensor,
+    weight: Tensor | None,
+    losses: Sequence[Tensor] | None,
+    V: int,
+    ignore_index: int,
     mean: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z, denominator) by add_up; without losses the denominator alone is filled."""
     loss, z, denominator = (torch.empty((), dtype=f32, device=targets.device) for _ in range(3))
     steps(
-        _total, [targets, weight, *(losses or (None, None)), loss, z, denominator],
+        _total,
+        [targets, weight, *(losses or (None, None)), loss, z, denominator],
         (V, ignore_index, mean),
-    )  # fmt: skip
+    )
     return loss, z, denominator
 
 

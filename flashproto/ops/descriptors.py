@@ -1,8 +1,8 @@
 """TMA descriptors: how the copy engine of Hopper finds a box of a tensor.
 
-A descriptor is a function of an address, a dtype, a shape, strides and a box.  Checking all these and
-having one made takes Triton several microseconds; Boxes keep what all addresses have in common, and the
-descriptors of the addresses seen last.  They hold no memory of the tensors.
+A descriptor is a function of an address, a dtype, a shape, strides and a box.  Triton takes several
+microseconds to check all these and make one.  Boxes keep what all addresses have in common, and the
+descriptors of the last addresses.  They hold no memory of the tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from . import private
 from .recipe import Boxed, Operand
 
 LANGUAGE_TYPES = {torch.float16: float16, torch.bfloat16: bfloat16, torch.float32: float32}
-# The stride of a dimension of one entry, which is never used: what it is may not be what TMA accepts.
+# For a dimension of one entry, whose stride is never used and may be one that TMA does not accept.
 UNUSED_STRIDE = 1 << 23
-KEPT = 256  # addresses, each about 700 bytes; a training step uses one for each layer or two
+CAPACITY = 256  # addresses, each about 700 bytes; a training step uses one for each layer or two
 
 Shape = tuple[int, ...]
 
@@ -58,7 +58,7 @@ class Boxes(dict[int, Descriptor]):
         self.first = first
 
     def __missing__(self, address: int) -> Descriptor:
-        if len(self) >= KEPT:
+        if len(self) >= CAPACITY:
             self.clear()
         made = self[address] = self.first.at(address)
         return made

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from .. import backends
+from .. import backends, configs
 
 # Under the interpreter there is no device; kernels get the tiles of the smallest GPU that is supported.
 INTERPRETER_CAPABILITY = (8, 0)
@@ -34,6 +34,18 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def programs_at_once(device: torch.device, config: configs.RowConfig) -> int:
+    """How many programs run at once, or clusters of programs, where each takes many rows.
+
+    A cluster stays within one GPC, so some multiprocessors are left over: of an H200's 132, clusters of
+    4 or 8 leave 12, and clusters of 16 leave 20.
+    """
+    count = multiprocessors(device)
+    if config.cluster > 1:
+        count = max(count * 15 // 16 // config.cluster, 1)
+    return count * config.programs
+
+
 @functools.cache
 def has_hopper_kernels(device: torch.device) -> bool:
     """Whether `device` takes the kernels of kernels/hopper."""
@@ -42,8 +54,8 @@ def has_hopper_kernels(device: torch.device) -> bool:
 
 @functools.cache
 def has_dependent_launches(device: torch.device) -> bool:
-    """Whether a launch with launch_pdl begins as soon as every program of the one before has ended or
-    said that it may; what that has written its programs have to wait for themselves."""
+    """Whether a launch with launch_pdl begins as soon as every program of the launch before has ended
+    or allowed it.  Its programs must then wait themselves for what that launch writes."""
     return not backends.INTERPRETED and capability(device)[0] >= 9
 
 
@@ -57,7 +69,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]
 def outside_memory_pool(make: Callable[[], Made], device: torch.device) -> Made:
     """make(), on the current stream of `device`, a GPU, for memory that outlives the call.
 
-    In a thread of its own, since a private memory pool of the calling thread (torch.compile's CUDA
+    It runs in a thread of its own: a private memory pool of the calling thread (torch.compile's CUDA
     graphs make one to warm up) would take the memory back.
     """
     stream = torch.cuda.current_stream(device)

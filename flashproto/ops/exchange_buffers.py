@@ -1,16 +1,16 @@
 """Exchange buffers: the words through which programs of a launch exchange partial results
 (kernels/exchange.py).
 
-Words must be 0 before a launch, which leaves something in them.  Zeroing new ones is a launch of its
-own, of some microseconds before one of fifty.  A kernel that clears can do without: a pair of sets of
-words serves launch after launch.  Each launch publishes in one set and clears the other, where the
-launch before it published.
+Words must be 0 before a launch, and the launch leaves values in them.  Zeroing new words is a launch of
+its own, which takes some microseconds before one of fifty.  A kernel that clears words avoids it: a
+pair of sets of words serves launch after launch.  Each launch publishes in one set and clears the
+other, in which the launch before it published.
 
 Invariant: the words that a launch is given are 0.  Only launches on one stream use a pair, with one
-count of words; they run one after another, in the order in which they were made.  The set that a
-launch publishes in is new, zeroed on that stream, or the launch before it has cleared all of it, and
-has ended.
-Who might break that, and why they cannot:
+count of words, and they run one after another.  The set in which a launch publishes is either new and
+zeroed on that stream, or the launch before has cleared all of it and has ended.
+
+Who might break the invariant, and why they cannot:
  -  Two threads, or a call within a call.  `take` removes the pair from a dictionary in one step, and
     `give` puts it back behind the launch.  So nobody else holds the same pair: the second finds none
     and makes a new one.  What is put back last is kept.
@@ -35,7 +35,7 @@ from torch import Tensor
 from .device import outside_memory_pool
 from .private import current_stream
 
-KEPT = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
+CAPACITY = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
 PER_THREAD = 2  # cudaStreamPerThread
 
 Key = tuple[int, int, int]  # device, stream, count of words
@@ -76,8 +76,8 @@ def take(device: torch.device, count: int) -> Pair:
 
 
 def give(pair: Pair) -> None:
-    """The pair back, behind its launch: what was published in is to be cleared next."""
+    """Put the pair back after its launch: the set that was published in is cleared next."""
     if pair.key is not None:
-        if len(_pairs) >= KEPT:
+        if len(_pairs) >= CAPACITY:
             _pairs.clear()
         _pairs[pair.key] = pair.used, pair.fresh

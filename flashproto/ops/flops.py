@@ -1,7 +1,7 @@
 """Floating-point operations of the operators with matrix products, for torch.utils.flop_counter.
 
-As torch counts those of its own attention: two for a multiplication and an addition, products alone,
-and all scores, causal or not.
+They are counted as torch counts its own attention: two for a multiplication and an addition, products
+only, and all scores, causal or not.
 """
 
 from __future__ import annotations

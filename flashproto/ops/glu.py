@@ -54,9 +54,11 @@ def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
     outputs = parts_of(dgate, None, True) if halves else (dgate and dgate.rows(), dup and dup.rows())
     dy, gate, up, dgate, dup = tensors = one_row(dy.rows(), *inputs, *outputs)
     strides = (
-        dy.stride(0), gate.stride(0), 0 if up is None else up.stride(0),
+        dy.stride(0),
+        gate.stride(0),
+        0 if up is None else up.stride(0),
         (dup if dgate is None else dgate).stride(0),
-    )  # fmt: skip
+    )
     launch(recipe, glu_backward_kernel, gate, (*tensors, *strides), settings)
 
 
@@ -83,12 +85,27 @@ def launch(
     M, N = like.shape
     config = configs.glu(N, like.element_size())
     recipe.launch(
-        kernel, cdiv(M, config.rows) * cdiv(N, config.columns), *arguments, M, N,
-        ACT=settings.activation, R=config.rows, C=config.columns, num_warps=config.num_warps,
-    )  # fmt: skip
+        kernel,
+        cdiv(M, config.rows) * cdiv(N, config.columns),
+        *arguments,
+        M,
+        N,
+        ACT=settings.activation,
+        R=config.rows,
+        C=config.columns,
+        num_warps=config.num_warps,
+    )
 
 
 glu = Operator(
-    "glu", inputs="gate, up?", outputs=1, settings=Settings, makes=makes, forward=forward,
-    saved="gate, up?", saves=saves, gradients=gradients, backward=backward,
-)  # fmt: skip
+    "glu",
+    inputs="gate, up?",
+    outputs=1,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="gate, up?",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+)

@@ -35,7 +35,7 @@ def with_hooks(
 
 
 def parts_of(prologue: str, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
-    """The operands of a prologue, "" for none, and behind them those of an epilogue."""
+    """(operands of the prologue, operands of the epilogue); a prologue "" has none."""
     n = hooks.get(prologue).operands if prologue else 0
     return operands[:n], operands[n:]
 
@@ -100,18 +100,19 @@ def gradients_like(operands: Sequence[Any], needs: Sequence[bool]) -> list[New |
 
 def stores_of(gradients: Sequence[Operand | None], shape: Sequence[int]) -> list[Operand | None]:
     """Where the kernels store these gradients of operands that broadcast to `shape`: one element for
-    each of `shape`, in float32 where they are still to be summed."""
+    each of `shape`, in float32 where they must still be summed."""
     return [
-        g if g is None or g.shape == tuple(shape)
+        g
+        if g is None or g.shape == tuple(shape)
         else g.recipe.make(New.contiguous(shape, torch.float32, g.device))
         for g in gradients
-    ]  # fmt: skip
+    ]
 
 
 def summed(
     stores: Sequence[Operand | None], gradients: Sequence[Operand | None]
-) -> list[Operand | None]:  # fmt: skip
-    """The gradients, of what the kernels have stored; to be returned in their place."""
+) -> list[Operand | None]:
+    """The gradients, summed from what the kernels have stored; they are returned in its place."""
 
     def sum_up(store: Operand | None, gradient: Operand | None) -> Operand | None:
         if store is None or gradient is None or store is gradient:

@@ -72,11 +72,14 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
     ndim, eps, centered, casting, _, split_rows, prologue, scalars, epilogue, after_scalars = settings
     before, after = parts_of(prologue, operands)
     how = NormSettings(
-        ndim, eps, centered, casting,
+        ndim,
+        eps,
+        centered,
+        casting,
         hook_arguments(prologue, before, scalars, x.shape, ndim),
         hook_arguments(epilogue, after, after_scalars, x.shape, ndim),
         split_rows,
-    )  # fmt: skip
+    )
     filled = y, total, *statistics_in(statistics, centered)
     launch_forward(recipe, (x, residual, weight, bias), filled, how)
 
@@ -87,9 +90,13 @@ def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
     _, total, statistics = outputs
     reads = residual is not None and settings.prologue and hooks.get(settings.prologue).needs_value
     return [
-        x if residual is None else total, x if reads else None, weight,
-        bias if settings.epilogue else None, statistics, *operands,
-    ]  # fmt: skip
+        x if residual is None else total,
+        x if reads else None,
+        weight,
+        bias if settings.epilogue else None,
+        statistics,
+        *operands,
+    ]
 
 
 def context(settings: Any, inputs: Any) -> Context:
@@ -100,7 +107,7 @@ def context(settings: Any, inputs: Any) -> Context:
 
 
 def gradients(context: Context, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
-    """Behind a prologue the gradient of the residual is another than that of x."""
+    """With a prologue the gradient of the residual differs from that of x."""
     x, _, weight, _, _, *operands = saved
     dy = x if grads[0] is None else grads[0]  # without one the hooks have gradients, too
     apart = bool(context.prologue)
@@ -115,9 +122,7 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
         dy = recipe.make(New.contiguous(x.shape, context.x_dtype, x.device)).zero_()
     ndim, centered, casting, split_rows, prologue, scalars, epilogue, after_scalars = context[:8]
     stores = stores_of(made[4:], x.shape)
-    (before, after), (before_stores, after_stores) = (
-        parts_of(prologue, t) for t in (operands, stores)
-    )  # fmt: skip
+    (before, after), (before_stores, after_stores) = (parts_of(prologue, t) for t in (operands, stores))
     first = hook_arguments(prologue, before, scalars, x.shape, ndim, before_stores)
     last = hook_arguments(epilogue, after, after_scalars, x.shape, ndim, after_stores)
     if context.has_residual:
@@ -136,8 +141,17 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
 
 
 hooked_norm = Operator(
-    "hooked_norm", inputs="x, residual?, weight?, bias?, *operands", outputs=3, settings=Settings,
-    makes=makes, forward=forward,
-    saved="x, input?, weight?, bias?, statistics, *operands", saves=saves, context=context,
-    context_type=Context, gradients=gradients, backward=backward, differentiable=2,
-)  # fmt: skip
+    "hooked_norm",
+    inputs="x, residual?, weight?, bias?, *operands",
+    outputs=3,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="x, input?, weight?, bias?, statistics, *operands",
+    saves=saves,
+    context=context,
+    context_type=Context,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+)

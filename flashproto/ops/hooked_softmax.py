@@ -41,9 +41,13 @@ class Settings(NamedTuple):
 
 
 def arguments_of(
-    x: Tensor, log: bool, dtype: torch.dtype, split_rows: bool,
-    prologue: hooks.Call | None, epilogue: hooks.Call | None,
-) -> tuple[tuple[Tensor, ...], Settings]:  # fmt: skip
+    x: Tensor,
+    log: bool,
+    dtype: torch.dtype,
+    split_rows: bool,
+    prologue: hooks.Call | None,
+    epilogue: hooks.Call | None,
+) -> tuple[tuple[Tensor, ...], Settings]:
     """The operator's inputs and settings for epilogue(softmax(prologue(x))) in `dtype`."""
     before, after = named(prologue), named(epilogue)
     settings = Settings(log, dtype, split_rows, before[0], before[2], after[0], after[2])
@@ -104,6 +108,14 @@ def hooks_of(
 
 
 hooked_softmax = Operator(
-    "hooked_softmax", inputs="x, *operands", outputs=2, settings=Settings, makes=makes,
-    forward=forward, saved="x, lse, *operands", saves=saves, gradients=gradients, backward=backward,
-)  # fmt: skip
+    "hooked_softmax",
+    inputs="x, *operands",
+    outputs=2,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="x, lse, *operands",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+)

@@ -1,21 +1,21 @@
 """Linear layer and cross entropy without the matrix of logits: launches, autograd.Function and
 torch.library ops.
 
-Where the gradient will be that of one number, the forward pass takes a few thousand tokens at a time:
-their logits by a matrix product into a buffer, the kernel that turns the buffer into their gradient,
-and two more products, of which the one for the weight is accumulated in float32.  The backward pass
-then scales what it finds.  Otherwise the backward pass computes the logits once more, for all tokens
-and a part of the vocabulary at a time: then every element of dweight is one product over all tokens,
-and nothing of the weight's size is kept but dweight itself.
+There are two ways.  Where the loss is one number, the forward pass takes a few thousand tokens at a
+time: a matrix product writes their logits into a buffer, the kernel turns the buffer into their
+gradient, and two more products follow, of which the one for the weight is accumulated in float32.  The
+backward pass then only scales.  Otherwise the backward pass computes the logits once more, for all
+tokens and a part of the vocabulary at a time.  Then every element of dweight is one product over all
+tokens, and nothing of the weight's size is kept except dweight itself.
 
-A float32 dweight is its own sum, and float32 logits are computed once more by the very products of
-the forward pass, a chunk of tokens at a time.  Products of other shapes round otherwise, and a softmax
-of scores that are not those of its sum forfeits that it is p (1 - p) times as sensitive as they are.
+A float32 dweight is its own sum.  Float32 logits are computed once more by exactly the products of the
+forward pass, a chunk of tokens at a time, because products of other shapes round differently.  A
+softmax is only p (1 - p) times as sensitive as its scores if its sum was made of the same scores.
 
-low_memory is half of each: the forward pass accumulates the rows of dweight of one half of the
+low_memory is half of each way: the forward pass accumulates the rows of dweight of one half of the
 vocabulary, and computes the logits of the other half once more.  That is 3.5 products where the first
-way takes 3 and the second 4, and half the memory of the first in float32.  Where dweight is its own
-sum there is nothing to save.
+way takes 3 and the second 4, and it takes half the memory of the first in float32.  Where dweight is
+its own sum there is nothing to save.
 
 Legend: h [T, D]; weight [V, D]; bias, class_weight [V]; targets [T]; a chunk of the logits is
 [tokens, V] or [T, classes], in h's dtype.  Outputs and options as in cross_entropy.py.
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.cross_entropy import scale_unless_one_kernel
-from .call import FirstDerivative, dispatch_modes, kernel_op, steps, through_op
+from .call import FirstDerivative, dispatch_modes, steps, through_op
 from .cross_entropy import (
     Options,
     class_weights,
@@ -41,6 +41,7 @@ from .cross_entropy import (
     total,
 )
 from .device import cdiv, multiprocessors
+from .library import kernel_op
 from .linear_cross_entropy_products import (
     column_sums,
     hidden_gradient,
@@ -75,9 +76,18 @@ def linear_cross_entropy(
     if torch.is_grad_enabled() and not later:
         needs = [x is not None and x.requires_grad for x in (h, weight, bias)]
     arguments = (
-        h, weight, bias, targets, class_weight, *options, reduction, need_lse, chunk_size, low_memory,
+        h,
+        weight,
+        bias,
+        targets,
+        class_weight,
+        *options,
+        reduction,
+        need_lse,
+        chunk_size,
+        low_memory,
         *needs,
-    )  # fmt: skip
+    )
     if through_op((h, weight, bias, targets, class_weight)):
         return torch.ops.flashproto.linear_cross_entropy(*arguments)[:3]
     return LinearCrossEntropyFunction.apply(*arguments)[:3]
@@ -87,7 +97,7 @@ def linear_cross_entropy(
 
 
 def kept_dtype(x: Tensor) -> torch.dtype:
-    """Of a gradient that waits to be scaled: float16 has not the range for one that is not."""
+    """The dtype of a gradient that waits to be scaled: float16 lacks the range before it is."""
     return torch.float32 if x.dtype == torch.float16 else x.dtype
 
 
@@ -99,8 +109,8 @@ def gradient_buffers(
     classes: int,
     kept: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, dweight, dbias), uninitialised, the latter two of `classes` classes; of no elements where
-    one is not asked for.  kept: they wait to be scaled."""
+    """(dh, dweight, dbias), uninitialised, the latter two with `classes` classes.  Gradients that are
+    not needed are empty.  kept: they wait to be scaled."""
 
     def empty(x: Tensor | None, need: bool, rows: int) -> Tensor:
         if x is None or not need:
@@ -115,12 +125,12 @@ def gradient_buffers(
 
 
 def without_padding(x: Tensor, V: int) -> Tensor:
-    """x less the classes behind the first V, which stay in its memory."""
+    """The first V classes of x; the others stay in its memory."""
     return x.resize_(V, *x.shape[1:]) if x.shape[0] > V else x
 
 
 def divisors_of(denominator: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """What gradients of "sum" are divided by to be those of "mean": of each row [T, 1], and of all.
+    """The divisors that turn gradients of "sum" into those of "mean": for each row [T, 1], and for all.
 
     Where the denominator is 0, ignored rows keep gradients of 0, the others have NaN, as in torch.
     """
@@ -178,8 +188,8 @@ def linear_cross_entropy_forward(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, ...]:
-    """(loss, z, lse, m, l, denominator, dh, dweight, dbias), the gradients for dloss = 1 where they are
-    asked for; chunk_size tokens at a time."""
+    """(loss, z, lse, m, l, denominator, dh, dweight, dbias), chunk_size tokens at a time; the gradients
+    are those for dloss = 1, where they are needed."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     (T, D), V = h.shape, weight.shape[0]
     losses = empty_losses(h, targets.shape)
@@ -210,9 +220,15 @@ def linear_cross_entropy_forward(
         chunk = logits_of(h[part], W, b, memory)
         logits = chunk[:, :V]
         rows_forward(
-            logits, targets[part], weights, None, tuple(row[part] for row in losses),
-            logits if need_dh or need_dweight or need_dbias else None, options, need_lse,
-        )  # fmt: skip
+            logits,
+            targets[part],
+            weights,
+            None,
+            tuple(row[part] for row in losses),
+            logits if need_dh or need_dweight or need_dbias else None,
+            options,
+            need_lse,
+        )
         zero_padding(chunk, logits)
         if need_dh:
             hidden_gradient(chunk, W, product_dh[:n], classes)
@@ -232,17 +248,25 @@ def linear_cross_entropy_forward(
     del dweight_sum
     if need_dweight and summed < V and T:
         for rest, _, dlogits in gradient_slices(
-            h.new_ones((), dtype=torch.float32), None, h, weight, bias, targets, weights, denominator,
-            (losses[2], losses[3], losses[4]), options, classes, summed,
-        ):  # fmt: skip
+            h.new_ones((), dtype=torch.float32),
+            None,
+            h,
+            weight,
+            bias,
+            targets,
+            weights,
+            denominator,
+            (losses[2], losses[3], losses[4]),
+            options,
+            classes,
+            summed,
+        ):
             weight_gradient(dlogits, h, dweight[rest])
     loss, z, *state = losses
     if reduction != "none":
         loss, z, _ = total(targets, weights[0], (loss, z), V, ignore_index, mean)
     denominator = loss.new_empty(0) if denominator is None else denominator
-    return (
-        loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V)
-    )  # fmt: skip
+    return (loss, z, *state, denominator, dh, without_padding(dweight, V), without_padding(dbias, V))
 
 
 def linear_cross_entropy_backward(
@@ -266,14 +290,18 @@ def linear_cross_entropy_backward(
     need_dweight: bool,
     need_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dh, dweight, dbias), of no elements where one is not asked for, from the logits computed anew:
-    in float32 chunk_size tokens at a time, else as many classes at a time as take the same memory."""
+    """(dh, dweight, dbias) from logits that are computed again: in float32 chunk_size tokens at a time,
+    else as many classes at a time as take the same memory.  Gradients that are not needed are empty."""
     options = Options(ignore_index, label_smoothing, z_loss, softcap)
     T, V = h.shape[0], weight.shape[0]
     dh, dweight, dbias = gradient_buffers(
-        h, weight, bias, (need_dh, need_dweight, need_dbias),
-        configs.product_classes(V, h.element_size()) if T else V, kept=False,
-    )  # fmt: skip
+        h,
+        weight,
+        bias,
+        (need_dh, need_dweight, need_dbias),
+        configs.product_classes(V, h.element_size()) if T else V,
+        kept=False,
+    )
     if T == 0:
         return dh, dweight.zero_(), dbias.zero_()
     dloss = lse.new_zeros(()) if dloss is None else dloss.contiguous()
@@ -288,9 +316,17 @@ def linear_cross_entropy_backward(
             rows = slice(start, min(start + chunk_size, T))
             chunk = logits_of(h[rows], weight, b, memory)
             rows_backward(
-                dloss[rows] if dloss.ndim else dloss, None if dlse is None else dlse[rows], chunk,
-                targets[rows], weights, divisor, (lse[rows], m[rows], l[rows]), chunk, options, V,
-            )  # fmt: skip
+                dloss[rows] if dloss.ndim else dloss,
+                None if dlse is None else dlse[rows],
+                chunk,
+                targets[rows],
+                weights,
+                divisor,
+                (lse[rows], m[rows], l[rows]),
+                chunk,
+                options,
+                V,
+            )
             if need_dh:
                 hidden_gradient(chunk, weight, dh[rows], classes)
             if need_dweight:
@@ -300,8 +336,8 @@ def linear_cross_entropy_backward(
         return dh, dweight, dbias
     dh_sum = dh if h.dtype == torch.float32 else h.new_empty(dh.shape, dtype=torch.float32)
     for part, W, dlogits in gradient_slices(
-        dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes,
-    ):  # fmt: skip
+        dloss, dlse, h, weight, bias, targets, weights, divisor, (lse, m, l), options, classes
+    ):
         if need_dh:
             product(dlogits, W, dh_sum, add=part.start > 0)
         if need_dweight:
@@ -317,7 +353,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """gradient * factor in `dtype`; in the memory of `gradient` if the dtype is the same."""
     if gradient.dtype != dtype:
         return torch.mul(gradient, factor, out=gradient.new_empty(gradient.shape, dtype=dtype))
-    # Without its version: what is done to the result is no matter of the graph that saved `gradient`.
+    # Without its version counter: changes of the result do not concern the graph that saved `gradient`.
     gradient = gradient.data
     if gradient.numel():
         steps(_scale_unless_one, [gradient, factor], ())

@@ -1,8 +1,9 @@
 """The matrix products of linear_cross_entropy.py, and the memory of logits.
 
-Where there are but slow products of V classes, all take up to 7 more (configs.product_classes), which
-are zeros: rows of the weight, in a copy where it is not converted anyway, and columns of the logits'
-gradient.  The memory of dweight and dbias has room for them behind the last class.
+Where cuBLAS has only slow products for V classes, all products take up to 7 more classes
+(configs.product_classes).  These are zeros: rows of the weight, in a copy unless it is converted
+already, and columns of the logits' gradient.  dweight and dbias have room for them after the last
+class.
 
 Legend: linear_cross_entropy.py.
 """
@@ -18,7 +19,7 @@ from .. import configs
 
 
 def padded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [V, ...] in `dtype`, with zeros for as many classes more as products of that dtype take."""
+    """x [V, ...] in `dtype`, with zeros for the classes that products of that dtype take beyond V."""
     V = x.shape[0]
     rows = configs.product_classes(V, dtype.itemsize)
     if rows == V:

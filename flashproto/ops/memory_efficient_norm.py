@@ -87,13 +87,21 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
     prologue = HookArguments(forward=hook, arguments=(rows, scalars))
     how = NormSettings(ndim, 0.0, context.centered, casting, prologue)
     tensors = y, None, weight, None, None, own_rstd
-    launch_backward(
-        recipe, dy, dtotal if context.has_residual else None, tensors, (*made, None), how
-    )  # fmt: skip
+    launch_backward(recipe, dy, dtotal if context.has_residual else None, tensors, (*made, None), how)
 
 
 memory_efficient_norm = Operator(
-    "memory_efficient_norm", inputs="x, residual?, weight?", outputs=3, settings=Settings, makes=makes,
-    forward=forward, saved="y, weight?, rstd", saves=saves, context=context, context_type=Context,
-    gradients=gradients, backward=backward, differentiable=2,
-)  # fmt: skip
+    "memory_efficient_norm",
+    inputs="x, residual?, weight?",
+    outputs=3,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="y, weight?, rstd",
+    saves=saves,
+    context=context,
+    context_type=Context,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+)

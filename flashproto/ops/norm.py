@@ -92,7 +92,17 @@ def backward(recipe: Recipe, context: Context, grads: Any, saved: Any, made: Any
 
 
 norm = Operator(
-    "norm", inputs="x, residual?, weight?, bias?", outputs=3, settings=Settings, makes=makes,
-    forward=forward, saved="x, weight?, statistics?", saves=saves, context=context,
-    context_type=Context, gradients=gradients, backward=backward, differentiable=2,
-)  # fmt: skip
+    "norm",
+    inputs="x, residual?, weight?, bias?",
+    outputs=3,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="x, weight?, statistics?",
+    saves=saves,
+    context=context,
+    context_type=Context,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+)

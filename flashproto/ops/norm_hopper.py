@@ -10,11 +10,10 @@ from typing import Any
 
 from .. import backends, configs
 from .column_sums import column_sums, partial_sums
-from .device import cdiv
-from .exchange import POLLS, exchange, programs_at_once
+from .device import cdiv, programs_at_once
 from .norm_types import Inputs, NormSettings, Outputs, Saved, sizes
 from .recipe import Exchange, Operand, Recipe
-from .rows import contiguous
+from .rows import POLLS, contiguous, exchange
 
 if not backends._gluon_reasons():  # otherwise no device takes these kernels
     from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
@@ -59,8 +58,10 @@ def launch_forward_hopper(
     numbers: tuple[int, ...] = (x.stride(0) // per_unit, residual_stride // per_unit, M, N // per_unit)
     constants: tuple[Any, ...] = (settings.eps, settings.centered, settings.casting)
     options: dict[str, Any] = {
-        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers,
-    }  # fmt: skip
+        "C": config.columns,
+        "num_warps": config.num_warps,
+        "maxnreg": config.max_registers,
+    }
     tiles = cdiv(M, config.rows)
     if not unaligned:
         options["R"] = config.rows
@@ -93,10 +94,13 @@ def even_groups(tiles: int, most: int) -> int:
 
 
 def launch_backward_hopper(
-    recipe: Recipe, dy: Operand, saved: Saved,
-    gradients: tuple[Operand, Operand | None, Operand | None], settings: NormSettings,
+    recipe: Recipe,
+    dy: Operand,
+    saved: Saved,
+    gradients: tuple[Operand, Operand | None, Operand | None],
+    settings: NormSettings,
     config: configs.RowConfig,
-) -> None:  # fmt: skip
+) -> None:
     """launch_backward of norm_launch.py; gradients: (dx, dweight, dbias); dy is of the dtype of x."""
     x, _, weight, _, mean, rstd = saved
     dx, dweight, dbias = gradients

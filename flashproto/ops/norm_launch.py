@@ -15,8 +15,7 @@ from ..kernels.norm import norm_forward_kernel, norm_forward_split_kernel
 from ..kernels.norm_backward import norm_backward_kernel, norm_backward_split_kernel
 from .call import Gradient
 from .column_sums import column_sums, partial_sums
-from .device import capability, cdiv, has_hopper_kernels
-from .exchange import POLLS, exchange, programs_at_once
+from .device import capability, cdiv, has_hopper_kernels, programs_at_once
 from .norm_hopper import launch_backward_hopper, launch_forward_hopper
 from .norm_types import (
     Gradients,
@@ -29,7 +28,7 @@ from .norm_types import (
     statistics_like,
 )
 from .recipe import Exchange, New, Operand, Recipe
-from .rows import contiguous
+from .rows import POLLS, contiguous, exchange
 
 # --- forward -------------------------------------------------------------------------------------
 
@@ -76,16 +75,31 @@ def forward_arguments(inputs: Inputs, settings: NormSettings) -> tuple[Inputs, t
     x = x.rows(normalized_ndim)
     residual = None if residual is None else residual.rows(normalized_ndim)
     numbers = (
-        x.stride(0), 0 if residual is None else residual.stride(0), M, N, eps,
-        prologue.arguments, epilogue.arguments, centered, casting, prologue.forward, epilogue.forward,
-    )  # fmt: skip
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        M,
+        N,
+        eps,
+        prologue.arguments,
+        epilogue.arguments,
+        centered,
+        casting,
+        prologue.forward,
+        epilogue.forward,
+    )
     return (x, residual, contiguous(weight), contiguous(bias)), numbers
 
 
 def launch_of_rows(
-    recipe: Recipe, kernels: tuple[Any, Any], config: configs.RowConfig, M: int, N: int,
-    tensors: tuple[Operand | None, ...], numbers: tuple[Any, ...], exchanges: int = 1,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    kernels: tuple[Any, Any],
+    config: configs.RowConfig,
+    M: int,
+    N: int,
+    tensors: tuple[Operand | None, ...],
+    numbers: tuple[Any, ...],
+    exchanges: int = 1,
+) -> None:
     """Add the launch of a forward kernel: of `kernels` the first, for whole rows, or the other, for
     split ones, whose programs meet `exchanges` times."""
     options = tile_of(config)
@@ -180,9 +194,13 @@ def converted(x: Operand, dtype: torch.dtype) -> Operand:
 
 
 def launch_backward(
-    recipe: Recipe, dy: Operand, dtotal: Operand | None, saved: Saved, gradients: Gradients,
+    recipe: Recipe,
+    dy: Operand,
+    dtotal: Operand | None,
+    saved: Saved,
+    gradients: Gradients,
     settings: NormSettings,
-) -> None:  # fmt: skip
+) -> None:
     """Add the launches that fill the gradients: of partial sums, and of their sums where these are
     asked for.  x is total where a residual was added, dtotal the gradient that reaches it from
     elsewhere."""
@@ -203,24 +221,39 @@ def launch_backward(
     x, dy = x.rows(normalized_ndim), dy.rows(normalized_ndim)
     dtotal = None if dtotal is None else dtotal.rows(normalized_ndim)
     input = None if input is None else input.rows(normalized_ndim)
-    tensors = (
-        dy, dtotal, x, input, contiguous(weight), contiguous(bias), mean, rstd, dx, dresidual
-    )  # fmt: skip
+    tensors = (dy, dtotal, x, input, contiguous(weight), contiguous(bias), mean, rstd, dx, dresidual)
     numbers = (
-        dy.stride(0), 0 if dtotal is None else dtotal.stride(0), x.stride(0),
-        0 if input is None else input.stride(0), M, N,
-    )  # fmt: skip
+        dy.stride(0),
+        0 if dtotal is None else dtotal.stride(0),
+        x.stride(0),
+        0 if input is None else input.stride(0),
+        M,
+        N,
+    )
     hooks = (
-        prologue.arguments, prologue.gradients, epilogue.arguments, epilogue.gradients,
-        centered, casting, prologue.forward, prologue.backward, epilogue.backward,
-    )  # fmt: skip
+        prologue.arguments,
+        prologue.gradients,
+        epilogue.arguments,
+        epilogue.gradients,
+        centered,
+        casting,
+        prologue.forward,
+        prologue.backward,
+        epilogue.backward,
+    )
     sums = dweight, dbias
     any_sums = dweight is not None or dbias is not None
     itemsize = 4 if settings.hooked else x.element_size()
     config = configs.norm_backward(
-        N, itemsize, any_sums, centered, capability(x.device), dtotal is not None, dbias is not None,
+        N,
+        itemsize,
+        any_sums,
+        centered,
+        capability(x.device),
+        dtotal is not None,
+        dbias is not None,
         rstd is not None,
-    )  # fmt: skip
+    )
     if split_rows:
         config = configs.norm_split(N, itemsize)
     options = tile_of(config)
@@ -235,9 +268,16 @@ def launch_backward(
         options |= {"WHOLE": N % config.columns == 0, "LANES": lanes, "POLLS": POLLS}
         pair = Exchange(words), Exchange(words, used=True)
         recipe.launch(
-            norm_backward_split_kernel, P * splits, *tensors, *partials, *pair, *numbers, P, *hooks,
+            norm_backward_split_kernel,
+            P * splits,
+            *tensors,
+            *partials,
+            *pair,
+            *numbers,
+            P,
+            *hooks,
             **options,
-        )  # fmt: skip
+        )
     else:
         tiles = cdiv(M, config.rows)
         P = min(tiles, programs) if any_sums or config.cluster > 1 else tiles

@@ -22,11 +22,11 @@ Outputs: TypeAlias = tuple[Operand, Operand | None, Operand | None, Operand | No
 statistics where nobody keeps them"""
 Saved: TypeAlias = tuple[
     Operand, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None
-]  # fmt: skip
+]
 """(x, input, weight, bias, mean, rstd) of kernels/norm_backward.py; mean is None where x has mean 0,
 both statistics where the backward is to work them out again"""
 Gradients: TypeAlias = tuple[Operand, Operand | None, Operand | None, Operand | None]
-"""(dx, dresidual, dweight, dbias); None where nobody asks for one, dresidual also where it is dx"""
+"""(dx, dresidual, dweight, dbias); None where one is not needed, dresidual also where it is dx"""
 
 
 class NormSettings(NamedTuple):

@@ -114,9 +114,8 @@ def tell_inductor(op: torch.library.CustomOpDef) -> None:
 VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
 # Triton 3.9 has one entry point for all kernels, which takes a kernel's arguments as one tuple.
 PACKED = VERSION == (3, 9)
+# Whether kernels are entered in C, tensor descriptors encoded; else Triton's Python does that.
 DIRECT = PACKED or VERSION == (3, 6)
-# Whether tensor descriptors are handed over encoded; else Triton encodes them itself.
-ENCODES = DIRECT
 
 
 def has_entry(kernel: Any) -> bool:

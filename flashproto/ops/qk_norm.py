@@ -95,11 +95,16 @@ def launch_forward(
 
 
 def launch_backward(
-    recipe: Recipe, settings: Settings, grads: Heads, inputs: tuple[Operand, Operand | None],
-    outputs: Heads, others: Others, weights: Sequence[Operand | None],
-) -> None:  # fmt: skip
-    """Gradients of q, k and v from those of the results, `grads`, into `outputs`, and those of the
-    weights that are wanted; v is None or copied."""
+    recipe: Recipe,
+    settings: Settings,
+    grads: Heads,
+    inputs: tuple[Operand, Operand | None],
+    outputs: Heads,
+    others: Others,
+    weights: Sequence[Operand | None],
+) -> None:
+    """Write the gradients of q, k and v into `outputs`, from those of the results, `grads`, and make
+    those of the weights that are wanted; v is None or copied."""
     q, k = inputs
     B, q_heads, S, D = q.shape
     k_heads = 0 if k is None else k.shape[1]
@@ -172,9 +177,18 @@ def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: A
 OTHERS = "q_weight?, k_weight?, cos?, sin?, positions?"
 
 qk_norm = Operator(
-    "qk_norm", inputs=f"q, k?, {OTHERS}", outputs=2, settings=Settings, makes=makes, forward=forward,
-    saved=f"q, k?, {OTHERS}", saves=saves, gradients=gradients, backward=backward, differentiable=2,
-)  # fmt: skip
+    "qk_norm",
+    inputs=f"q, k?, {OTHERS}",
+    outputs=2,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved=f"q, k?, {OTHERS}",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+)
 
 
 def makes_packed(settings: PackedSettings, qkv: Any, *others: Any) -> list[New]:
@@ -203,7 +217,15 @@ def backward_packed(
 
 
 qk_norm_packed = Operator(
-    "qk_norm_packed", inputs=f"qkv, {OTHERS}", outputs=3, settings=PackedSettings, makes=makes_packed,
-    forward=forward_packed, saved=f"qkv, {OTHERS}", saves=saves, gradients=gradients_packed,
-    backward=backward_packed, differentiable=3,
-)  # fmt: skip
+    "qk_norm_packed",
+    inputs=f"qkv, {OTHERS}",
+    outputs=3,
+    settings=PackedSettings,
+    makes=makes_packed,
+    forward=forward_packed,
+    saved=f"qkv, {OTHERS}",
+    saves=saves,
+    gradients=gradients_packed,
+    backward=backward_packed,
+    differentiable=3,
+)

@@ -53,13 +53,16 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
     ndim, eps, centered, casting, dtype, prologue, scalars, epilogue, after_scalars = settings
     before, after = parts_of(prologue, operands)
     how = NormSettings(
-        ndim, eps, centered, casting,
+        ndim,
+        eps,
+        centered,
+        casting,
         hook_arguments(prologue, before, scalars, x.shape, ndim),
         hook_arguments(epilogue, after, after_scalars, x.shape, ndim),
-    )  # fmt: skip
+    )
     M, N = sizes(x, ndim)
     rows, numbers = forward_arguments((x, residual, weight, bias), how)
-    # The whole row waits for its scale in float32: as much to hold as with a residual.
+    # The whole row waits for its scale in float32, which takes as much room as a residual.
     config = configs.norm_forward(N, 4, True, centered, capability(x.device))
     kernels = norm_quantize_kernel, norm_quantize_split_kernel
     tensors, numbers = (*rows, out, total, scale), (*numbers, torch.finfo(dtype).max)
@@ -67,7 +70,12 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: list[Opera
 
 
 quantized_norm = Operator(
-    "quantized_norm", inputs="x, residual?, weight?, bias?, *operands", outputs=3, settings=Settings,
-    makes=makes, forward=forward, differentiable=3,
+    "quantized_norm",
+    inputs="x, residual?, weight?, bias?, *operands",
+    outputs=3,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    differentiable=3,
     no_gradient="flashproto: norms into 8-bit floats have no gradient",
-)  # fmt: skip
+)

@@ -1,8 +1,8 @@
 """Rotary position embedding: the operators' recipes.
 
 Legend: q [B, Hq, S, D], k, v [B, Hkv, S, D]; qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k
-and v side by side; cos, sin [length, R], 2 R the dimensions that are rotated.  The rows of the tables
-are said by positions and by Rows.
+and v side by side; cos, sin [length, R], 2 R the dimensions that are rotated.  positions and Rows say
+which rows of the tables are used.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from .. import configs
 from ..configs import HeadConfig
 from ..kernels.rope import rope_kernel
 from .attention import split_heads
-from .call import Gradient, Operator, kernel_op, steps
+from .call import Gradient, Operator, steps
 from .device import cdiv
+from .library import kernel_op
 from .recipe import New, Operand, Recipe
 
 Heads = tuple[Operand | None, Operand | None, Operand | None]
@@ -80,7 +81,7 @@ def heads_in(qkv: Any, q_heads: int, k_heads: int) -> list[New]:
 
 
 def packed_like(grads: Sequence[Any], q_heads: int, k_heads: int) -> New:
-    """qkv of which these are the gradients of the heads, None for one that has none."""
+    """The gradient of qkv from the gradients of its heads; None for heads that have none."""
     x = next(g for g in grads if g is not None)
     B, _, S, D = x.shape
     return New.contiguous((B, S, (q_heads + 2 * k_heads) * D), x.dtype, x.device)
@@ -120,9 +121,14 @@ def groups_of(config: HeadConfig, B: int, S: int, *heads: int) -> int:
 
 
 def launch(
-    recipe: Recipe, inputs: Heads, outputs: Heads, tables: Sequence[Operand | None], rows: Rows,
-    interleaved: bool, inverse: bool,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    inputs: Heads,
+    outputs: Heads,
+    tables: Sequence[Operand | None],
+    rows: Rows,
+    interleaved: bool,
+    inverse: bool,
+) -> None:
     """Rotate q and k, copy v: of `inputs` to `outputs`, all of unit column stride; tables: cos, sin,
     positions."""
     cos, sin, positions = tables
@@ -199,10 +205,19 @@ def rotate_back(settings: Settings, grads: Any, saved: Any) -> tuple[Tensor | No
 
 
 rope = Operator(
-    "rope", inputs="q, k?, cos, sin, positions?", outputs=2, settings=Settings, makes=makes,
-    forward=forward, saved="cos, sin, positions?", saves=saves, gradients=gradients, backward=backward,
-    differentiable=2, again=rotate_back,
-)  # fmt: skip
+    "rope",
+    inputs="q, k?, cos, sin, positions?",
+    outputs=2,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="cos, sin, positions?",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=2,
+    again=rotate_back,
+)
 
 
 # --- a fused projection -----------------------------------------------------------------------------
@@ -233,19 +248,33 @@ def backward_packed(
 
 
 rope_packed = Operator(
-    "rope_packed", inputs="qkv, cos, sin, positions?", outputs=3, settings=PackedSettings,
-    makes=makes_packed, forward=forward_packed, saved="cos, sin, positions?", saves=saves,
-    gradients=gradients_packed, backward=backward_packed, differentiable=3,
-)  # fmt: skip
+    "rope_packed",
+    inputs="qkv, cos, sin, positions?",
+    outputs=3,
+    settings=PackedSettings,
+    makes=makes_packed,
+    forward=forward_packed,
+    saved="cos, sin, positions?",
+    saves=saves,
+    gradients=gradients_packed,
+    backward=backward_packed,
+    differentiable=3,
+)
 
 
 # --- in place ---------------------------------------------------------------------------------------
 
 
 def rotate_in_place(
-    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor | None, offset: int,
-    count_up: bool, interleaved: bool,
-) -> None:  # fmt: skip
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor | None,
+    offset: int,
+    count_up: bool,
+    interleaved: bool,
+) -> None:
     """Rotate q and k where they are; they carry no gradient."""
     steps(_rotate_in_place, [q, k, cos, sin, positions], (offset, count_up, interleaved))
 

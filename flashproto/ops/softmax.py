@@ -27,9 +27,9 @@ from ..kernels.softmax import (
 )
 from .call import Operator
 from .device import cdiv, has_hopper_kernels
-from .exchange import launch_splits
 from .hook_arguments import NO_HOOK, HookArguments
 from .recipe import New, Operand, Recipe
+from .rows import launch_splits
 from .softmax_hopper import launch_forward_hopper
 
 FORWARD = softmax_forward_kernel, softmax_forward_split_kernel, softmax_forward_looped_kernel
@@ -68,9 +68,18 @@ def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
 
 
 softmax = Operator(
-    "softmax", inputs="x", outputs=1, settings=Settings, makes=makes, forward=forward,
-    saved="y", saves=saves, context=context, gradients=gradients, backward=backward,
-)  # fmt: skip
+    "softmax",
+    inputs="x",
+    outputs=1,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="y",
+    saves=saves,
+    context=context,
+    gradients=gradients,
+    backward=backward,
+)
 
 
 # --- steps, without and with hooks ----------------------------------------------------------------
@@ -102,9 +111,15 @@ def fill_result(
     else:
         config = configs.softmax_forward(N, x.element_size(), lse is not None)
     numbers = (
-        x.stride(0), M, N, prologue.arguments, epilogue.arguments,
-        log, prologue.forward, epilogue.forward,
-    )  # fmt: skip
+        x.stride(0),
+        M,
+        N,
+        prologue.arguments,
+        epilogue.arguments,
+        log,
+        prologue.forward,
+        epilogue.forward,
+    )
     launch(recipe, FORWARD, config, (x, y, lse), numbers)
 
 
@@ -132,10 +147,20 @@ def fill_gradient(
         config = configs.softmax_backward(N, dx.element_size(), x is not None)
     tensors = (dy, y, x, None if lse is None else lse.contiguous(), dx)
     numbers = (
-        dy.stride(0), 0 if y is None else y.stride(0), 0 if x is None else x.stride(0), M, N,
-        prologue.arguments, prologue.gradients, epilogue.arguments, epilogue.gradients,
-        log, prologue.forward, prologue.backward, epilogue.backward,
-    )  # fmt: skip
+        dy.stride(0),
+        0 if y is None else y.stride(0),
+        0 if x is None else x.stride(0),
+        M,
+        N,
+        prologue.arguments,
+        prologue.gradients,
+        epilogue.arguments,
+        epilogue.gradients,
+        log,
+        prologue.forward,
+        prologue.backward,
+        epilogue.backward,
+    )
     launch(recipe, BACKWARD, config, tensors, numbers, clears=True)
 
 
@@ -147,7 +172,7 @@ def launch(
     numbers: tuple[Any, ...],
     clears: bool = False,
 ) -> None:
-    """The launch of that one of (rows a program, rows split, rows looped over) which `config` says.
+    """Launch the kernel that `config` calls for, of (rows a program, rows split, rows looped over).
 
     clears: whether the kernel for split rows does.
     """
@@ -155,9 +180,7 @@ def launch(
     if config.split:
         return launch_splits(recipe, split, config, tensors, numbers, clears)
     M = tensors[0].shape[0]
-    options = {
-        "C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers
-    }  # fmt: skip
+    options = {"C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers}
     if config.looped:
         recipe.launch(looped, M, *tensors, *numbers, **options)
     else:
@@ -172,7 +195,7 @@ class LogsumexpSettings(NamedTuple):
 
 
 def logsumexp_makes(settings: LogsumexpSettings, x: Any) -> tuple[New, New | None]:
-    """The result, and in float32, which the backward reads, where the result is not that."""
+    """The result and, where it is not float32, also a float32 one, which the backward reads."""
     y, lse = (
         New.contiguous(x.shape[:-1], dtype, x.device) for dtype in (settings.dtype, torch.float32)
     )
@@ -196,9 +219,17 @@ def logsumexp_forward(recipe: Recipe, settings: LogsumexpSettings, inputs, outpu
             launch_splits(recipe, kernel, config, (x, lse), (x.stride(0), M, N))
         else:
             recipe.launch(
-                logsumexp_forward_kernel, cdiv(M, config.rows), x, lse, x.stride(0), M, N,
-                R=config.rows, C=config.columns, num_warps=config.num_warps,
-            )  # fmt: skip
+                logsumexp_forward_kernel,
+                cdiv(M, config.rows),
+                x,
+                lse,
+                x.stride(0),
+                M,
+                N,
+                R=config.rows,
+                C=config.columns,
+                num_warps=config.num_warps,
+            )
     if lse is not y:
         recipe.compute(Tensor.copy_, y, lse)
 
@@ -221,14 +252,30 @@ def logsumexp_backward(recipe: Recipe, settings: LogsumexpSettings, grads, saved
     M, N = x.shape
     config = configs.logsumexp(N, x.element_size())
     recipe.launch(
-        logsumexp_backward_kernel, cdiv(M, config.rows) * cdiv(N, config.columns),
-        dy.to(torch.float32).contiguous(), x, lse.contiguous(), dx, x.stride(0), M, N,
-        R=config.rows, C=config.columns, num_warps=config.num_warps,
-    )  # fmt: skip
+        logsumexp_backward_kernel,
+        cdiv(M, config.rows) * cdiv(N, config.columns),
+        dy.to(torch.float32).contiguous(),
+        x,
+        lse.contiguous(),
+        dx,
+        x.stride(0),
+        M,
+        N,
+        R=config.rows,
+        C=config.columns,
+        num_warps=config.num_warps,
+    )
 
 
 logsumexp = Operator(
-    "logsumexp", inputs="x", outputs=2, settings=LogsumexpSettings, makes=logsumexp_makes,
-    forward=logsumexp_forward, saved="x, lse", saves=logsumexp_saves, gradients=logsumexp_gradients,
+    "logsumexp",
+    inputs="x",
+    outputs=2,
+    settings=LogsumexpSettings,
+    makes=logsumexp_makes,
+    forward=logsumexp_forward,
+    saved="x, lse",
+    saves=logsumexp_saves,
+    gradients=logsumexp_gradients,
     backward=logsumexp_backward,
-)  # fmt: skip
+)

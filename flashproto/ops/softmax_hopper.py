@@ -11,17 +11,17 @@ from ..kernels.hopper.softmax_forward import (
     softmax_forward_shared_kernel,
     softmax_forward_shared_split_kernel,
 )
-from .exchange import launch_splits
 from .recipe import Operand, Recipe
+from .rows import launch_splits
 
 
 def launch_forward_hopper(
     recipe: Recipe, x: Operand, y: Operand, log: bool, config: configs.RowConfig
 ) -> None:
-    """The launch that fills y, of some elements.
+    """Launch the kernel that fills y, which is not empty.
 
-    Rows that do not start at multiples of 16 bytes are copied to where they do: what a row gives shall
-    not depend on where it lies.
+    Rows that do not start at multiples of 16 bytes are copied to where they do, so that a row's result
+    does not depend on where it lies in memory.
     """
     per_unit = 16 // x.element_size()
     if not x.aligned or x.stride(0) % per_unit != 0:
@@ -32,6 +32,12 @@ def launch_forward_hopper(
         kernel = softmax_forward_shared_split_kernel
         return launch_splits(recipe, kernel, config, (x, y), numbers, clears=True)
     recipe.launch(
-        softmax_forward_shared_kernel, M, x, y, *numbers,
-        C=config.columns, num_warps=config.num_warps, maxnreg=config.max_registers,
-    )  # fmt: skip
+        softmax_forward_shared_kernel,
+        M,
+        x,
+        y,
+        *numbers,
+        C=config.columns,
+        num_warps=config.num_warps,
+        maxnreg=config.max_registers,
+    )

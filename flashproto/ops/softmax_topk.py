@@ -55,26 +55,61 @@ def forward(recipe: Recipe, settings: Settings, inputs, outputs) -> None:
     config = configs.softmax_topk(N, x.element_size(), k)
     if not config.split:
         recipe.launch(
-            softmax_topk_kernel, cdiv(M, config.rows),
-            x, *outputs, x.stride(0), M, N, k, settings.renormalize,
-            R=config.rows, C=config.columns, W=config.block, PART=config.part, KP=KP, SORT=config.sort,
+            softmax_topk_kernel,
+            cdiv(M, config.rows),
+            x,
+            *outputs,
+            x.stride(0),
+            M,
+            N,
+            k,
+            settings.renormalize,
+            R=config.rows,
+            C=config.columns,
+            W=config.block,
+            PART=config.part,
+            KP=KP,
+            SORT=config.sort,
             num_warps=config.num_warps,
-        )  # fmt: skip
+        )
         return
     span = configs.softmax_topk_span(N, k)
     splits = cdiv(N, span)
     keys = recipe.make(New.contiguous((M, splits, k), torch.int64, x.device))
     words = recipe.make(New.contiguous((M, splits), torch.int64, x.device))
     recipe.launch(
-        softmax_topk_split_kernel, M * splits, x, keys, words, x.stride(0), M, N, k,
-        SPAN=span, C=config.columns, KP=KP, num_warps=config.num_warps,
-    )  # fmt: skip
+        softmax_topk_split_kernel,
+        M * splits,
+        x,
+        keys,
+        words,
+        x.stride(0),
+        M,
+        N,
+        k,
+        SPAN=span,
+        C=config.columns,
+        KP=KP,
+        num_warps=config.num_warps,
+    )
     config = configs.softmax_topk_join(splits, k)
     recipe.launch(
-        softmax_topk_join_kernel, M, x, keys, words, *outputs, M, k, splits, settings.renormalize,
-        LANES=configs.power_of_two(splits), C=config.columns, KP=KP, SORT=config.sort,
+        softmax_topk_join_kernel,
+        M,
+        x,
+        keys,
+        words,
+        *outputs,
+        M,
+        k,
+        splits,
+        settings.renormalize,
+        LANES=configs.power_of_two(splits),
+        C=config.columns,
+        KP=KP,
+        SORT=config.sort,
         num_warps=config.num_warps,
-    )  # fmt: skip
+    )
 
 
 def saves(settings: Settings, inputs: list[Any], outputs: list[Any]) -> list[Any]:
@@ -95,14 +130,34 @@ def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
     M, N = x.shape
     config = configs.softmax_topk_backward(N, x.element_size())
     recipe.launch(
-        softmax_topk_backward_kernel, cdiv(M, config.rows) * cdiv(N, config.columns),
-        dvalues.contiguous(), indices.contiguous(), x, states.contiguous(), dx, x.stride(0), M, N, k,
-        settings.renormalize, R=config.rows, C=config.columns, KP=configs.power_of_two(k),
+        softmax_topk_backward_kernel,
+        cdiv(M, config.rows) * cdiv(N, config.columns),
+        dvalues.contiguous(),
+        indices.contiguous(),
+        x,
+        states.contiguous(),
+        dx,
+        x.stride(0),
+        M,
+        N,
+        k,
+        settings.renormalize,
+        R=config.rows,
+        C=config.columns,
+        KP=configs.power_of_two(k),
         num_warps=config.num_warps,
-    )  # fmt: skip
+    )
 
 
 softmax_topk = Operator(
-    "softmax_topk", inputs="x", outputs=3, settings=Settings, makes=makes, forward=forward,
-    saved="indices, x, states", saves=saves, gradients=gradients, backward=backward,
-)  # fmt: skip
+    "softmax_topk",
+    inputs="x",
+    outputs=3,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="indices, x, states",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+)

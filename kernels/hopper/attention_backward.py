@@ -7,45 +7,50 @@ With P = exp(scale Q K^T - lse), dP = dO V^T, dS = P * (dP - delta), delta = row
 
     dV = P^T dO        dK = scale dS^T Q        dQ = scale dS K
 
-Three launches: preprocess (lse in base 2 and delta, one after the other for each tile of queries), the
-main kernel (a work item is a key tile and the query tiles of every query head of its group, so that dK
-and dV are summed in registers), postprocess (sums of dQ to the output).  The last two are dependent
-launches (dependent_launches.py), which begin while the one before ends.  Without a mask the postprocess
-goes further: it begins where programs of the last round are out of work, with heads whose items are all
-counted as finished (CFG.COUNTED), and waits for the count of each.
+There are three launches:
 
-In the main kernel, one program a multiprocessor, which takes items one after another:
+    preprocess     lse in base 2 and delta, one after the other for each tile of queries
+    main kernel    dK, dV, and the sums of dQ.  A work item is a key tile and the query tiles of every
+                   query head of its group, so dK and dV are summed in registers
+    postprocess    the sums of dQ to the output
 
-    producer   keeps Q, lse and delta, and dO in two buffers each, K and V in one or two; also
+The last two are dependent launches (dependent_launches.py): each begins while the one before it ends.
+Without a mask the postprocess begins even earlier: where programs of the last round have no work left,
+with heads whose items are all counted as finished (CFG.COUNTED).  It waits for each head's count.
+
+The main kernel has one program a multiprocessor, which takes items one after another:
+
+    producer   keeps Q, lse and delta, and dO in two buffers each, K and V in one or two; it also
                issues the bulk adds of dQ from shared memory, where there are any
     consumers  two warpgroups; each owns 64 keys and all columns of its dK and dV
 
-Scores are computed transposed, keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T feed
-dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both wrote to
-make its half of dQ.  lse and delta are subtracted by products too: see `product`.  At head_dim 128 half
-of the left operand of one product stays in registers: see consumer.  At 256 registers allow 64 keys
-only: see wide_consumer; at 64 they allow 256 in all: see attention_backward_pairs.py.
+Scores are computed transposed, with keys in rows: S^T = K Q^T, dP^T = V dO^T [64, BM].  So P^T and dS^T
+feed dV and dK from registers.  dS also goes to shared memory, where each warpgroup reads what both
+wrote to make its half of dQ.  lse and delta are subtracted by products too: see `product_with_term`.
+At head_dim 128 half of the left operand of one product stays in registers: see consumer.  At 256
+registers allow only 64 keys: see wide_consumer.  At 64 they allow 256 in all: see
+attention_backward_pairs.py.
 
-A buffer is full when its mbarrier has counted the bytes that TMA brought, and empty when both consumers
-have arrived at its named barrier (OB for dO, QB for Q and, in the last step of an item, K and V).  DS:
-both have written dS.  FULL and EMPTY: a part of dQ lies in shared memory, or may be sent.
+A buffer is full when its mbarrier has counted the bytes that TMA brought.  It is empty when both
+consumers have arrived at its named barrier.  The configuration lists the named barriers
+(HopperBackward.BARRIERS).
 
 The steps of all items are one sequence, in which the producer is two ahead.  While the consumers store
-dK and dV of one item, K, V, Q and dO of the next arrive.  They look one step ahead without asking
-whether there is one: behind the last item come phantoms of no bytes.
+dK and dV of one item, K, V, Q and dO of the next arrive.  The consumers look one step ahead without
+asking whether there is one: phantoms of no bytes follow the last item.
 
 K and V are indexed by a zero made of the step's number (`it >> 30`).  Otherwise ptxas works out the
-matrix descriptors of K and V before the loop, and keeps them in registers that are not there; at
-head_dim 64 those of two products in five are.
+matrix descriptors of K and V before the loop and keeps them in registers that are not there.  At
+head_dim 64 it would keep those of two products in five.
 
-dQ is summed over key tiles by float32 adds, half of this kernel's traffic.  The first key tile stores
-its part, so that nobody has to write zeros before; the others wait for that (CFG.FIRST).  By default
-they add in no fixed order, so that the last bits of dQ differ from run to run (those of dK and dV do
-not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
+dQ is summed over key tiles by float32 adds, which are half of this kernel's traffic.  The first key
+tile stores its part, so that nobody has to write zeros before, and the others wait for it (CFG.FIRST).
+By default they add in no fixed order, so the last bits of dQ differ from run to run (those of dK and dV
+do not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
-Read on in the files beside this one, attention_backward_work.py: which program does what when, and why
-waiting in order cannot deadlock; _consumers.py and _pairs.py; _masks.py; _sums.py: how dQ leaves, and
-what makes its order hold; _rows.py: before and after.
+The files beside this one: attention_backward_work.py says which program does what when, and why waiting
+in order cannot deadlock; _consumers.py and _pairs.py have the consumers, _masks.py their masks;
+_sums.py says how dQ leaves, and what keeps its order; _rows.py has the launches before and after.
 
 Sources: Dao, "FlashAttention-2" (2023), algorithm 2; Shah et al., "FlashAttention-3" (2024), appendix
 B.
@@ -55,35 +60,41 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .attention_backward_consumers import consumer, put_terms, wide_consumer
+from .attention_backward_consumers import consumer, wide_consumer
 from .attention_backward_pairs import pair_consumer
-from .attention_backward_rows import COLUMNS
-from .attention_backward_sums import count_item, hand_back, pass_turn, send_tile, take_turn
+from .attention_backward_rows import COLUMNS, store_selector
+from .attention_backward_sums import (
+    count_item,
+    release_dq_buffer,
+    release_dq_turn,
+    send_tile,
+    wait_for_dq_turn,
+)
 from .attention_backward_work import (
     PENDING,
+    dq_rank,
     first_head,
     first_item,
     first_tile,
     key_tile,
     next_tile,
-    place,
     put_item,
     take_item,
 )
 from .dependent_launches import let_next_begin, wait_for_launch_before
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, leave, static_sync
+from .warpgroups import bar_sync, exit_threads, static_sync
 
 # --- the producer --------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_q(q_desc, ld_desc, b, h, m, H, M, full, q, ld, more, CFG: gl.constexpr):
+def load_q(q_desc, lse_delta_desc, b, h, m, H, M, full, q, lse_delta, more, CFG: gl.constexpr):
     """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
     if more:
         mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
         tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
-        tma_load(ld_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, ld)
+        tma_load(lse_delta_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, lse_delta)
     else:
         mbarrier.expect(full, 0)
 
@@ -99,9 +110,23 @@ def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    k_desc, v_desc, t, r, ks, vs, k_full, v_full, NB, M, Hk, BH, HG, offset, variables,
+    k_desc,
+    v_desc,
+    t,
+    r,
+    ks,
+    vs,
+    k_full,
+    v_full,
+    NB,
+    M,
+    Hk,
+    BH,
+    HG,
+    offset,
+    variables,
     CFG: gl.constexpr,
-):  # fmt: skip
+):
     """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
     if t < NB * BH:
@@ -130,35 +155,36 @@ def make_mbarriers(k_full, v_full, q_full, do_full, CFG: gl.constexpr):
 def producer(args, CFG: gl.constexpr):
     """Bring every tile, and send dQ away, in the order in which the consumers meet them.
 
-    Steps are counted through all work items.  What comes for step g takes the place of step g - 2,
-    whose dQ leaves meanwhile.  Behind the last item there are two steps in which nothing comes.
+    Steps are counted through all work items.  The tiles of step g replace those of step g - 2, whose dQ
+    leaves meanwhile.  In the two steps after the last item nothing comes.
     """
     (
-        q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
+        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
+        BH, HG, offset, variables,
     ) = args  # fmt: skip
-    # steps behind the last item in which a buffer for dQ is still wanted: in pairs each of the last two
-    # steps has one
+    # steps after the last item that still need a buffer for dQ: in pairs each of the last two steps has
+    # its own
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
-    if CFG.KEPT:
-        put_terms(terms)
+    if CFG.KV_IN_REGS:
+        store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
     static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
     taken = 0  # items whose numbers have been written
-    # the last two steps' query tiles and places among their key tiles; of the last step the item if it
-    # was the first one of that, else -1
+    # the query tiles and dq_ranks of the last two steps; `began`: the last step's item if that step was
+    # its first one, else -1
     tile1, tile2 = 0, 0
-    place1, place2 = 0, 0
+    dq_rank1, dq_rank2 = 0, 0
     began = -1
     head, head1 = -1, -1  # key heads of the last two items
     t = first_item(turns_ptr, CFG)
     if t < total:
-        hand_back(0, CFG)
+        release_dq_buffer(0, CFG)
     more = 1
     while more == 1:
         more = gl.where(t < total, 1, 0)
@@ -187,49 +213,83 @@ def producer(args, CFG: gl.constexpr):
             if g >= 2:
                 bar_sync(CFG.OB + slot, 384)
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-                # dQ lies ready before Q is free.  In order others wait for its adds; else these would
-                # only hold up the queries.
+                # dQ is ready before Q is free.  In order, others wait for its adds; otherwise the adds
+                # would only hold up the queries.
                 if CFG.ORDERED:
-                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
+                    send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
                 bar_sync(CFG.QB + slot, 384)
                 if CFG.DQ == 0:
-                    pass_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
-                )  # fmt: skip
+                    q_desc,
+                    lse_delta_desc,
+                    b,
+                    h,
+                    m,
+                    H,
+                    M,
+                    q_full.index(slot),
+                    qs.index(slot),
+                    lse_deltas.index(slot),
+                    more == 1,
+                    CFG,
+                )
                 if not CFG.ORDERED:
-                    send_tile(g - 2, tile2, place2, dq_desc, stages, CFG)
+                    send_tile(g - 2, tile2, dq_rank2, dq_desc, stages, CFG)
             else:
                 if g == 0:
                     item = t
                 load_q(
-                    q_desc, ld_desc, b, h, m, H, M,
-                    q_full.index(slot), qs.index(slot), lds.index(slot), more == 1, CFG,
-                )  # fmt: skip
+                    q_desc,
+                    lse_delta_desc,
+                    b,
+                    h,
+                    m,
+                    H,
+                    M,
+                    q_full.index(slot),
+                    qs.index(slot),
+                    lse_deltas.index(slot),
+                    more == 1,
+                    CFG,
+                )
                 load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
-            # The last step of an item gives back its keys, with its queries.
+            # The last step of an item gives back its keys with its queries.
             if item >= 0:
                 load_keys(
-                    k_desc, v_desc, item, r, ks, vs, k_full, v_full,
-                    NB, M, H // GROUP, BH, HG, offset, variables, CFG,
-                )  # fmt: skip
+                    k_desc,
+                    v_desc,
+                    item,
+                    r,
+                    ks,
+                    vs,
+                    k_full,
+                    v_full,
+                    NB,
+                    M,
+                    H // GROUP,
+                    BH,
+                    HG,
+                    offset,
+                    variables,
+                    CFG,
+                )
                 r += 1
             if CFG.PAIRS:
                 if (g == 1) & (more == 1):
-                    hand_back(1, CFG)
+                    release_dq_buffer(1, CFG)
             if (more == 1) | (j < LEFT):
                 if g >= 2:
-                    hand_back(g, CFG)
+                    release_dq_buffer(g, CFG)
             if (more == 1) | (j < 1):
                 if g >= 1:
                     # of step g - 1, with all that it and the next one read under way
-                    take_turn(turns_ptr, tile1, place1, CFG)
+                    wait_for_dq_turn(turns_ptr, tile1, dq_rank1, CFG)
             if CFG.DQ:
                 if g >= 2:
-                    pass_turn(turns_ptr, tile2, place2, CFG)
+                    release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
             tile1, tile2 = (b * H + h) * M + m, tile1
-            place1, place2 = place(m, n, up, NB, M, offset, CFG), place1
+            dq_rank1, dq_rank2 = dq_rank(m, n, up, NB, M, offset, CFG), dq_rank1
             began = begins
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)
@@ -240,34 +300,43 @@ def producer(args, CFG: gl.constexpr):
             count_item(turns_ptr, head1, 0, CFG)
     elif CFG.DQ:
         tma.store_wait(0)
-    leave()
+    exit_threads()
 
 
 # --- the main kernel -----------------------------------------------------------------------------
 
-VARYING = (
-    "NB", "M", "H", "GROUP", "BH", "HG", "Sk", "offset", "s_b", "s_h", "s_s", "D_out",
-)  # fmt: skip
+VARYING = ("NB", "M", "H", "GROUP", "BH", "HG", "Sk", "offset", "s_b", "s_h", "s_s", "D_out")
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def attention_backward_kernel(
-    q_desc, do_desc, k_desc, v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
-    ld_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
-    dq_desc, dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
+    q_desc,
+    do_desc,
+    k_desc,
+    v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
+    lse_delta_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
+    dq_desc,
+    dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
     turns_ptr,  # counters and numbers of items, see attention_backward_work.py
-    dk_ptr, dv_ptr,
-    NB, M,  # key tiles of a key head, query tiles of a query head
-    H, GROUP,  # query heads, query heads a key head
-    BH, HG,  # B * key heads; of which the tiles of HG at a time are mixed
+    dk_ptr,
+    dv_ptr,
+    NB,
+    M,  # key tiles of a key head, query tiles of a query head
+    H,
+    GROUP,  # query heads, query heads a key head
+    BH,
+    HG,  # B * key heads; of which the tiles of HG at a time are mixed
     Sk,
     offset,  # query i sees key j <= i + offset
-    s_b, s_h, s_s,  # strides of dk and of dv, in units of 8 elements
+    s_b,
+    s_h,
+    s_s,  # strides of dk and of dv, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
-    scale, scale_log2,  # of the scores, and times log2(e)
+    scale,
+    scale_log2,  # of the scores, and times log2(e)
     variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperBackward
-):  # fmt: skip
+):
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
@@ -277,20 +346,20 @@ def attention_backward_kernel(
     dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
     ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
-    lds = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], ld_desc.layout)
+    lse_deltas = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], lse_delta_desc.layout)
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
-    if CFG.KEPT:
+    if CFG.KV_IN_REGS:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
-        terms = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
+        selector = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
     else:
-        terms = 0
-    if CFG.NOTED:
-        notes = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        note0, note1 = notes.index(0), notes.index(1)
+        selector = 0
+    if CFG.ITEM_IN_SMEM:
+        stashes = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        stash0, stash1 = stashes.index(0), stashes.index(1)
     else:
-        note0, note1 = 0, 0
+        stash0, stash1 = 0, 0
     if CFG.DQ:
         stages = gl.allocate_shared_memory(
             gl.float32, [2 if CFG.DQ == 1 else 1, 128, 32], dq_desc.layout
@@ -303,11 +372,12 @@ def attention_backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     produce = (
-        q_desc, do_desc, k_desc, v_desc, ld_desc, dq_desc, turns_ptr, qs, dos, ks, vs, lds, stages,
-        terms, k_full, v_full, q_full, do_full, NB, M, H, GROUP, BH, HG, offset, variables,
+        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
+        BH, HG, offset, variables,
     )  # fmt: skip
     consume = (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -336,8 +406,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
-                (consumer, (gl.constexpr(0), terms, note0, consume, CFG)),
-                (consumer, (gl.constexpr(1), terms, note1, consume, CFG)),
+                (consumer, (gl.constexpr(0), selector, stash0, consume, CFG)),
+                (consumer, (gl.constexpr(1), selector, stash1, consume, CFG)),
             ],
             [4, 4],
             [240, 240],

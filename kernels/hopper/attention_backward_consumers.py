@@ -1,4 +1,4 @@
-"""Attention backward on Hopper: the consumers of attention_backward.py, and their masks and stores."""
+"""Attention backward on Hopper: the consumers of attention_backward.py, and their stores."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,32 +15,32 @@ from .attention_backward_masks import (
     ASKED,
     CLEAR,
     MASKED,
-    clear_trips,
+    clear_outer_steps,
     first_clear,
     mask,
-    masked,
+    mask_if_needed,
 )
-from .attention_backward_rows import COLUMNS, DELTA, LSE
-from .attention_backward_sums import put_dq
+from .attention_backward_rows import DELTA, LSE, select_columns
+from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import (
     comes_first,
-    distance,
     first_tile,
     get_item,
     inner_step,
     key_tile,
+    last_visible_key,
     loops,
-    note_item,
-    noted_item,
     outer_step,
+    stash_item,
+    stashed_item,
 )
 from .warpgroups import (
     accumulator,
     bar_arrive,
-    hidden_zero,
-    leave,
+    exit_threads,
     left_operand,
     matrix,
+    opaque_zero,
     static_sync,
     wide_rows,
 )
@@ -49,56 +49,50 @@ from .warpgroups import (
 
 
 @gluon.jit
-def choose(TERM: gl.constexpr, LAYOUT: gl.constexpr):
-    """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
-    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
-    return gl.zeros([64, COLUMNS], gl.bfloat16, LAYOUT) + ones[None, :]
+def product_with_term(
+    rows,
+    queries,
+    lse_delta,
+    TERM: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    selector=0,
+    regs=0,
+    REGS: gl.constexpr = 0,
+    SHARED: gl.constexpr = False,
+    TERM_FIRST: gl.constexpr = False,
+):
+    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of
+    lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
+    first REGS columns of rows in registers.
 
-
-@gluon.jit
-def product(
-    rows, queries, ld, TERM: gl.constexpr, LAYOUT: gl.constexpr, terms=0, kept=0,
-    KEPT: gl.constexpr = 0, SHARED: gl.constexpr = False, TERM_FIRST: gl.constexpr = False,
-):  # fmt: skip
-    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of ld
-    [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the first KEPT
-    columns of rows in registers.
-
-    The queries are the columns, so that each thread would need lse and delta of a quarter of them: 32
-    registers and, read by every warp in every step, a twelfth to a sixth of what shared memory has to
-    give.  A product with ones in three columns takes a fourth of that, and four registers or, if those
-    are not there (SHARED), a place in shared memory, terms.  It leaves `probabilities` and
-    `score_gradient` nothing to subtract.
+    The queries are the columns, so each thread would need lse and delta of a quarter of them: 32
+    registers, and a twelfth to a sixth of shared memory's bandwidth, as every warp reads them in every
+    step.  A product with ones in three columns takes a fourth of that.  The ones lie in four registers
+    or, where registers are short (SHARED), in shared memory (selector).  `probabilities` and
+    `score_gradient` then have nothing to subtract.
     """
-    BM: gl.constexpr = ld.shape[0]
+    BM: gl.constexpr = lse_delta.shape[0]
     D: gl.constexpr = queries.shape[1]
     x = gl.zeros([64, BM], gl.float32, LAYOUT)
     if TERM_FIRST:
         gl.static_assert(SHARED)
-        x = warpgroup_mma(terms.index(TERM // 3), ld.permute((1, 0)), x, use_acc=False, is_async=True)
-    if KEPT:
-        first = queries.slice(0, KEPT, 1)
-        x = warpgroup_mma(kept, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
-        rows = rows.slice(KEPT, D - KEPT, 1)
-        x = warpgroup_mma(rows, queries.slice(KEPT, D - KEPT, 1).permute((1, 0)), x, is_async=True)
+        x = warpgroup_mma(
+            selector.index(TERM // 3), lse_delta.permute((1, 0)), x, use_acc=False, is_async=True
+        )
+    if REGS:
+        first = queries.slice(0, REGS, 1)
+        x = warpgroup_mma(regs, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
+        rows = rows.slice(REGS, D - REGS, 1)
+        x = warpgroup_mma(rows, queries.slice(REGS, D - REGS, 1).permute((1, 0)), x, is_async=True)
     else:
         x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
     if not TERM_FIRST:
         if SHARED:
-            ones = terms.index(TERM // 3)
+            ones = selector.index(TERM // 3)
         else:
-            ones = choose(TERM, left_operand(LAYOUT))
-        x = warpgroup_mma(ones, ld.permute((1, 0)), x, is_async=True)
+            ones = select_columns(TERM, left_operand(LAYOUT))
+        x = warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
     return x
-
-
-@gluon.jit
-def put_terms(terms):
-    """Write what chooses LSE and DELTA [2, 64, COLUMNS]; by four warps."""
-    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
-    terms.index(0).store(choose(LSE, L))
-    terms.index(1).store(choose(DELTA, L))
 
 
 # --- stores ----------------------------------------------------------------------------------------
@@ -106,7 +100,7 @@ def put_terms(terms):
 
 @gluon.jit
 def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
-    """The first n rows of x [64, D], and D_out columns, in pieces of 16 bytes."""
+    """Store the first n rows and D_out columns of x [64, D], in pieces of 16 bytes."""
     x = gl.convert_layout(x, wide_rows(D))
     L: gl.constexpr = x.type.layout
     r = gl.arange(0, 64, gl.SliceLayout(1, L))
@@ -122,14 +116,28 @@ def store_rows(ptr, x, n, s_row, D_out, D: gl.constexpr):
 
 
 @gluon.jit
-def steps(
-    c: gl.constexpr, MASK: gl.constexpr, shared, own, dk, dv, it, tile, first, begin, end, dist, M,
-    scale_log2, variables, CFG: gl.constexpr,
-):  # fmt: skip
+def inner_loop(
+    c: gl.constexpr,
+    MASK: gl.constexpr,
+    shared,
+    own,
+    dk,
+    dv,
+    it,
+    tile,
+    first,
+    begin,
+    end,
+    last_key,
+    M,
+    scale_log2,
+    variables,
+    CFG: gl.constexpr,
+):
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
-    dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full = shared
-    at, once_k, once_v, kept, limit = own
+    dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full = shared
+    at, once_k, once_v, regs, limit = own
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
@@ -143,7 +151,7 @@ def steps(
         slot = it & 1
         q = matrix(qs.index(slot), BM, D)
         do = matrix(dos.index(slot), BM, D)
-        ld = lds.index(slot)
+        lse_delta = lse_deltas.index(slot)
         here = at + (it >> 30)
         k = matrix(ks.index(here), BN, D)
         if CFG.ONCE:
@@ -152,20 +160,25 @@ def steps(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product(kc, q, ld, LSE, ST, terms, kept, CFG.KEPT_K, CFG.KEPT, CFG.TERMS_FIRST)
-        if CFG.KEPT:
+        x = product_with_term(
+            kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
+        )
+        if CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-        dp = product(vc, do, ld, DELTA, ST, terms, kept, CFG.KEPT_V, CFG.KEPT, CFG.TERMS_FIRST)
-        # all but the products that make dP
-        x = warpgroup_mma_wait(3 if CFG.KEPT_V else 2, deps=(x,))
+        dp = product_with_term(
+            vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
+        )
+        # Wait for all but the products that make dP.
+        x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
         if MASK == ASKED:
-            x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+            x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
-            x = mask(x, limit, distance(index, dist, CFG), variables, KIND)
+            x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         p = probabilities(x, 0.0, scale_log2)
-        if CFG.KEPT:
+        if CFG.KV_IN_REGS:
             if KIND.CAUSAL:
-                # there already; holds ptxas from moving the exponentials behind the wait for dP
+                # It is there already.  This keeps ptxas from moving the exponentials behind the wait
+                # for dP.
                 mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
             dp = warpgroup_mma_wait(0, deps=(dp,))
             ds = score_gradient(p, dp, 0.0).to(dt)
@@ -190,11 +203,11 @@ def steps(
         dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         bar_arrive(CFG.OB + slot, 384)
-        put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+        accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
         it += 1
-        # these waits also hold ptxas from waiting for dK before dQ leaves
+        # These waits also keep ptxas from waiting for dK before dQ leaves.
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
-        if not CFG.KEPT:
+        if not CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         bar_arrive(CFG.QB + slot, 384)
@@ -203,46 +216,104 @@ def steps(
 
 
 @gluon.jit
-def trips(
-    c: gl.constexpr, MASK: gl.constexpr, shared, own, walk, dk, dv, it, tile, start, stop, begin, end,
-    dist, scale_log2, variables, CFG: gl.constexpr,
-):  # fmt: skip
-    """The outer loop of a walk from trip `start` to `stop`.  MASK: what is known of its steps' masks.
-    Returns dk, dv and what comes next: step, query tile and dist."""
+def outer_loop(
+    c: gl.constexpr,
+    MASK: gl.constexpr,
+    shared,
+    own,
+    walk,
+    dk,
+    dv,
+    it,
+    tile,
+    start,
+    stop,
+    begin,
+    end,
+    last_key,
+    scale_log2,
+    variables,
+    CFG: gl.constexpr,
+):
+    """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
+    Returns dk, dv and what comes next: step, query tile and last_key."""
     col, m0, up, NB, M, GROUP, offset = walk
     _, _, _, _, limit = own
     for i in range(start, stop):
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
-            dk, dv, it, tile = steps(
-                c, MASKED, shared, own, dk, dv, it, tile, first, begin, clear, dist, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
-            dk, dv, it, tile = steps(
-                c, CLEAR, shared, own, dk, dv, it, tile, first, clear, end, dist, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
+            dk, dv, it, tile = inner_loop(
+                c,
+                MASKED,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                begin,
+                clear,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
+            dk, dv, it, tile = inner_loop(
+                c,
+                CLEAR,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                clear,
+                end,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
         else:
-            dk, dv, it, tile = steps(
-                c, MASK, shared, own, dk, dv, it, tile, first, begin, end, dist, M, scale_log2,
-                variables, CFG,
-            )  # fmt: skip
-        tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
-    return dk, dv, it, tile, dist
+            dk, dv, it, tile = inner_loop(
+                c,
+                MASK,
+                shared,
+                own,
+                dk,
+                dv,
+                it,
+                tile,
+                first,
+                begin,
+                end,
+                last_key,
+                M,
+                scale_log2,
+                variables,
+                CFG,
+            )
+        tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
+    return dk, dv, it, tile, last_key
 
 
 @gluon.jit
-def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
+def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
-    in registers, from which the tensor cores take them in every step (CFG.KEPT).  That leaves none for
-    P in 16 bits beside P and dP in 32: dV begins when dS is there, not as soon as P is.  note: a word
-    of shared memory, this warpgroup's own, for the number of its item (CFG.NOTED).
+    in registers, from which the tensor cores take them in every step (CFG.KV_IN_REGS).  That leaves no
+    registers for P in 16 bits beside P and dP in 32, so dV begins when dS is there, not as soon as P
+    is.  stash: a word of shared memory, this warpgroup's own, for the number of its item
+    (CFG.ITEM_IN_SMEM).
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -254,77 +325,138 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
     AC: gl.constexpr = accumulator(D)
     AT: gl.constexpr = left_operand(ST)
     dt: gl.constexpr = qs.dtype
-    shared = dq_ptr, qs, dos, ks, vs, lds, dss, stages, terms, q_full, do_full
+    shared = dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full
     r = 0
     it = 0
     static_sync(CFG.OB, 384)
     mbarrier.wait(q_full.index(0), 0)
     following = get_item(turns_ptr, 0)
-    if CFG.NOTED:
-        note_item(note, following)
+    if CFG.ITEM_IN_SMEM:
+        stash_item(stash, following)
     mbarrier.wait(k_full.index(0), 0)
-    if not CFG.KEPT:
+    if not CFG.KV_IN_REGS:
         mbarrier.wait(do_full.index(0), 0)
-    t = noted_item(note) if CFG.NOTED else following
+    t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
-            kc = matrix(ks.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
-            vc = matrix(vs.index(at + hidden_zero()), BN, D).slice(64 * c, 64, 0)
+            kc = matrix(ks.index(at + opaque_zero()), BN, D).slice(64 * c, 64, 0)
+            vc = matrix(vs.index(at + opaque_zero()), BN, D).slice(64 * c, 64, 0)
         else:
             kc = 0
             vc = 0
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
-        limit = Sk - 1 - row  # the last key there is, counted from this warpgroup's first, as is dist
+        # the last key there is; like last_key counted from this warpgroup's first
+        limit = Sk - 1 - row
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - row
         high = M * BM + offset - row
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        if CFG.KEPT:
-            rows = matrix((ks if CFG.KEPT_K else vs).index(at), BN, D).slice(64 * c, 64, 0)
-            kept = rows.slice(0, CFG.KEPT_K + CFG.KEPT_V, 1).load(AT)
+        if CFG.KV_IN_REGS:
+            rows = matrix((ks if CFG.K_IN_REGS else vs).index(at), BN, D).slice(64 * c, 64, 0)
+            regs = rows.slice(0, CFG.K_IN_REGS + CFG.V_IN_REGS, 1).load(AT)
         else:
-            kept = 0
-        own = at, kc, vc, kept, limit
+            regs = 0
+        own = at, kc, vc, regs, limit
         walk = col, m0, up, NB, M, GROUP, offset
         if CFG.PEELED and CFG.DOWN:
-            clear, behind = clear_trips(low, high, limit, outer, up, CFG)
+            clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
-                dk, dv, it, tile, dist = trips(
-                    c, MASKED, shared, own, walk, dk, dv, it, tile, 0, clear, begin, end, dist,
-                    scale_log2, variables, CFG,
-                )  # fmt: skip
-            dk, dv, it, tile, dist = trips(
-                c, CLEAR, shared, own, walk, dk, dv, it, tile, clear, behind, begin, end, dist,
-                scale_log2, variables, CFG,
-            )  # fmt: skip
-            dk, dv, it, tile, dist = trips(
-                c, MASKED, shared, own, walk, dk, dv, it, tile, behind, outer, begin, end, dist,
-                scale_log2, variables, CFG,
-            )  # fmt: skip
+                dk, dv, it, tile, last_key = outer_loop(
+                    c,
+                    MASKED,
+                    shared,
+                    own,
+                    walk,
+                    dk,
+                    dv,
+                    it,
+                    tile,
+                    0,
+                    clear,
+                    begin,
+                    end,
+                    last_key,
+                    scale_log2,
+                    variables,
+                    CFG,
+                )
+            dk, dv, it, tile, last_key = outer_loop(
+                c,
+                CLEAR,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                clear,
+                behind,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
+            dk, dv, it, tile, last_key = outer_loop(
+                c,
+                MASKED,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                behind,
+                outer,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
         else:
-            dk, dv, it, tile, dist = trips(
-                c, AHEAD if CFG.PEELED else ASKED, shared, own, walk, dk, dv, it, tile, 0, outer,
-                begin, end, dist, scale_log2, variables, CFG,
-            )  # fmt: skip
+            dk, dv, it, tile, last_key = outer_loop(
+                c,
+                AHEAD if CFG.PEELED else ASKED,
+                shared,
+                own,
+                walk,
+                dk,
+                dv,
+                it,
+                tile,
+                0,
+                outer,
+                begin,
+                end,
+                last_key,
+                scale_log2,
+                variables,
+                CFG,
+            )
         following = get_item(turns_ptr, r + 1)
-        # read and worked out again, so as to take no registers in the loop
-        t = noted_item(note) if CFG.NOTED else get_item(turns_ptr, r)
+        # Read and worked out again, so that they take no registers in the loop.
+        t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
-        if CFG.NOTED:
-            note_item(note, following)
+        if CFG.ITEM_IN_SMEM:
+            stash_item(stash, following)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
-        t = noted_item(note) if CFG.NOTED else following
-    leave()
+        t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
+    exit_threads()
 
 
 # --- head_dim 256 ---------------------------------------------------------------------------------
@@ -334,10 +466,11 @@ def consumer(c: gl.constexpr, terms, note, args, CFG: gl.constexpr):
 def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c at head_dim 256: both own the same 64 keys and half the columns of dK, dV and dQ.
 
-    The first makes P, the second dP and dS; they meet in shared memory (PS: P has been written).
+    The first makes P, the second makes dP and dS.  They exchange these in shared memory (PS: P is
+    written).
     """
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -364,7 +497,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - col
         high = M * BM + offset - col
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
@@ -377,17 +510,19 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    x = product(k, q, lds.index(slot), LSE, ST)
+                    x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+                    x = mask_if_needed(
+                        x, limit, last_visible_key(index, last_key, CFG), variables, KIND
+                    )
                     ps.store(probabilities(x, 0.0, scale_log2).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
-                    dp = product(v, do, lds.index(slot), DELTA, ST)
+                    dp = product_with_term(v, do, lse_deltas.index(slot), DELTA, ST)
                     dp = warpgroup_mma_wait(0, deps=(dp,))
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)
@@ -402,14 +537,14 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma(dsw, q.slice(N * c, N, 1), dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 bar_arrive(CFG.OB + slot, 384)
-                put_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+                accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
                 it += 1
-                # this wait holds ptxas from waiting for dK before the adds
+                # This wait keeps ptxas from waiting for dK before the adds.
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
-            tile, dist = outer_step(tile, dist, m0, M, up, GROUP, CFG)
+            tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
         b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
@@ -419,4 +554,4 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave()
+    exit_threads()

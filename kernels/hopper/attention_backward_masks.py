@@ -1,17 +1,17 @@
 """Attention backward on Hopper: masks of scores, keys in rows, and which steps of a walk need them.
 
-A step needs none where its first query sees all 64 keys of the warpgroup (`dist`), and there are that
-many (`limit`).  To ask in every step costs 2 to 6% of head_dim 128's cycles, though hardly any needs
-one: ptxas moves nothing over the branch.  So there (CFG.PEELED) the walk is cut into pieces.  Where
-there are 64 keys, only queries at the diagonal need a mask: a walk up begins with them, one down ends
-with them.  Where there are fewer, all need one.
+A step needs no mask where its first query sees all 64 keys of the warpgroup (`last_key`), and there are
+that many (`limit`).  Hardly any step needs one, but asking in every step costs 2 to 6% of head_dim
+128's cycles, because ptxas moves nothing across the branch.  So there (CFG.PEELED) the walk is cut into
+pieces.  Where there are 64 keys, only queries at the diagonal need a mask: a walk up begins with them,
+a walk down ends with them.  Where there are fewer keys, all steps need one.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# What is known of the steps of a piece: none needs a mask, each may have one, the first ones may and
-# the others need none, nothing.
+# What is known of the steps of a piece: none needs a mask (CLEAR); each gets one (MASKED); the first
+# ones get one, and the others need none (AHEAD); nothing, so each asks (ASKED).
 CLEAR, MASKED, AHEAD, ASKED = (gl.constexpr(kind) for kind in range(4))
 
 
@@ -25,10 +25,11 @@ def along(layout, dim):
 
 
 @gluon.jit
-def mask_keys(x, limit, dist):
-    """-inf where key > min(query + dist, limit), both counted from the tile's first; x [64 keys, BM].
+def mask_keys(x, limit, last_key):
+    """x [64 keys, BM] with -inf where key > min(query + last_key, limit), counted from the tile's
+    first.
 
-    Each lane's part is moved to one side, so that the comparisons are with constants.
+    Each lane's part is moved to one side of the comparison, so that the other side is a constant.
     """
     BM: gl.constexpr = x.shape[1]
     y = x.reshape([4, 2, 8, BM // 8, 4, 2])  # warp, half, row, tile, lane, pair
@@ -40,40 +41,40 @@ def mask_keys(x, limit, dist):
     lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
     pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
     low = warp * 16 + row
-    seen = (half * 8 - tile * 8 - pair <= dist - low + lane * 2) & (half * 8 <= limit - low)
+    seen = (half * 8 - tile * 8 - pair <= last_key - low + lane * 2) & (half * 8 <= limit - low)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def mask(x, limit, dist, variables, KIND: gl.constexpr):
+def mask(x, limit, last_key, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where a query may not see a key.
 
-    limit: the last key there is; dist: the last key that the tile's first query sees; both counted from
-    the warpgroup's first.
+    limit: the last key there is; last_key: the last key that the tile's first query sees; both counted
+    from the warpgroup's first.
     """
     if KIND.CAUSAL:
-        return mask_keys(x, limit, dist)
+        return mask_keys(x, limit, last_key)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         return gl.where((keys <= limit)[:, None], x, -float("inf"))
 
 
 @gluon.jit
-def masked(x, limit, dist, variables, KIND: gl.constexpr):
-    """`mask` under a uniform branch: most tiles are whole."""
+def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
+    """`mask` in a uniform branch, as most tiles are whole."""
     if KIND.CAUSAL:
-        if gl.minimum(limit, dist) < 63:
-            x = mask(x, limit, dist, variables, KIND)
+        if gl.minimum(limit, last_key) < 63:
+            x = mask(x, limit, last_key, variables, KIND)
     else:
         if limit < 63:
-            x = mask(x, limit, dist, variables, KIND)
+            x = mask(x, limit, last_key, variables, KIND)
     return x
 
 
 @gluon.jit
 def first_clear(low, high, limit, CFG: gl.constexpr):
-    """Of steps whose dist goes from `low` up to `high`, that of the first one that needs no mask."""
+    """The last_key of the first step that needs no mask, where steps go from `low` up to `high`."""
     if CFG.KIND.CAUSAL:
         clear = gl.minimum(high, low + gl.maximum(63 - low + CFG.BM - 1, 0) // CFG.BM * CFG.BM)
     else:
@@ -84,8 +85,9 @@ def first_clear(low, high, limit, CFG: gl.constexpr):
 
 
 @gluon.jit
-def clear_trips(low, high, limit, count, up, CFG: gl.constexpr):
-    """Of `count` trips through all query tiles in turn, those that need no mask: (first, end)."""
+def clear_outer_steps(low, high, limit, count, up, CFG: gl.constexpr):
+    """(first, end) of the outer steps that need no mask, of `count` that take all query tiles in
+    turn."""
     begin = 0
     if CFG.KIND.CAUSAL:
         end = gl.minimum(count, gl.maximum(high - 63, 0) // CFG.BM)

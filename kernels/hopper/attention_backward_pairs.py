@@ -1,13 +1,14 @@
 """Attention backward on Hopper: consumers of 128 keys each, for head_dim 64 where keys are many.
 
-With 256 keys a tile, twice those of attention_backward_consumers.py, Q and dO are read and dQ is added
-to half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64 keys, 128
-apart, and has room for the scores of one: while it works out dS of the first, the second's scores are
-made.
+A tile has 256 keys, twice those of attention_backward_consumers.py.  So Q and dO are read, and dQ is
+added to, half as often, which is what long rows wait for.  A warpgroup owns a pair of blocks of 64
+keys, 128 apart, and has room for the scores of one block: the second's scores are made while it works
+out dS of the first.
 
-All four blocks meet in one product for dQ [BM queries, head_dim], which the warpgroups make in turns:
-the first in even steps, the second in odd ones.  One waits for the other's dS (at DS or ODD), which
-only arrives and goes on to its next step; so the two are half a step apart.  dQ leaves by bulk adds.
+One product makes dQ [BM queries, head_dim] of all four blocks.  The warpgroups take turns: the first
+makes it in even steps, the second in odd ones.  The one that makes it waits for the other's dS (at DS
+or ODD); the other only arrives there and goes on to its next step.  So the two are half a step apart.
+dQ leaves by bulk adds.
 """
 
 from triton.experimental import gluon
@@ -20,19 +21,27 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import product, store_rows
-from .attention_backward_masks import masked
+from .attention_backward_consumers import product_with_term, store_rows
+from .attention_backward_masks import mask_if_needed
 from .attention_backward_rows import DELTA, LSE
-from .attention_backward_sums import put_dq
-from .attention_backward_work import distance, get_item, key_tile, loops, outer_step
-from .warpgroups import accumulator, bar_arrive, leave, left_operand, matrix, static_arrive, static_sync
+from .attention_backward_sums import accumulate_dq
+from .attention_backward_work import get_item, key_tile, last_visible_key, loops, outer_step
+from .warpgroups import (
+    accumulator,
+    bar_arrive,
+    exit_threads,
+    left_operand,
+    matrix,
+    static_arrive,
+    static_sync,
+)
 
 
 @gluon.jit
 def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: keys 64 c ... 64 c + 63 of the tile, and those 128 behind them."""
     (
-        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lds, dss, stages,
+        dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         variables,
@@ -60,10 +69,11 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dv0 = gl.zeros([64, D], gl.float32, AC)
         dk1 = gl.zeros([64, D], gl.float32, AC)
         dv1 = gl.zeros([64, D], gl.float32, AC)
-        limit = Sk - 1 - row  # the last key there is, counted from the first block's first, as is dist
+        # the last key there is; like last_key counted from the first block's first
+        limit = Sk - 1 - row
         low = m0 * BM + offset - row
         high = M * BM + offset - row
-        outer, begin, end, dist = loops(low, high, m0, M, up, GROUP, CFG)
+        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for _ in range(outer):
             for index in range(begin, end, CFG.STEP):
@@ -73,12 +83,12 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 k = matrix(ks.index(it >> 30), BN, D)
                 v = matrix(vs.index(it >> 30), BN, D)
                 dsw = dss.index(slot)
-                ld = lds.index(slot)
+                lse_delta = lse_deltas.index(slot)
                 k0, v0 = k.slice(64 * c, 64, 0), v.slice(64 * c, 64, 0)
-                x = product(k0, q, ld, LSE, AC)
-                dp = product(v0, do, ld, DELTA, AC)
+                x = product_with_term(k0, q, lse_delta, LSE, AC)
+                dp = product_with_term(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = masked(x, limit, distance(index, dist, CFG), variables, KIND)
+                x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -86,11 +96,13 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dsw.slice(64 * c, 64, 0).store(ds)
                 dv0 = warpgroup_mma_wait(0, deps=(dv0,))
                 k1, v1 = k.slice(128 + 64 * c, 64, 0), v.slice(128 + 64 * c, 64, 0)
-                x = product(k1, q, ld, LSE, AC)
+                x = product_with_term(k1, q, lse_delta, LSE, AC)
                 dk0 = warpgroup_mma(gl.convert_layout(ds, A), q, dk0, is_async=True)
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
-                dp = product(v1, do, ld, DELTA, AC)
-                x = masked(x, limit - 128, distance(index, dist, CFG) - 128, variables, KIND)
+                dp = product_with_term(v1, do, lse_delta, DELTA, AC)
+                x = mask_if_needed(
+                    x, limit - 128, last_visible_key(index, last_key, CFG) - 128, variables, KIND
+                )
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -100,7 +112,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 if not mine:
                     static_arrive(OTHERS_TURN, 256)
                 dk1 = warpgroup_mma(gl.convert_layout(ds, A), q, dk1, is_async=True)
-                # these waits also hold ptxas from waiting earlier for what is in flight
+                # These waits also keep ptxas from waiting earlier for what is in flight.
                 it += 1
                 mbarrier.wait(do_full.index(it & 1), (it >> 1) & 1)
                 dv1 = warpgroup_mma_wait(1, deps=(dv1,))
@@ -111,13 +123,14 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     zq = gl.zeros([64, D], gl.float32, AC)
                     dq = warpgroup_mma(dsw.permute((1, 0)), k, zq, use_acc=False, is_async=True)
                     dq = warpgroup_mma_wait(0, deps=(dq,))
-                    put_dq(c, 0, False, dq_ptr, stages, dq, CFG)  # the producer knows whose it is
+                    # The producer knows which query tile it is of.
+                    accumulate_dq(c, 0, False, dq_ptr, stages, dq, CFG)
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
-            _, dist = outer_step(0, dist, m0, M, up, GROUP, CFG)
+            _, last_key = outer_step(0, last_key, m0, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
-        # read and worked out again, so as to take no registers in the loop
+        # Read and worked out again, so that they take no registers in the loop.
         t = get_item(turns_ptr, r)
         b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
@@ -130,4 +143,4 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following
-    leave()
+    exit_threads()

@@ -1,20 +1,21 @@
 """Attention backward on Hopper: what runs before and after the main kernel, row by row.
 
-Both are bound by memory: 4 D bytes a row of out and dout in, and after 4 D of sums in and 2 D of dQ
-out.  Where the first key tile does not store its part of dQ but adds it too (FIRST is false), 4 D of
-zeros out as well; else only query tiles that no key tile visits are zeroed.  Without a mask most of
-what runs after runs beside the last round of the main kernel, see wait_for_items.
+Both are bound by memory.  The preprocess reads 4 D bytes a row of out and dout, the postprocess reads
+4 D of sums and writes 2 D of dQ.  Where the first key tile adds its part of dQ too instead of storing
+it (FIRST is false), the preprocess also writes 4 D of zeros; else it zeroes only query tiles that no
+key tile visits.  Without a mask most of the postprocess runs beside the last round of the main kernel,
+see wait_for_items.
 
-lse and delta go to the main kernel as bfloat16, 16 for each query, which it adds to the scores and to
-dP by a product with ones:
+lse and delta go to the main kernel as 16 bfloat16 numbers for each query.  The kernel adds them to the
+scores and to dP by a product with ones:
 
     LSE ... LSE + 2         -lse / scale, which makes raw scores the logarithms of P
     DELTA ... DELTA + 2     -delta
-    behind                  zeros
+    the others              zeros
 
-Three each, the number rounded, what is left rounded, and what is then left: as good as float32.  Rows
-that see no key or do not exist have a number for -lse that is finite, as the ones come with zeros for
-the other term; where delta is not, P is NaN.
+Each is three numbers: the value rounded, the remainder rounded, and what then remains.  Together they
+are as good as float32.  Rows that see no key or do not exist have a finite number for -lse, because the
+product multiplies it by zeros for the other term.  Where delta is not finite, P is NaN.
 """
 
 import triton
@@ -34,11 +35,22 @@ NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any e
 
 @triton.jit(
     do_not_specialize=[
-        "Sq", "Sp", "zeroed", "H", "D_out", "so_b", "so_h", "so_s", "sd_b", "sd_h", "sd_s", "scale",
+        "Sq",
+        "Sp",
+        "zeroed",
+        "H",
+        "D_out",
+        "so_b",
+        "so_h",
+        "so_s",
+        "sd_b",
+        "sd_h",
+        "sd_s",
+        "scale",
     ]
-)  # fmt: skip
+)
 def preprocess_kernel(
-    o_ptr, do_ptr, lse_ptr, dlse_ptr, ld_ptr, dq_ptr, turns_ptr,
+    o_ptr, do_ptr, lse_ptr, dlse_ptr, lse_delta_ptr, dq_ptr, turns_ptr,
     Sq, Sp,  # queries, and queries padded to whole tiles
     zeroed,  # of those the first ones, whose sums of dQ start at zero
     H, D_out,
@@ -47,8 +59,8 @@ def preprocess_kernel(
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """lse and delta of each query, see above; zeros to the sums of dQ of the first queries and to the
-    counters.  R rows a program.  PDL: the next launch is a dependent one."""
+    """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
+    the first queries.  R rows a program.  PDL: the next launch is a dependent one."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -85,14 +97,36 @@ def preprocess_kernel(
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     parts = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, 0.0)))
-    at = ld_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
+    at = lse_delta_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
     tl.store(at, parts.to(tl.bfloat16))
+
+
+# --- what adds lse and delta to a product ----------------------------------------------------------
+
+
+@gluon.jit
+def select_columns(TERM: gl.constexpr, LAYOUT: gl.constexpr):
+    """Ones in the three columns of LSE or DELTA, and zeros: bfloat16 [64, COLUMNS]."""
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    ones = gl.where((column >= TERM) & (column < TERM + 3), 1.0, 0.0).to(gl.bfloat16)
+    return gl.zeros([64, COLUMNS], gl.bfloat16, LAYOUT) + ones[None, :]
+
+
+@gluon.jit
+def store_selector(selector):
+    """Write the selector of LSE and that of DELTA [2, 64, COLUMNS]; by four warps."""
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [4, 1], [1, 0])
+    selector.index(0).store(select_columns(LSE, L))
+    selector.index(1).store(select_columns(DELTA, L))
+
+
+# --- after the main kernel ------------------------------------------------------------------------
 
 
 @gluon.jit
 def wait_for_items(turns_ptr, head, items):
-    """Wait until so many items of a key head have been counted; with acquire, behind which their adds
-    are there (count_item)."""
+    """Wait until so many items of a key head have been counted.  The read acquires, so their adds are
+    visible afterwards (count_item)."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -106,24 +140,35 @@ def wait_for_items(turns_ptr, head, items):
         END:
         mov.u32 $0, 0;
         }""",
-        "=r,l,r", [(turns_ptr - 1 - head).to(gl.int64), items], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,l,r",
+        [(turns_ptr - 1 - head).to(gl.int64), items],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit(do_not_specialize=["items", "Sq", "tiles", "H", "GROUP", "D_out", "s_b", "s_h", "s_s"])
 def postprocess_kernel(
-    dq_ptr, out_ptr,
+    dq_ptr,
+    out_ptr,
     turns_ptr,  # counters, see attention_backward_work.py
     items,  # of a key head, or 0 where they are not counted
-    Sq, tiles,  # queries, and tiles of 64 of them
-    H, GROUP,  # query heads, query heads a key head
+    Sq,
+    tiles,  # queries, and tiles of 64 of them
+    H,
+    GROUP,  # query heads, query heads a key head
     D_out,
-    s_b, s_h, s_s,  # strides of out, in units of 8 elements
+    s_b,
+    s_h,
+    s_s,  # strides of out, in units of 8 elements
     scale,
-    D: gl.constexpr, N: gl.constexpr,
-):  # fmt: skip
-    """One chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  A dependent launch, so
-    that it waits for the items that add to it or, where they are not counted, for the launch before."""
+    D: gl.constexpr,
+    N: gl.constexpr,
+):
+    """Write one chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  It is a dependent
+    launch, so it waits for the items that add to the chunk or, where they are not counted, for the
+    launch before."""
     LO: gl.constexpr = gl.BlockedLayout([1, 8], [256 // N, N // 8], [4, 1], [1, 0])
     pid = gl.program_id(0)
     parts: gl.constexpr = D // N

@@ -1,6 +1,6 @@
 """Attention backward on Hopper: the sums of dQ, how they are added to and in which order.
 
-Each query tile [BM, D] of float32 sums lies as two chunks, one for what each warpgroup makes: 64 rows
+Each query tile [BM, D] of float32 sums lies in memory as two chunks, one for each warpgroup: 64 rows
 and N columns in the accumulator's register order, which the postprocess undoes.  The configuration's
 DQ says how a chunk leaves: 1, bulk adds by TMA from shared memory, issued by the producer; 0, vector
 atomics from the consumer's registers; 2, one warpgroup each way.
@@ -8,12 +8,12 @@ atomics from the consumer's registers; 2, one warpgroup each way.
 Named barriers of the producer and warpgroup c:
 
     FULL + c    its chunk lies in shared memory
-    EMPTY + c   it may send the next: the buffer has been read or, of atomics that wait for turns, the
-                turn has come
+    EMPTY + c   it may send the next chunk: the buffer has been read or, with atomics that wait for
+                turns, its turn has come
 
-In order (CFG.ORDERED), the counter of a query tile says how many key tiles have added to it; where the
-first stores and the others add in any order (CFG.FIRST alone), whether it has.  Four warps make the
-producer; turns are the business of three of them, so that none holds up what another has to do:
+In order (CFG.ORDERED), the counter of a query tile says how many key tiles have added to it.  Where the
+first stores and the others add in any order (CFG.FIRST alone), it says whether the first has stored.
+The producer has four warps.  Three of them deal with turns, so that none holds up another's work:
 
     warp 0      issues the bulk adds; when they are complete it arrives at DONE
     warp 1      looks for the turn of the next step, while the consumers make its dQ
@@ -21,21 +21,23 @@ producer; turns are the business of three of them, so that none holds up what an
 
 Why the order holds, in terms of PTX's memory model:
 
-    pass_turn   Bulk adds: the thread that issued them waits until they are complete, not only read
+    release_dq_turn
+                Bulk adds: the thread that issued them waits until they are complete, not only read
                 (wait_group without .read), which makes them visible to it; DONE puts them before what
                 the thread that counts does.  Atomics: the consumers issued theirs before they arrived
                 at QB, where the producer has waited.  Either way they happen before the increment of
                 the counter, since its release is cumulative.
-    take_turn   Warp 1 reads the counter with acquire, so that the earlier adds happen before what
+    wait_for_dq_turn
+                Warp 1 reads the counter with acquire, so that the earlier adds happen before what
                 follows.  Bulk adds go through the asynchronous proxy: the proxy fence puts them behind
                 what was acquired, and warp 0 issues them behind a barrier (OB) at which warp 1 arrives
                 after that.  Consumers with atomics meet warp 1 at EMPTY before theirs.
 
 Between a consumer's stores to shared memory and the bulk add that reads them stands a proxy fence: the
-producer's, behind FULL.  It has to lie between the two, in the program whose asynchronous access it is
-(Lustig, Cooksey, Giroux, "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", 2022);
-here a thread of either side would do.  A consumer would wait there until its stores have got through,
-behind all that the tensor cores read meanwhile.
+producer's, after FULL.  It must lie between the two, in the program that makes the asynchronous access
+(Lustig, Cooksey, Giroux, "Mixed-Proxy Extensions for the NVIDIA PTX Memory Consistency Model", 2022); a
+thread of either side would do here.  A consumer would wait at the fence until its stores have got
+through, behind all that the tensor cores read meanwhile.
 """
 
 from triton.experimental import gluon
@@ -73,9 +75,9 @@ def register_offsets(N: gl.constexpr):
 
 
 @gluon.jit
-def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
-    """Send warpgroup c's [64, N] accumulator to its chunk of query tile `tile`, four floats of a thread
-    at a time; first: whether no key tile has added to it before."""
+def accumulate_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
+    """Add warpgroup c's [64, N] accumulator to its chunk of query tile `tile`, four floats of a thread
+    at a time; first: whether no key tile has added to the tile before."""
     N: gl.constexpr = dq.shape[1]
     x = gl.reshape(dq, [4, 2, 8, N // 8, 4, 2])  # warp, half, row, tile, lane, pair
     x = gl.permute(x, [3, 0, 2, 4, 1, 5])  # tile, warp, row, lane, half, pair
@@ -100,14 +102,14 @@ def put_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
 
 
 @gluon.jit
-def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr):
+def send_chunk(c: gl.constexpr, tile, dq_rank, dq_desc, stages, CFG: gl.constexpr):
     """Send warpgroup c's part of dQ from shared memory, once it lies there."""
     if by_tma(CFG.DQ, c):
         static_sync(CFG.FULL + c, 256)
         fence_async_shared()
         at = tile * 128 if CFG.PAIRS else (tile * 2 + c) * 128
         if CFG.FIRST:
-            if place == 0:
+            if dq_rank == 0:
                 tma_store(dq_desc, [at, 0], stages.index(c))
             else:
                 tma_add(dq_desc, [at, 0], stages.index(c))
@@ -116,22 +118,22 @@ def send_chunk(c: gl.constexpr, tile, place, dq_desc, stages, CFG: gl.constexpr)
 
 
 @gluon.jit
-def send_tile(g, tile, place, dq_desc, stages, CFG: gl.constexpr):
-    """Send what step g made of one query tile's dQ, with `place` key tiles before it: both parts or, in
-    turns, the whole of one warpgroup."""
+def send_tile(g, tile, dq_rank, dq_desc, stages, CFG: gl.constexpr):
+    """Send what step g made of one query tile's dQ, the dq_rank-th to do so: both warpgroups' parts or,
+    in pairs, the whole from one of them."""
     if CFG.PAIRS:
         if g & 1 == 0:
-            send_chunk(0, tile, place, dq_desc, stages, CFG)
+            send_chunk(0, tile, dq_rank, dq_desc, stages, CFG)
         else:
-            send_chunk(1, tile, place, dq_desc, stages, CFG)
+            send_chunk(1, tile, dq_rank, dq_desc, stages, CFG)
     else:
-        send_chunk(0, tile, place, dq_desc, stages, CFG)
-        send_chunk(1, tile, place, dq_desc, stages, CFG)
+        send_chunk(0, tile, dq_rank, dq_desc, stages, CFG)
+        send_chunk(1, tile, dq_rank, dq_desc, stages, CFG)
 
 
 @gluon.jit
-def hand_back(g, CFG: gl.constexpr):
-    """Wait until the adds have read shared memory, and tell the consumers or, in turns, the one that
+def release_dq_buffer(g, CFG: gl.constexpr):
+    """Wait until the adds have read shared memory, and tell the consumers or, in pairs, the one that
     makes dQ in step g."""
     if CFG.DQ:
         tma.store_wait(0)
@@ -145,9 +147,9 @@ def hand_back(g, CFG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def taking(CFG):
-    """PTX of take_turn: the second warp looks until the counter $1 says $2 at least, then tells the
-    consumers whose adds are atomics."""
+def wait_for_dq_turn_ptx(CFG):
+    """PTX of wait_for_dq_turn: the second warp looks until the counter $1 says $2 at least, then tells
+    the consumers whose adds are atomics."""
     waiting = [c for c in range(2) if not by_tma(CFG.DQ, c)]
     tell = "\n".join(f"bar.arrive {CFG.EMPTY + c}, {CFG.TURN};" for c in waiting)
     return f"""{{
@@ -169,9 +171,9 @@ def taking(CFG):
 
 
 @gluon.constexpr_function
-def passing(CFG):
-    """PTX of pass_turn: the first warp waits for the bulk adds, which it issued, and the third counts
-    at $1; neither holds up the other."""
+def release_dq_turn_ptx(CFG):
+    """PTX of release_dq_turn: the first warp waits for the bulk adds, which it issued, and the third
+    counts at $1; neither holds up the other."""
     wait = "cp.async.bulk.wait_group 0;" if CFG.DQ else ""
     return f"""{{
         .reg .pred p;
@@ -197,28 +199,28 @@ def passing(CFG):
 
 
 @gluon.jit
-def take_turn(turns_ptr, tile, place, CFG: gl.constexpr):
-    """Wait until the first key tile or, in order, `place` of them have added to query tile `tile`; in
-    one warp only."""
+def wait_for_dq_turn(turns_ptr, tile, dq_rank, CFG: gl.constexpr):
+    """Wait until the first key tile or, in order, the dq_rank tiles before this one have added to query
+    tile `tile`; one warp waits."""
     if CFG.FIRST:
-        PTX: gl.constexpr = taking(CFG)
+        PTX: gl.constexpr = wait_for_dq_turn_ptx(CFG)
         if not CFG.ORDERED:
-            place = gl.minimum(place, 1)
+            dq_rank = gl.minimum(dq_rank, 1)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
-        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, place], dtype=gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(PTX, "=r,l,r", [at, dq_rank], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
-    """Count the adds of the first key tile or, in order, of any to query tile `tile`, once they are
-    complete; after QB."""
+def release_dq_turn(turns_ptr, tile, dq_rank, CFG: gl.constexpr):
+    """Count the adds to query tile `tile` once they are complete, of the first key tile or, in order,
+    of each; call it after QB."""
     if CFG.FIRST:
-        PTX: gl.constexpr = passing(CFG)
+        PTX: gl.constexpr = release_dq_turn_ptx(CFG)
         at = (turns_ptr + FIRST_TURN + tile).to(gl.int64)
         if CFG.ORDERED:
             gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
         else:
-            if place == 0:
+            if dq_rank == 0:
                 gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -226,7 +228,7 @@ def pass_turn(turns_ptr, tile, place, CFG: gl.constexpr):
 
 
 @gluon.constexpr_function
-def counting(CFG, pending):
+def count_item_ptx(CFG, pending):
     """PTX of count_item: the first warp waits for the bulk adds, which it issued, but not for the last
     `pending` ones, and counts at $1."""
     wait = f"cp.async.bulk.wait_group {pending};" if CFG.DQ else ""
@@ -248,12 +250,12 @@ def counting(CFG, pending):
 @gluon.jit
 def count_item(turns_ptr, head, BEHIND: gl.constexpr, CFG: gl.constexpr):
     """Count an item of a key head as finished, once all bulk adds but the last BEHIND are complete, and
-    with them its own; as pass_turn, but once an item, so that one warp will do.
+    so its own.  It is like release_dq_turn, but called once an item, so one warp is enough.
 
-    An item is counted when the next one has left but for its last two steps.  If that has LEAST_STEPS,
-    PENDING bulk adds or more are behind those of the item, so that nobody waits for these.  (Shorter
-    ones are counted too early, and their counts not used.)
+    An item is counted when all but the last two steps of the next item have left.  If that item has
+    LEAST_STEPS steps, PENDING bulk adds or more have followed those of this one, so nobody waits for
+    these.  (Shorter items are counted too early, and their counts are not used.)
     """
-    PTX: gl.constexpr = counting(CFG, BEHIND)
+    PTX: gl.constexpr = count_item_ptx(CFG, BEHIND)
     at = (turns_ptr - 1 - head).to(gl.int64)
     gl.inline_asm_elementwise(PTX, "=r,l", [at], dtype=gl.int32, is_pure=False, pack=1)

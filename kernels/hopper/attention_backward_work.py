@@ -1,79 +1,86 @@
 """Attention backward on Hopper: which program does what when, and how it walks the query tiles.
 
 A work item is one key tile of one key head: the query tiles that see it, of every query head of the
-group.  Items are numbered so that tiles of several heads are mixed, the first keys of each head first:
-under a causal mask those are seen by most queries, and the short tiles fill the gaps at the end.
+group.  Items are numbered so that tiles of several heads are mixed, with the first keys of each head
+first: under a causal mask most queries see those, and the short tiles fill the gaps at the end.
 
-There is a program for each multiprocessor.  Each takes the item of the lowest number that nobody has
-taken, by a counter in global memory, does it and takes the next: list scheduling, without a model of
-what an item costs.  The producer takes an item two steps before the consumers need it, and hands its
-number over in global memory, in a ring (put_item) that the barrier of the item's first queries covers:
-consumers ask for it before they store dK and dV of the item before, so that nobody waits.  The thread
-that writes it is the one that then arrives at that barrier, by which it is released to those who wait
-there.  When the number of item n is written, the consumers have ended all steps before but two, so that
-they are at the end of item n - 3 at the earliest, where they read those of n - 3 and n - 2: a ring of
-four will do.  (In shared memory racecheck takes the number for a race, see warpgroups.py.)  What a
-consumer got it keeps, or asks for again; under CFG.NOTED in shared memory that no other warpgroup uses.
+There is one program for each multiprocessor.  It takes the item of the lowest number that nobody has
+taken, by a counter in global memory, works on it and takes the next.  This is list scheduling, without
+a model of what an item costs.
 
-By default and without a mask, or in long rows of head_dim 64, the walk goes head by head, from the
-first query tile to the last; with bulk adds alone and no mask (CFG.ROUND) each begins behind the one
-before, at the queries of its own place or, with key tiles of 256, a 32nd of the way on, and goes round,
-so that programs that start together do not read the same tiles and add to the same sums.  Otherwise
-(CFG.DOWN) it goes from the last query tile down, through the heads of the group at each: programs that
-start together are at the same query tile whatever their keys, and share it in L2.  With bulk adds to
-zeros (CFG.ROTATE) each key tile begins with another head of the group, lest all of them add to the same
-sums at a time.
+How an item's number reaches the consumers.  The producer takes an item two steps before the consumers
+need it, and writes its number to a ring in global memory (put_item).  The barrier of the item's first
+queries covers the write: the thread that writes the number then arrives at that barrier, which releases
+it to those who wait there.  The consumers ask for the number before they store dK and dV of the item
+before, so that nobody waits.  When the number of item n is written, the consumers have ended all steps
+but the last two.  They are then at the end of item n - 3 at the earliest, where they read the numbers
+of n - 3 and n - 2, so a ring of four is enough.  (In shared memory racecheck takes the number for a
+race, see warpgroups.py.)  A consumer keeps the number it read, or asks for it again.  Under
+CFG.ITEM_IN_SMEM it keeps it in shared memory that no other warpgroup uses.
 
-Under a causal mask they do not stay together: tiles of the last keys end first, and their programs
-start the next items at the last queries, which nobody else reads any more.  Of grouped heads, what lies
-between the two is more than L2 holds.  So (CFG.WAVES) every other round of programs goes the other way,
-from the diagonal up.  The first of it to begin is the tile of the first keys, the others follow as fast
-as the diagonal rises, and so they walk side by side, until all end at the last queries and start down
-again.  (So it is where a round takes all keys of some heads.  If it takes half of them, the other half
-begins in the middle, where those are that still go down.)
+The walk of an item (CFG.WALK):
+
+    by_head    head by head, from the first query tile to the last.
+    round      the same, but each walk begins behind the one before it and goes round: at the queries
+               opposite its own keys or, with key tiles of 256, a 32nd of the way on.  Programs that
+               start together then do not read the same tiles and add to the same sums.  It needs bulk
+               adds, and no mask.
+    down       from the last query tile down, through the heads of the group at each.  Programs that
+               start together are at the same query tile whatever their keys, and share it in L2.  With
+               bulk adds to zeros (CFG.ROTATE) each key tile begins with another head of the group, so
+               that not all add to the same sums at a time.
+    waves      down, and every other round of programs up from the diagonal.  Under a causal mask
+               programs that go down do not stay together: tiles of the last keys end first, and their
+               programs start the next items at the last queries, which nobody else reads any more.  Of
+               grouped heads, what lies between the two is more than L2 holds.  In a round that goes up,
+               the tile of the first keys begins first, and the others follow as fast as the diagonal
+               rises.  So they walk side by side until all end at the last queries, and start down
+               again.  (This holds where a round takes all keys of some heads.  If it takes half of
+               them, the other half begins in the middle, where those are that still go down.)
+    alternate  half of the heads that are mixed go the other way: up from the diagonal, with key tiles
+               from the last one to the first.  It is for a causal mask where no query heads share a key
+               head.
 
 In order (CFG.ORDERED) the float32 sums of dQ are added to in the order of the key tiles, so that they
-are the same bits every time: a counter for each query tile says how many key tiles have added to it,
-and the n-th to add does so when it says n.  Under a causal mask, where no query heads share a key head,
-half of the heads that are mixed go the other way (CFG.ALTERNATE): from the diagonal up, and key tiles
-from the last one to the first.
+are the same bits every time.  A counter for each query tile says how many key tiles have added to it;
+the n-th to add does so when the counter says n.
 
 Where the first key tile only stores and the others wait for it (CFG.FIRST), the same counters are 0
-until it has done so.  In short rows half of the heads go up for that too: their first to store is the
-last key tile.  For both:
+until it has done so.  Alternate walks help here too: the heads that go up have the last key tile as the
+first to store.  For both:
 
-- No program waits for ever.  A key tile waits for those before it of its own head alone, items of lower
-  numbers.  A program takes items in increasing order, and only programs that are running take any.  Of
-  the items taken and not finished, the lowest has all lower ones behind it: they were taken before, and
-  are finished.  So whoever has it is at work on it, and waits for none; and what a program has added is
-  counted without a wait for what it adds next (pass_turn, take_turn: two warps).  This holds however
-  few of the programs are on the device at once, and when other kernels share it.
-- Hardly any waits for long.  Downwards, what a key tile visits is the beginning of what the one before
-  it visits, in the same order, so that it follows one turn behind from its first tile on.  (From the
-  diagonal up, each that starts at the same time would have to wait until the one before it arrives
+- No program waits for ever.  A key tile waits only for those before it of its own head, which are items
+  of lower numbers.  A program takes items in increasing order, and only programs that are running take
+  any.  Consider the lowest of the items that are taken and not finished.  All lower ones were taken
+  before, and are finished.  So its program is at work on it and waits for none.  What a program has
+  added is counted without a wait for what it adds next (release_dq_turn, wait_for_dq_turn: two warps).
+  This holds however few of the programs are on the device at once, and when other kernels share it.
+- Hardly any program waits for long.  Downwards, what a key tile visits is the beginning of what the one
+  before it visits, in the same order, so it follows one turn behind from its first tile on.  (From the
+  diagonal up, programs that start at the same time would have to wait until the one before arrives
   there from its own first tile; head by head, long tiles would hold up short ones at each head.)  In
-  waves those that go up do not start at the same time, but each when the one before it has come to
-  where it begins.  Alternately, last keys first, a key tile that goes up begins where none adds before
-  it, and comes late to what others have visited; but the longest tiles come last.  So a group of heads
-  begins upwards, which sets programs apart, and ends downwards.  Programs that are apart stay so, and
-  need not wait again at later items.
+  waves, the programs that go up do not start at the same time, but each when the one before it has come
+  to where it begins.  In alternate walks, a key tile that goes up begins where none adds before it, and
+  comes late to what others have visited; but the longest tiles come last.  So a group of heads begins
+  upwards, which sets programs apart, and ends downwards.  Programs that are apart stay so, and need not
+  wait again at later items.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import query_range
-from .warpgroups import hidden_zero
+from .warpgroups import opaque_zero
 
-# What turns_ptr points at: [0] the counter of work items, from FIRST_NUMBER on the numbers of the last
-# items of each program, from FIRST_TURN on the counters of query tiles; from [-1] backwards those of
-# finished items of key heads.  Counters are 0 before.
+# What turns_ptr points at.  [0]: the counter of work items; from FIRST_NUMBER on: the numbers of each
+# program's last items; from FIRST_TURN on: the counters of query tiles; from [-1] backwards: those of
+# finished items of key heads.  Counters start at 0.
 NUMBERS = gl.constexpr(4)
 FIRST_NUMBER = gl.constexpr(32)
 MOST_PROGRAMS = gl.constexpr(144)  # no GPU of compute capability 9.0 has more multiprocessors
 FIRST_TURN = gl.constexpr(FIRST_NUMBER.value + NUMBERS.value * MOST_PROGRAMS.value)
-# Bulk adds behind those of an item, at least, when it is counted as finished, if items have so many
-# steps; see count_item.
+# At least so many bulk adds have followed those of an item when it is counted as finished, if items
+# have LEAST_STEPS steps; see count_item.
 PENDING = gl.constexpr(4)
 LEAST_STEPS = gl.constexpr(PENDING.value + 2)
 
@@ -112,25 +119,25 @@ def put_item(turns_ptr, r, t):
 @gluon.jit
 def get_item(turns_ptr, r):
     """The number of the program's r-th item, once its first queries have come."""
-    return gl.load(number_of(turns_ptr, r + hidden_zero()))
+    return gl.load(number_of(turns_ptr, r + opaque_zero()))
 
 
 @gluon.constexpr_function
-def note_layout():
+def stash_layout():
     """Layout of a number [1], the same in all threads."""
     return gl.BlockedLayout([1], [32], [4], [0])
 
 
 @gluon.jit
-def note_item(note, t):
+def stash_item(stash, t):
     """Keep the number of a warpgroup's item in a word of shared memory [1] that no other reads."""
-    note.store(gl.full([1], t, gl.int32, note_layout()))
+    stash.store(gl.full([1], t, gl.int32, stash_layout()))
 
 
 @gluon.jit
-def noted_item(note):
-    """What note_item keeps."""
-    return gl.sum(note.load(note_layout()), 0)
+def stashed_item(stash):
+    """What stash_item keeps."""
+    return gl.sum(stash.load(stash_layout()), 0)
 
 
 @gluon.jit
@@ -138,7 +145,7 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, 1 if its walk goes up
     and else 0).
 
-    Keys that no query sees get the last query tile, all of it masked, so that no item is empty.
+    Keys that no query sees get the last query tile, fully masked, so that no item is empty.
     """
     KIND: gl.constexpr = CFG.KIND
     up = 0
@@ -172,11 +179,11 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def place(m, n, up, NB, M, offset, CFG: gl.constexpr):
+def dq_rank(m, n, up, NB, M, offset, CFG: gl.constexpr):
     """How many key tiles add to query tile m before key tile n does, in order."""
     if CFG.ALTERNATE:
         last = gl.minimum((m * CFG.BM + CFG.BM - 1 + offset) // CFG.BN, NB - 1)
-        last = gl.where(m == M - 1, NB - 1, last)  # which also takes the keys that no query sees
+        last = gl.where(m == M - 1, NB - 1, last)  # it also takes the keys that no query sees
         n = gl.where(up == 1, last - n, n)
     return n
 
@@ -186,7 +193,7 @@ def comes_first(i, col, m0, up, NB, M, offset, CFG: gl.constexpr):
     """Whether the key tile from key `col` on is the first to add to the i-th query tile of its walk."""
     if CFG.ALTERNATE:
         m = gl.where(up == 1, m0 + i, M - 1 - i)
-        return place(m, col // CFG.BN, up, NB, M, offset, CFG) == 0
+        return dq_rank(m, col // CFG.BN, up, NB, M, offset, CFG) == 0
     else:
         return col == 0
 
@@ -212,7 +219,7 @@ def first_tile(col, m0, M, up, CFG: gl.constexpr):
 
 @gluon.jit
 def first_head(h0, col, GROUP, CFG: gl.constexpr):
-    """The head with which it begins, of the group from h0 on."""
+    """The head with which that walk begins, of the group from h0 on."""
     if CFG.ROTATE:
         h0 += col // CFG.BN % GROUP
     return h0
@@ -220,8 +227,8 @@ def first_head(h0, col, GROUP, CFG: gl.constexpr):
 
 @gluon.jit
 def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
-    """What comes after query tile m of head h; h0 is the first head of the group, `began` the one with
-    which the walk began, `start` the first tile of each."""
+    """The (head, query tile) after query tile m of head h.  h0: the first head of the group; began: the
+    head with which the walk began; start: the first tile of each head."""
     if CFG.DOWN:
         h += 1
         h = gl.where(h == h0 + GROUP, h0, h)
@@ -234,14 +241,15 @@ def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
 
 
 # --- the same walk as two nested loops, for the consumers -------------------------------------------
-# By default the outer one runs over heads and the inner one over query tiles; where CFG.DOWN, the other
-# way round.  `dist` is the last key that a tile's first query sees, relative to something, between low
-# and high; `tile` numbers the query tiles of all heads.
+# The outer loop runs over heads and the inner one over query tiles or, where CFG.DOWN, the other way
+# round.  `last_key` is the last key that a tile's first query sees, counted from the warpgroup's first
+# key; it lies between low and high.  `tile` numbers the query tiles of all heads.
 
 
 @gluon.jit
 def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
-    """(trips of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first dist)."""
+    """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first
+    last_key)."""
     if CFG.BOTH:
         return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
@@ -251,11 +259,12 @@ def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
 
 
 @gluon.jit
-def distance(index, dist, CFG: gl.constexpr):
-    """dist, where the inner loop is at `index`."""
+def last_visible_key(index, last_key, CFG: gl.constexpr):
+    """last_key, where the inner loop is at `index`."""
     if CFG.DOWN:
-        # not known to stay the same, or the comparisons of masks would be kept in registers
-        return dist + hidden_zero()
+        # The compiler must not know that it stays the same: it would keep the masks' comparisons in
+        # registers.
+        return last_key + opaque_zero()
     else:
         return index
 
@@ -269,9 +278,9 @@ def inner_step(tile, M, CFG: gl.constexpr):
 
 
 @gluon.jit
-def outer_step(tile, dist, m0, M, up, GROUP, CFG: gl.constexpr):
+def outer_step(tile, last_key, m0, M, up, GROUP, CFG: gl.constexpr):
     if CFG.DOWN:
         by = 2 * up - 1
-        return tile - GROUP * M + by, dist + by * CFG.BM
+        return tile - GROUP * M + by, last_key + by * CFG.BM
     else:
-        return tile + m0, dist
+        return tile + m0, last_key

@@ -3,57 +3,72 @@
     q [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] -> out [B, Hq, Sq, D], lse [B, Hq, Sq]
     D: head_dim padded to 64, 128 or 256 (TMA fills with zeros), BM = 64 W query rows, BN keys a tile
 
-The algorithm is that of kernels/attention_forward.py; what differs is who does what, and when.
+Words of this folder:
 
-    producer   one warp or four (PRODUCERS), of few registers, keep TMA busy: K and V tiles into rings
-               of KS and VS buffers, Q tiles into one buffer for each consumer
+    work item      what a program takes at a time: here the queries of one tile of one head
+    key tile       BN keys and values, the step of a consumer's loop
+    slot, phase    which buffer of a ring comes next, and the parity of its mbarrier
+    phantom        a load of no bytes, after the last tile, for those who look one tile ahead
+    walk, wave     of the backward: the order in which an item takes query tiles, and the programs that
+                   go one way together
+
+The algorithm is that of kernels/attention_forward.py.  What differs is who does what, and when:
+
+    producer   one warp or four (PRODUCERS) with few registers keep TMA busy: K and V tiles go into
+               rings of KS and VS buffers, Q tiles into one buffer for each consumer
                (attention_forward_work.py)
-    consumers  W warpgroups, each with 64 query rows, all on the same ring of keys
+    consumers  W warpgroups with 64 query rows each, all on the same ring of keys
                (attention_forward_consumers.py)
 
-A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought, and
-empty when every consumer has arrived at its named barrier (KB, VB, QB: see warpgroups.py).
+Partitions of a program, with their warps; the first one is the program's own:
 
-A program takes work items one after another, an item being the queries of one tile of one head.  Within
-an item a consumer goes over key tiles from right to left, and for each issues S_j = Q K_j^T and, behind
-it, P V of the tile before.  The softmax of S_j (online_softmax.py) runs
+    W == 1, PRODUCERS == 1      consumer 4; producer 1, nothing 1, nothing 2
+    W == 2, PRODUCERS == 1      consumer 4; consumer 4, producer 1, nothing 1, nothing 2
+    W >= 2, PRODUCERS == 4      producer 4; W consumers of 4 each
+
+A buffer is full when its mbarrier (k_full, v_full, q_full) has counted the bytes that TMA brought.  It
+is empty when every consumer has arrived at its named barrier (KB, VB, QB: see HopperForward.BARRIERS).
+
+A program takes one work item after another.  Within an item a consumer takes the key tiles from right
+to left.  For each it issues S_j = Q K_j^T and, behind it, P V of the tile before.  The softmax of S_j
+(online_softmax.py) runs
 
     OVERLAP    as soon as S_j is there, while the tensor cores still do this consumer's P V
-    otherwise  when both are done, with the registers of P free again: another consumer's products run
+    otherwise  when both are done and the registers of P are free again; another consumer's products run
 
-and two or three consumers take turns to issue (PB), so that one computes its softmax while others have
-the tensor cores; four, and three with OVERLAP, do without (TURNS).  Across items likewise: the first
-scores of the next item are issued behind the last P V of this one, and the epilogue (lse, 1 / l, the
-stores) runs under them.  So no wgmma is in flight at any loop edge, and nothing depends on there being
-a next tile: the producer ends with a phantom K and Q of no bytes.
+Two or three consumers take turns to issue products (PINGPONG, at the named barriers PB), so that one
+computes its softmax while others have the tensor cores.  Four, and three with OVERLAP, do without.  The
+same happens across items: the first scores of the next item are issued behind the last P V of this one,
+and the epilogue (lse, 1 / l, the stores) runs meanwhile.  So no wgmma is in flight at any loop edge,
+and nothing depends on there being a next tile: the producer ends with a phantom K and Q.
 
-wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 and TMA
-writes 32; with KEPT a consumer keeps three quarters of its queries in registers, which takes 12 off.
+wgmma reads its operands at 128 bytes a cycle at most.  At head_dim 128 scores and P V read 80 bytes and
+TMA writes 32.  With Q_IN_REGS a consumer keeps three quarters of its queries in registers, which saves
+12.
 
-Long rows run at the card's power, so that what takes less energy is faster.  There head_dim 128 has
-three consumers, which read keys and values from L2 two times where two read them three times.  Their
-registers do with key tiles of 64.
+Long rows run at the card's power limit, so what takes less energy is faster.  There head_dim 128 has
+three consumers, which read keys and values from L2 two times where two consumers read them three times.
+Their registers suffice for key tiles of 64.
 
 Where items are short, most of the time goes into their beginnings and ends.  At head_dim 64 three
 programs of one consumer each fit on a multiprocessor (PROGRAMS), with key tiles of 64 and all of their
-queries KEPT: while one of them begins or ends an item the others compute.  They read keys and values
-three times as often as three consumers of one program, and in longer rows are slower than these.
-Instructions are what they run out of: a producer of four warps took a fifth of all.
+queries in registers: while one of them begins or ends an item the others compute.  They read keys and
+values three times as often as three consumers of one program, so in longer rows they are slower.  The
+rate of instructions limits them: a producer of four warps took a fifth of all instructions.
 
 With few queries most rows of an item would be padding, and each query head of a group would read the
-same keys and values.  With PACK an item has a key head, and row r is head r % PACK of the group and
-query r // PACK of the tile: q is seen as [B, Hkv, Sq, group, D], of which TMA brings boxes with PACK
-heads, zeros past a group that is no power of two.  Row by row the arithmetic is the same.
+same keys and values.  With PACK an item has a key head: row r is head r % PACK of the group and query
+r // PACK of the tile.  q is then seen as [B, Hkv, Sq, group, D], of which TMA brings boxes with PACK
+heads, and zeros past a group that is no power of two.  Row by row the arithmetic is the same.
 
-Under a causal mask items differ in length; the order in which each program takes them comes from a
-table, `plan` (balanced_plan in configs/hopper_forward.py).  Without one they are alike but for the
-last of each head, which may have rows for some of the consumers only: with IDLE the others sit out, so
-that it takes less time, and the order comes from a table too.
+Under a causal mask items differ in length.  The order in which each program takes them comes from a
+table, `work_table` (balanced_work in configs/hopper_forward.py).  Without a mask all items are alike,
+except the last of each head, which may have rows for some of the consumers only.  With IDLE the other
+consumers skip it, so that it takes less time, and the order comes from a table too.
 
-Masks are `visible` of scores.py, written so that a thread's comparisons are with constants.  The tile
-needs none where key_ranges of schedule.py says so.  A consumer's rows may see none of a tile that other
-consumers need, or its first half alone: with SKIP, what they do not see has no mask and no softmax
-either.
+Masks are `visible` of scores.py, written so that a thread compares with constants.  A tile needs no
+mask where key_ranges of schedule.py says so.  A consumer's rows may see nothing of a tile that other
+consumers need, or only its first half.  With SKIP, what they do not see takes no mask and no softmax.
 
 Sources: Shah et al., "FlashAttention-3" (2024), sections 3.1 and 3.2, for the roles and the ping-pong.
 """
@@ -64,31 +79,50 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .attention_forward_consumers import consumer
 from .attention_forward_work import producer
-from .warpgroups import leave
+from .warpgroups import exit_threads
 
 VARYING = (
-    "total", "NT", "H", "GROUP", "BH", "HG", "Sq", "Sk", "offset", "so_b", "so_h", "so_s", "D_out",
-)  # fmt: skip
+    "total",
+    "NT",
+    "H",
+    "GROUP",
+    "BH",
+    "HG",
+    "Sq",
+    "Sk",
+    "offset",
+    "so_b",
+    "so_h",
+    "so_s",
+    "D_out",
+)
 
 
 @gluon.jit(do_not_specialize=VARYING)
 def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
-    k_desc, v_desc,  # [1, 1, BN, D]
-    o_ptr, lse_ptr,
-    plan,  # [rounds, programs] int32 if PLANNED, else not read
+    k_desc,
+    v_desc,  # [1, 1, BN, D]
+    o_ptr,
+    lse_ptr,
+    work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
     total,  # work items: NT * BH
     NT,  # query tiles of a head
-    H, GROUP, BH,  # query heads, or key heads if packed; query heads a key head; B * H
+    H,
+    GROUP,
+    BH,  # query heads, or key heads if packed; query heads a key head; B * H
     HG,  # of these heads, those whose work items are mixed
-    Sq, Sk,
+    Sq,
+    Sk,
     offset,  # query i sees key j <= i + offset
-    so_b, so_h, so_s,  # strides of out, in units of 8 elements
+    so_b,
+    so_h,
+    so_s,  # strides of out, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale_log2,  # scale * log2(e)
     variables,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperForward
-):  # fmt: skip
+):
     W: gl.constexpr = CFG.W
     D: gl.constexpr = CFG.D
     BN: gl.constexpr = CFG.BN
@@ -107,21 +141,21 @@ def attention_forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
         variables,
     )  # fmt: skip
-    # A producer of one warp is in a warpgroup with three warps that have nothing to do.
+    # A producer of one warp shares its warpgroup with three warps that have nothing to do.
     if W == 1:
         gl.warp_specialize(
             [
                 (consumer, (gl.constexpr(0), consume, CFG)),
                 (producer, (produce, CFG)),
-                (leave, ()),
-                (leave, ()),
+                (exit_threads, ()),
+                (exit_threads, ()),
             ],
             [1, 1, 2],
             [24, 24, 24],
@@ -132,8 +166,8 @@ def attention_forward_kernel(
                 (consumer, (gl.constexpr(0), consume, CFG)),
                 (consumer, (gl.constexpr(1), consume, CFG)),
                 (producer, (produce, CFG)),
-                (leave, ()),
-                (leave, ()),
+                (exit_threads, ()),
+                (exit_threads, ()),
             ],
             [4, 1, 1, 2],
             [CFG.REGISTERS, 24, 24, 24],

@@ -22,15 +22,15 @@ from .attention_forward_work import (
     tile_of,
     work_index,
 )
-from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpaired
+from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpack_halves
 from .warpgroups import (
     accumulator,
     bar_arrive,
-    hidden_zero,
-    leave,
-    leave_when,
+    exit_threads,
+    exit_threads_if,
     left_operand,
     matrix,
+    opaque_zero,
     static_arrive,
     static_sync,
     wide_rows,
@@ -43,8 +43,8 @@ from .warpgroups import (
 def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
-    A thread holds columns 8 i + 2 lane + j: with the lane's part moved into the limit, a row's last
-    visible column, the comparisons are with constants.
+    A thread holds columns 8 i + 2 lane + j.  The lane's part is moved into the limit, a row's last
+    visible column, so that the comparisons are with constants.
     """
     BN: gl.constexpr = x.shape[1]
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
@@ -63,8 +63,8 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def masked(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
-    """Scores of key tile j, masked if it is not among the first `whole`, under uniform branches.
+def mask_key_tile(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
+    """Scores of key tile j, masked if it is not among the first `whole`, in uniform branches.
 
     With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
     """
@@ -86,15 +86,15 @@ def masked(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def take_turn(c: gl.constexpr, CFG: gl.constexpr):
+def pingpong_wait(c: gl.constexpr, CFG: gl.constexpr):
     """Wait until the other consumers have issued their products."""
-    if CFG.TURNS:
+    if CFG.PINGPONG:
         static_sync(CFG.PB + c, 256)
 
 
 @gluon.jit
-def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
-    if CFG.TURNS:
+def pingpong_signal(c: gl.constexpr, CFG: gl.constexpr):
+    if CFG.PINGPONG:
         static_arrive(CFG.PB + (c + 1) % CFG.W, 256)
 
 
@@ -102,32 +102,33 @@ def pass_turn(c: gl.constexpr, CFG: gl.constexpr):
 
 
 @gluon.jit
-def kept_queries(q, CFG: gl.constexpr):
-    """With KEPT the first so many columns of q [64, D], in registers: 64 of them, and the others."""
+def queries_in_registers(q, CFG: gl.constexpr):
+    """The first Q_IN_REGS columns of q [64, D] in registers, in two parts: 64 of them, and the
+    others."""
     S: gl.constexpr = accumulator(CFG.BN)
     A: gl.constexpr = left_operand(S)
-    if CFG.KEPT > 64:
-        return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.KEPT - 64, dim=1).load(A)
-    elif CFG.KEPT:
+    if CFG.Q_IN_REGS > 64:
+        return q.slice(0, 64, dim=1).load(A), q.slice(64, CFG.Q_IN_REGS - 64, dim=1).load(A)
+    elif CFG.Q_IN_REGS:
         return q.slice(0, 64, dim=1).load(A), 0
     else:
         return 0, 0
 
 
 @gluon.jit
-def scores(q, kept, ks, slot, z, CFG: gl.constexpr):
+def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
     """Issue Q K^T of a tile; z [64, BN] zeros."""
     k = matrix(ks.index(slot), CFG.BN, CFG.D)
-    if CFG.KEPT:
+    if CFG.Q_IN_REGS:
         first = k.slice(0, 64, dim=1).permute((1, 0))
-        x = warpgroup_mma(kept[0], first, z, use_acc=False, is_async=True)
-        if CFG.KEPT > 64:
-            second = k.slice(64, CFG.KEPT - 64, dim=1).permute((1, 0))
-            x = warpgroup_mma(kept[1], second, x, is_async=True)
-        if CFG.KEPT < CFG.D:
-            REST: gl.constexpr = CFG.D - CFG.KEPT
-            rest = k.slice(CFG.KEPT, REST, dim=1).permute((1, 0))
-            x = warpgroup_mma(q.slice(CFG.KEPT, REST, dim=1), rest, x, is_async=True)
+        x = warpgroup_mma(q_regs[0], first, z, use_acc=False, is_async=True)
+        if CFG.Q_IN_REGS > 64:
+            second = k.slice(64, CFG.Q_IN_REGS - 64, dim=1).permute((1, 0))
+            x = warpgroup_mma(q_regs[1], second, x, is_async=True)
+        if CFG.Q_IN_REGS < CFG.D:
+            REST: gl.constexpr = CFG.D - CFG.Q_IN_REGS
+            rest = k.slice(CFG.Q_IN_REGS, REST, dim=1).permute((1, 0))
+            x = warpgroup_mma(q.slice(CFG.Q_IN_REGS, REST, dim=1), rest, x, is_async=True)
         return x
     else:
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
@@ -161,9 +162,10 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
     if CFG.PACK > 1:
         heads = heads[:, None]
     cols = gl.arange(0, D, gl.SliceLayout(0, L))
-    # not known to stay the same, or what follows from them would be kept in registers over all tiles;
-    # the lane's part of a column is moved to the other side, as in mask_scores
-    zero = hidden_zero()
+    # The compiler must not know that the strides stay the same: it would keep what follows from them in
+    # registers over all tiles.  The lane's part of a column is moved to the other side, as in
+    # mask_scores.
+    zero = opaque_zero()
     base = o_ptr + (b.to(gl.int64) * (so_b + zero) + heads.to(gl.int64) * (so_h + zero)) * 8
     gl.store(
         base + rows.to(gl.int64)[:, None] * (so_s + zero) * 8 + cols[None, :],
@@ -177,11 +179,11 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
     variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
-    """This consumer's rows of its r-th work item, counted from 1, of n key tiles; x: raw scores of the
-    rightmost one.  Returns those of the next item, and where the rings are then."""
+    """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
+    raw scores of the rightmost tile.  Returns those of the next item, and where the rings are then."""
     ks, vs, q_full, k_full, v_full = buffers
     o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out = output
     BN: gl.constexpr = CFG.BN
@@ -204,21 +206,21 @@ def attend(
     mbarrier.wait(k_full.index(kslot), kphase)
     if CFG.OVERLAP:
         x = modified(x, scale_log2, variables, KIND)
-        x = masked(x, n - 1, row, whole, end, keys, offset, variables, CFG)
+        x = mask_key_tile(x, n - 1, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
     for i in range(0, n - 1):
         if not CFG.OVERLAP:
             x = modified(x, scale_log2, variables, KIND)
-            x = masked(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
+            x = mask_key_tile(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 1 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
-        take_turn(c, CFG)
-        x = scores(q, kept, ks, kslot, z, CFG)
-        acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
-        pass_turn(c, CFG)
+        pingpong_wait(c, CFG)
+        x = scores(q, q_regs, ks, kslot, z, CFG)
+        acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
+        pingpong_signal(c, CFG)
         x = warpgroup_mma_wait(1, deps=(x,))
         bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
@@ -230,7 +232,7 @@ def attend(
         if CFG.OVERLAP:
             x = modified(x, scale_log2, variables, KIND)
             if KIND.CAUSAL:  # otherwise only the rightmost tile is masked
-                x = masked(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
+                x = mask_key_tile(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
             seen = end - 2 * (n - 2 - i)
             shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -240,17 +242,17 @@ def attend(
             acc = rescaled(acc, alpha)
     if not CFG.OVERLAP:
         x = modified(x, scale_log2, variables, KIND)
-        x = masked(x, 0, row, whole, end, keys, offset, variables, CFG)
+        x = mask_key_tile(x, 0, row, whole, end, keys, offset, variables, CFG)
         shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
-    # the last P V of this work item, and the first scores of the next one under it
-    take_turn(c, CFG)
-    acc = warpgroup_mma(unpaired(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
+    # The last P V of this work item, and behind it the first scores of the next one.
+    pingpong_wait(c, CFG)
+    acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
     mbarrier.wait(q_full.index(c), r & 1)
-    kept = kept_queries(q, CFG)
-    x = scores(q, kept, ks, kslot, z, CFG)
-    pass_turn(c, CFG)
+    q_regs = queries_in_registers(q, CFG)
+    x = scores(q, q_regs, ks, kslot, z, CFG)
+    pingpong_signal(c, CFG)
     lse, normaliser = softmax_finish(shift, l, gl.SliceLayout(1, z.type.layout))
     store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
@@ -259,23 +261,35 @@ def attend(
     acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
     store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
-    return x, kept, kslot, kphase, vslot, vphase
+    return x, q_regs, kslot, kphase, vslot, vphase
 
 
 @gluon.jit
-def sit_out(
-    c: gl.constexpr, ks, q_full, k_full, v_full, q, z, n, r,
-    kslot, kphase, vslot, vphase, CFG: gl.constexpr,
-):  # fmt: skip
-    """As attend, for a work item of which this consumer has no rows: it gives each buffer back once it
-    is full, and takes its turns without products until the first scores of the next item."""
+def skip_item(
+    c: gl.constexpr,
+    ks,
+    q_full,
+    k_full,
+    v_full,
+    q,
+    z,
+    n,
+    r,
+    kslot,
+    kphase,
+    vslot,
+    vphase,
+    CFG: gl.constexpr,
+):
+    """As attend, for a work item of which this consumer has no rows.  It gives each buffer back once it
+    is full, and takes its turns without products, until the first scores of the next item."""
     bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:
         static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     for i in range(0, n - 1):
-        take_turn(c, CFG)
-        pass_turn(c, CFG)
+        pingpong_wait(c, CFG)
+        pingpong_signal(c, CFG)
         mbarrier.wait(k_full.index(kslot), kphase)
         bar_arrive(CFG.KB + kslot, CFG.ALL)
         if i == n - 2:
@@ -286,10 +300,10 @@ def sit_out(
         vslot, vphase = advance(vslot, vphase, CFG.VS)
     mbarrier.wait(k_full.index(kslot), kphase)
     mbarrier.wait(v_full.index(vslot), vphase)
-    take_turn(c, CFG)
+    pingpong_wait(c, CFG)
     mbarrier.wait(q_full.index(c), r & 1)
     x = scores(q, (0, 0), ks, kslot, z, CFG)
-    pass_turn(c, CFG)
+    pingpong_signal(c, CFG)
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
     x = warpgroup_mma_wait(0, deps=(x,))
@@ -301,7 +315,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
+        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
         variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
@@ -315,55 +329,55 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     output = o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out
 
     r = 0
-    t = work_index(0, plan, total, CFG)
-    following = work_index(1, plan, total, CFG)
+    t = work_index(0, work_table, total, CFG)
+    following = work_index(1, work_table, total, CFG)
     b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
     kslot = 0
     kphase = 0
     vslot = 0
     vphase = 0
     if c == CFG.W - 1:
-        pass_turn(c, CFG)
+        pingpong_signal(c, CFG)
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(q_full.index(c), 0)
-    kept = kept_queries(q, CFG)
-    take_turn(c, CFG)
-    x = scores(q, kept, ks, 0, z, CFG)
-    pass_turn(c, CFG)
+    q_regs = queries_in_registers(q, CFG)
+    pingpong_wait(c, CFG)
+    x = scores(q, q_regs, ks, 0, z, CFG)
+    pingpong_signal(c, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     while t < total:
         row = row0 + CFG.CQ * c
-        keys = Sk + hidden_zero()  # as in store_tile
+        keys = Sk + opaque_zero()  # as in store_tile
         r += 1
-        # where the next item is, early: the divisions would hold up the last product
+        # Work out early where the next item is: the divisions would hold up the last product.
         t = following
         b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
-            following = work_index(r + 1, plan, total, CFG)
+            following = work_index(r + 1, work_table, total, CFG)
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
                     variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
-                x, kslot, kphase, vslot, vphase = sit_out(
+                x, kslot, kphase, vslot, vphase = skip_item(
                     c, ks, q_full, k_full, v_full, q, z, n, r, kslot, kphase, vslot, vphase, CFG
                 )
         else:
-            x, kept, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, kept, z, x, b, h, row, n, r, keys, offset, scale_log2,
+            x, q_regs, kslot, kphase, vslot, vphase = attend(
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
                 variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1
         h = h1
         row0 = row1
         n = n1
-    # It also compiles 1 to 1.5 seconds faster with this: MLIR's canonicalizer asks again and again if
+    # ptxas sees through neither of the two ways to exit.  The first lets it keep a word more in
+    # registers with four consumers, and gives the causal loop of head_dim 128 the better order.  It
+    # also compiles 1 to 1.5 seconds faster with an exit: MLIR's canonicalizer asks again and again if
     # the body has effects, from its last block backwards, and would read past the epilogue to a store.
-    # Of the two ways to leave, which neither ptxas sees through, one lets it keep a word more in
-    # registers with four consumers, and gives the causal loop of head_dim 128 the better order.
     if CFG.W == 4 or (CFG.D == 128 and CFG.KIND.CAUSAL):
-        leave_when(t, total)
+        exit_threads_if(t, total)
     else:
-        leave()
+        exit_threads()

@@ -1,7 +1,7 @@
 """The Hopper forward's work items, and the producer, which brings their tiles.
 
-A work item is the queries of one tile of one head, or with PACK > 1 those of all query heads of a key
-head; attention_forward.py says how it is worked on, and has the names used here.
+A work item is the queries of one tile of one head or, with PACK > 1, those of all query heads of a key
+head.  attention_forward.py says what is done with it, and explains the names used here.
 """
 
 from triton.experimental import gluon
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..schedule import key_ranges
 from .gluon_names import tma_load
-from .warpgroups import bar_sync, hidden_zero, leave, static_sync
+from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -25,16 +25,16 @@ def advance(slot, phase, DEPTH: gl.constexpr):
 
 @gluon.jit
 def quotient(a, b):
-    """a // b of int32 that are not negative, in half of the instructions that signed ones take."""
+    """a // b of int32 that are not negative, in half of the instructions of a signed division."""
     return (a.to(gl.uint32) // b.to(gl.uint32)).to(gl.int32)
 
 
 @gluon.jit
-def work_index(r, plan, total, CFG: gl.constexpr):
-    """This program's r-th work item, `total` when there is none: from the plan [rounds, programs] under
-    a causal mask and with IDLE, every num_programs-th otherwise."""
-    if CFG.PLANNED:
-        return gl.load(plan + r * gl.num_programs(0) + gl.program_id(0))
+def work_index(r, work_table, total, CFG: gl.constexpr):
+    """This program's r-th work item, `total` when there is none.  It comes from work_table [rounds,
+    programs] under a causal mask and with IDLE; otherwise it is every num_programs-th item."""
+    if CFG.HAS_WORK_TABLE:
+        return gl.load(work_table + r * gl.num_programs(0) + gl.program_id(0))
     else:
         return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
 
@@ -44,7 +44,7 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.PLANNED:
+    if CFG.HAS_WORK_TABLE:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -57,7 +57,7 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
         elif CFG.PROGRAMS > 1:
             row = (NT - 1 - mi) * BQ
         else:
-            # NT - 1 would be kept in a register over all tiles.  (Of three programs, ptxas of Triton
+            # NT - 1 would be kept in a register over all tiles.  (With three programs, ptxas of Triton
             # 3.9 spills more this way.)
             row = (NT - mi) * BQ - BQ
     else:
@@ -91,10 +91,11 @@ def head_of_row(h, GROUP, R: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def end_of_row(GROUP, Sq, R: gl.constexpr, CFG: gl.constexpr):
-    """Where the queries of a consumer's 64 rows end: at once for heads that the group does not have."""
+    """Where the queries of a consumer's 64 rows end; at 0 for heads that the group does not have."""
     if CFG.PACK > 1:
-        # the group is not known to stay the same, as in store_tile of attention_forward_consumers.py
-        return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + hidden_zero(), Sq, 0)
+        # The compiler must not know that the group stays the same: see store_tile of
+        # attention_forward_consumers.py.
+        return gl.where(gl.arange(0, 64, R) % CFG.PACK < GROUP + opaque_zero(), Sq, 0)
     else:
         return Sq
 
@@ -145,7 +146,7 @@ def producer(args, CFG: gl.constexpr):
     """Bring every tile in the order in which the consumers wait for them."""
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        plan, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -157,7 +158,7 @@ def producer(args, CFG: gl.constexpr):
     vslot = 0
     loaded = 0
     r = 0
-    t = work_index(0, plan, total, CFG)
+    t = work_index(0, work_table, total, CFG)
     b_v = 0
     h_v = 0
     col_v = 0
@@ -165,7 +166,7 @@ def producer(args, CFG: gl.constexpr):
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         r += 1
-        t = work_index(r, plan, total, CFG)  # read early: it takes as long as a tile
+        t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
             col = (n - 1 - i) * BN
@@ -185,7 +186,7 @@ def producer(args, CFG: gl.constexpr):
             b_v = b
             h_v = hk
             col_v = col
-    # a phantom K and Q: the consumers look one key tile ahead without asking whether there is one
+    # A phantom K and Q: the consumers look one key tile ahead without asking whether there is one.
     if loaded >= CFG.KS:
         bar_sync(CFG.KB + kslot, CFG.ALL)
     mbarrier.expect(k_full.index(kslot), 0)
@@ -193,4 +194,4 @@ def producer(args, CFG: gl.constexpr):
     for c in gl.static_range(W):
         static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
-    leave()
+    exit_threads()

@@ -1,9 +1,9 @@
 """Backward of LayerNorm and RMSNorm on Hopper, in Gluon: very wide rows of 16-bit elements.
 
 The algorithm is that of norm_backward_split_kernel in kernels/norm_backward.py: a program keeps to C
-columns and walks down the rows; the programs of a row exchange their parts of the two averages.  There
-rows wait in registers, of which there are too few: the memory idles while a program asks for the words
-of a row.  Here they lie in shared memory, in a ring of TURNS rows; see rings.py, which also says what
+columns and walks down the rows, and the programs of a row exchange their parts of the two averages.
+There rows wait in registers.  These are too few, so the memory idles while a program asks for the words
+of a row.  Here rows wait in shared memory, in a ring of TURNS rows; see rings.py, which also says what
 LAG is.
 
 Legend: as in kernels/norm_backward.py; x, dy, dx of 16-bit floats; C the columns of a program, K slices
@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from ..exchange import clear, pack, publish, unpack
 from ..moments import add_both, add_three
 from ..norm_backward import normalize, through_scale
-from .rings import at, held, look, request, ring
+from .rings import at, held, peek_words, request, ring
 from .rows_in_shared import (
     columns_of,
     slice_count,
@@ -43,10 +43,18 @@ def statistics(mean_ptr, rstd_ptr, row, M):
 
 @gluon.jit
 def publish_sums(
-    words_ptr, split, xs, dys, weight_ptr, weights, mean, rstd,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr,
-):  # fmt: skip
-    """Make known to the programs of a row what the chunks xs, dys of one split add to its two sums."""
+    words_ptr,
+    split,
+    xs,
+    dys,
+    weight_ptr,
+    weights,
+    mean,
+    rstd,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+):
+    """Publish to the programs of a row what the chunks xs, dys of one split add to its two sums."""
     LAYOUT: gl.constexpr = slice_layout(xs[0].dtype, gl.num_warps())
     g_xhat = gl.zeros([slice_size(xs)], gl.float32, LAYOUT)
     g_alone = g_xhat
@@ -66,8 +74,8 @@ def publish_sums(
 
 @gluon.jit
 def sums_of_words(words, CENTERED: gl.constexpr):
-    """The two sums of a row, of which only LayerNorm needs the second, if no words are missing; and how
-    many are."""
+    """The two sums of a row if no words are missing, and how many words are missing.  Only LayerNorm
+    needs the second sum."""
     a, b = unpack(words)
     missing = (words == 0).to(gl.int32)
     if CENTERED:
@@ -78,14 +86,12 @@ def sums_of_words(words, CENTERED: gl.constexpr):
 
 
 @gluon.jit
-def collect(
-    words_ptr, words, splits, LANES: gl.constexpr, POLLS: gl.constexpr, CENTERED: gl.constexpr
-):  # fmt: skip
-    """sums_of_words after one look, which is `words`, to POLLS."""
+def collect(words_ptr, words, splits, LANES: gl.constexpr, POLLS: gl.constexpr, CENTERED: gl.constexpr):
+    """sums_of_words after up to POLLS reads, of which `words` is the first."""
     a, b, missing = sums_of_words(words, CENTERED)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        a, b, missing = sums_of_words(look(words_ptr, splits, LANES), CENTERED)
+        a, b, missing = sums_of_words(peek_words(words_ptr, splits, LANES), CENTERED)
         polls += 1
     return a, b, missing
 
@@ -134,16 +140,24 @@ def norm_backward_shared_kernel(
         row = group + i * G
         if row < M:
             publish_sums(
-                words_ptr + row * splits, own, at(xs, i), at(dys, i),
-                weight_ptr, weights, means[i], rstds[i], CENTERED, CASTING,
-            )  # fmt: skip
+                words_ptr + row * splits,
+                own,
+                at(xs, i),
+                at(dys, i),
+                weight_ptr,
+                weights,
+                means[i],
+                rstds[i],
+                CENTERED,
+                CASTING,
+            )
 
     turn = 0
     for row in range(group, M, G):
         row_words_ptr = words_ptr + row * splits
         if used_ptr is not None:
             clear(used_ptr + row * splits, own)
-        words = look(row_words_ptr, splits, LANES)
+        words = peek_words(row_words_ptr, splits, LANES)
         mean_later, rstd_later = statistics(mean_ptr, rstd_ptr, row + (LAG + 1) * G, M)
 
         later = row + (TURNS - 1) * G
@@ -158,9 +172,17 @@ def norm_backward_shared_kernel(
         turn_ahead = gl.where(turn + LAG < TURNS, turn + LAG, turn + LAG - TURNS)
         if ahead < M:
             publish_sums(
-                words_ptr + ahead * splits, own, at(xs, turn_ahead), at(dys, turn_ahead),
-                weight_ptr, weights, means[LAG], rstds[LAG], CENTERED, CASTING,
-            )  # fmt: skip
+                words_ptr + ahead * splits,
+                own,
+                at(xs, turn_ahead),
+                at(dys, turn_ahead),
+                weight_ptr,
+                weights,
+                means[LAG],
+                rstds[LAG],
+                CENTERED,
+                CASTING,
+            )
 
         mean, rstd = means[0], rstds[0]
         chunk_x, chunk_dy = at(xs, turn), at(dys, turn)
@@ -173,12 +195,19 @@ def norm_backward_shared_kernel(
             async_copy.commit_group()
             async_copy.wait_group(0)
             publish_sums(
-                row_words_ptr, split, chunk_x, chunk_dy,
-                weight_ptr, held(weight_ptr, chunk_x, split * C, N), mean, rstd,
-                CENTERED, CASTING,
-            )  # fmt: skip
+                row_words_ptr,
+                split,
+                chunk_x,
+                chunk_dy,
+                weight_ptr,
+                held(weight_ptr, chunk_x, split * C, N),
+                mean,
+                rstd,
+                CENTERED,
+                CASTING,
+            )
             if split == own:
-                words = look(row_words_ptr, splits, LANES)
+                words = peek_words(row_words_ptr, splits, LANES)
                 g_xhat, g_alone, missing = collect(row_words_ptr, words, splits, LANES, POLLS, CENTERED)
         average_g_xhat, average_g = g_xhat / N, g_alone / N
 

@@ -1,12 +1,12 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements in shared memory.
 
 The algorithm is that of kernels/norm.py.  There a row waits for its moments in registers or in the
-cache; here it lies in shared memory (rows_in_shared.py), is widened to float32 as often as needed, and
-a program has registers for a slice of it alone.  So the multiprocessor has enough bytes on their way
-for all of the memory's bandwidth.
+cache.  Here it waits in shared memory (rows_in_shared.py) and is widened to float32 as often as needed,
+and a program has registers only for a slice of it.  So a multiprocessor has enough bytes in flight for
+the memory's full bandwidth.
 
-A program takes C columns of R rows, so that weight and bias are read once for R of them: the cache has
-to deliver them beside x.
+A program takes C columns of R rows.  So weight and bias, which the cache delivers beside x, are read
+once for R rows.
 
 Legend: as in kernels/norm.py, without hooks; x, residual, y and total are of one 16-bit dtype; the C
 columns of a program are K slices [S] of rows_in_shared.py, WHOLE says that the last program's are all
@@ -58,11 +58,20 @@ def row_of(tile, r: gl.constexpr, M, R: gl.constexpr):
 
 @gluon.jit
 def fetch(
-    smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride, tile, first, M, N,
+    smem,
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    tile,
+    first,
+    M,
+    N,
     WHOLE: gl.constexpr,
-):  # fmt: skip
-    """What is normalized of a tile: the columns from `first` on of its rows, of x or of total, which is
-    stored; 0 behind the end of a row."""
+):
+    """The part of a tile that is normalized: the columns from `first` on of its rows of x, or of total,
+    which is stored; 0 past the end of a row."""
     R: gl.constexpr = slice_count(smem)
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     for r in gl.static_range(R):
@@ -94,7 +103,7 @@ def add(smem, residual_smem, total_ptr, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def squares(smem, k: gl.constexpr, first, mean, N, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
-    """Squared deviations of slice k of a chunk; the elements behind the end of the row are 0."""
+    """Squared deviations of slice k of a chunk; 0 past the end of the row."""
     deviation = widened(slice_of(smem, k))
     if CENTERED:
         deviation -= mean
@@ -121,9 +130,17 @@ def moments_of(smem, first, n, N, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
 
 @gluon.jit
 def result(
-    x, mean, rstd, weight_ptr, weight, bias_ptr, bias,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, dtype: gl.constexpr,
-):  # fmt: skip
+    x,
+    mean,
+    rstd,
+    weight_ptr,
+    weight,
+    bias_ptr,
+    bias,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    dtype: gl.constexpr,
+):
     """y of a slice x in float32, of `dtype`; weight and bias as in memory, where there are any."""
     y = (x - mean if CENTERED else x) * rstd
     if weight_ptr is not None:
@@ -135,8 +152,8 @@ def result(
 
 @gluon.jit
 def parameter(ptr, smem, k: gl.constexpr, first, N, WHOLE: gl.constexpr):
-    """(the slice of weight or bias that goes with slice k,), as in memory; (0.0,) where there is none,
-    () where there is no slice k."""
+    """(the slice of weight or bias that goes with slice k,), as in memory; (0.0,) without a weight or
+    bias, () where there is no slice k."""
     if k >= slice_count(smem):
         return ()
     elif ptr is None:
@@ -148,7 +165,7 @@ def parameter(ptr, smem, k: gl.constexpr, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def first_parameters(weight_ptr, bias_ptr, smem, first, N, WHOLE: gl.constexpr):
-    """The first slices of weight and bias, which come while x does."""
+    """The first slices of weight and bias, which are loaded while x is."""
     weights, biases = (), ()
     for k in gl.static_range(slices_ahead(weight_ptr) // 2):
         weights = weights + parameter(weight_ptr, smem, k, first, N, WHOLE)
@@ -158,9 +175,22 @@ def first_parameters(weight_ptr, bias_ptr, smem, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def store_result(
-    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    bias_ptr,
+    weights,
+    biases,
+    y_ptr,
+    smem,
+    means,
+    rstds,
+    tile,
+    first,
+    M,
+    N,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
     """y of a tile whose columns begin at `first`, of rows with the statistics means, rstds; weights,
     biases: first_parameters.
 
@@ -180,9 +210,17 @@ def store_result(
         cols = first + columns_of(chunk, k)
         for r in gl.static_range(R):
             y = result(
-                widened(slice_of(smem[r][0], k)), means[r], rstds[r],
-                weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
-            )  # fmt: skip
+                widened(slice_of(smem[r][0], k)),
+                means[r],
+                rstds[r],
+                weight_ptr,
+                weights[k],
+                bias_ptr,
+                biases[k],
+                CENTERED,
+                CASTING,
+                dtype,
+            )
             row_ptr = y_ptr + row_of(tile, r, M, R) * N
             if WHOLE:
                 gl.store(row_ptr + cols, y)
@@ -203,12 +241,25 @@ def store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M):
 
 @gluon.jit(do_not_specialize=["M"])
 def norm_forward_shared_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, total_ptr, mean_ptr, rstd_ptr,  # out
-    x_stride, residual_stride, M, N, eps,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-    C: gl.constexpr, R: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,  # in
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,  # out
+    x_stride,
+    residual_stride,
+    M,
+    N,
+    eps,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    WHOLE: gl.constexpr,
+    C: gl.constexpr,
+    R: gl.constexpr,
+):
     """Program i takes rows i * R to i * R + R - 1, of at most C columns."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     tile, N = gl.program_id(0), N * UNITS
@@ -221,9 +272,22 @@ def norm_forward_shared_kernel(
         means, rstds = means + (mean,), rstds + (moments_finish(N.to(gl.float32), M2, eps),)
     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
     store_result(
-        weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, 0, M, N,
-        CENTERED, CASTING, WHOLE,
-    )  # fmt: skip
+        weight_ptr,
+        bias_ptr,
+        weights,
+        biases,
+        y_ptr,
+        smem,
+        means,
+        rstds,
+        tile,
+        0,
+        M,
+        N,
+        CENTERED,
+        CASTING,
+        WHOLE,
+    )
 
 
 @gluon.jit(do_not_specialize=["M"])
@@ -267,7 +331,20 @@ def norm_forward_shared_split_kernel(
                 if own == 0:
                     store_statistics(mean_ptr, rstd_ptr, means, rstds, tile, M)
                 store_result(
-                    weight_ptr, bias_ptr, weights, biases, y_ptr, smem, means, rstds, tile, first, M, N,
-                    CENTERED, CASTING, WHOLE,
-                )  # fmt: skip
+                    weight_ptr,
+                    bias_ptr,
+                    weights,
+                    biases,
+                    y_ptr,
+                    smem,
+                    means,
+                    rstds,
+                    tile,
+                    first,
+                    M,
+                    N,
+                    CENTERED,
+                    CASTING,
+                    WHOLE,
+                )
         split = gl.where(split + 1 < splits, split + 1, 0)

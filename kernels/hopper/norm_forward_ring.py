@@ -1,13 +1,13 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements, programs that stay.
 
 norm_forward.py gives each program columns of one row.  So weight and bias come from the cache for
-every row, as many bytes again as x and y, and every program waits for the words of its row.  Here a
-program keeps to C columns and walks down the rows, in a ring of TURNS of them: weight and bias are
-loaded once, and nothing is waited for; see rings.py, which also says what LAG is.
+every row, which are as many bytes again as x and y, and every program waits for the words of its row.
+Here a program keeps to C columns and walks down the rows, with a ring of TURNS rows.  It loads weight
+and bias once, and waits for nothing; see rings.py, which also says what LAG is.
 
-What takes the time then is a step's instructions, and its chain of reductions.  So the elements of a
-row are read twice and not three times, a step has few branches, and a program may be one warp, whose
-reductions have no barriers.
+A step's instructions and its chain of reductions then limit the speed.  So the elements of a row are
+read twice and not three times, a step has few branches, and a program may be one warp, whose reductions
+need no barriers.
 
 Legend: as in norm_forward.py, without a residual; C a power of two that divides the row; strides and N
 are in units of 16 bytes.
@@ -27,14 +27,14 @@ from ..moments import (
     reciprocal_deviation,
 )
 from .norm_forward import result, store_statistics
-from .rings import at, held, lanes_of, look, request, ring
+from .rings import at, held, lanes_of, peek_words, request, ring
 from .rows_in_shared import columns_of, slice_count, slice_of, slice_size, units, widened
 
 
 @gluon.jit
 def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
-    """mean and M2 of a chunk, scalars: in two passes over the elements of each thread, as
-    moments_of_tile, which are then joined; so there is one reduction."""
+    """mean and M2 of a chunk, scalars: each thread makes two passes over its elements, as
+    moments_of_tile does, and the threads' moments are joined, in one reduction."""
     gl.static_assert(C & (C - 1) == 0)
     THREADS: gl.constexpr = 32 * gl.num_warps()
     xs = ()
@@ -68,7 +68,7 @@ def moments_of(chunk, C: gl.constexpr, CENTERED: gl.constexpr):
 def moments_of_words(
     words, splits, reciprocal, C: gl.constexpr, LANES: gl.constexpr, CENTERED: gl.constexpr
 ):
-    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: of
+    """mean and M2 of a row from the words of its splits, if none are missing; reciprocal: 1 /
     splits."""
     means, M2 = unpack(words)
     if CENTERED:
@@ -89,10 +89,10 @@ def rows_of(tile, M, R: gl.constexpr):
 
 
 @gluon.jit
-def product(a, b):
+def wide_product(a, b):
     """a * b in int64.
 
-    Of int32 that is one instruction, but the compiler takes five if it widens b before a loop.
+    For int32 that is one instruction, but the compiler takes five if it widens b before a loop.
     """
     if a.dtype == gl.int32 and b.dtype == gl.int32:
         return gl.inline_asm_elementwise(
@@ -107,12 +107,12 @@ def request_tile(smem, turn, x_ptr, x_stride, rows, first, N):
     """Begin to copy the columns from `first` on of some rows to a turn of their rings."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     for r in gl.static_range(slice_count(rows)):
-        request(at(smem[r], turn), x_ptr + product(rows[r], x_stride) * UNITS, first, N, True)
+        request(at(smem[r], turn), x_ptr + wide_product(rows[r], x_stride) * UNITS, first, N, True)
 
 
 @gluon.jit
 def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
-    """The words of what a program has of a tile."""
+    """The words of a program's part of a tile."""
     words = ()
     for r in gl.static_range(slice_count(smem)):
         mean, M2 = moments_of(at(smem[r], turn), C, CENTERED)
@@ -123,14 +123,14 @@ def moments_of_tile(smem, turn, C: gl.constexpr, CENTERED: gl.constexpr):
 @gluon.jit
 def publish_tile(words_ptr, words, rows, split, splits):
     for r in gl.static_range(slice_count(words)):
-        publish(words_ptr + product(rows[r], splits), split, words[r])
+        publish(words_ptr + wide_product(rows[r], splits), split, words[r])
 
 
 @gluon.jit
 def look_at_tile(words_ptr, rows, splits, LANES: gl.constexpr):
     words = ()
     for r in gl.static_range(slice_count(rows)):
-        words = words + (look(words_ptr + product(rows[r], splits), splits, LANES),)
+        words = words + (peek_words(words_ptr + wide_product(rows[r], splits), splits, LANES),)
     return words
 
 
@@ -187,7 +187,7 @@ def norm_forward_ring_kernel(
         rows = rows_of(tile, M, R)
         if used_ptr is not None:
             for r in gl.static_range(R):
-                clear(used_ptr + product(rows[r], splits), own)
+                clear(used_ptr + wide_product(rows[r], splits), own)
         words = look_at_tile(words_ptr, rows, splits, LANES)
 
         later = tile + (TURNS - 1) * G
@@ -225,13 +225,21 @@ def norm_forward_ring_kernel(
 
         y_ptrs = ()
         for r in gl.static_range(R):
-            row_ptr = y_ptr + product(rows[r], units_N) * UNITS
+            row_ptr = y_ptr + wide_product(rows[r], units_N) * UNITS
             y_ptrs = y_ptrs + (row_ptr + (first + columns_of(chunk, 0)),)
         for k in gl.static_range(slice_count(chunk)):
             for r in gl.static_range(R):
                 y = result(
-                    widened(slice_of(at(xs[r], turn), k)), means[r], rstds[r],
-                    weight_ptr, weights[k], bias_ptr, biases[k], CENTERED, CASTING, dtype,
-                )  # fmt: skip
+                    widened(slice_of(at(xs[r], turn), k)),
+                    means[r],
+                    rstds[r],
+                    weight_ptr,
+                    weights[k],
+                    bias_ptr,
+                    biases[k],
+                    CENTERED,
+                    CASTING,
+                    dtype,
+                )
                 gl.store(y_ptrs[r] + k * slice_size(chunk), y)
         turn = gl.where(turn + 1 < TURNS, turn + 1, 0)

@@ -1,21 +1,22 @@
 """LayerNorm and RMSNorm forward on Hopper, in Gluon: wide rows of 16-bit elements that begin anywhere.
 
-As norm_forward.py, whose rows all begin at multiples of 16 bytes; here N is any number, and a row
-begins `shift` elements, 0 to 7, behind such a multiple.  Copies to shared memory, by cp.async or TMA,
-are of 16 bytes at multiples of 16: all of these that hold an element of the row are copied.  So the row
-lies in shared memory `shift` elements behind the beginning, with a few elements of its neighbours at
-either end, which are made zeros.  Before the first row and behind the last those are up to 14 bytes
-that are not the tensor's: no memory of a GPU begins or ends within 16 bytes.
+This is norm_forward.py for any N.  There all rows begin at multiples of 16 bytes; here a row begins
+`shift` elements, 0 to 7, after such a multiple.  Copies to shared memory, by cp.async or TMA, are of 16
+bytes at multiples of 16, so all of these pieces that hold an element of the row are copied.  The row
+then lies in shared memory `shift` elements after the beginning, with a few elements of its neighbours
+at either end, which are made zeros.  Before the first row and after the last, these are up to 14 bytes
+that are not the tensor's.  They may be read: no memory of a GPU begins or ends within 16 bytes.
 
-    word      two elements in 32 bits, of which the lower half (lo) is the one before
+    word      two elements in 32 bits; the lower half (lo) is the first
     position  of an element in shared memory: its column within the chunk + shift
 
-Sums shall not depend on where a row begins.  A thread adds up what lies a slice apart, lower and upper
-halves of words by themselves.  Those are sums over columns a slice apart, the same for every shift, but
-in other threads and other halves: `column_sum` brings them into the order of columns, and adds them.
+Sums must not depend on where a row begins.  A thread adds up elements that lie a slice apart, lower and
+upper halves of words separately.  These are sums over columns a slice apart.  They are the same for
+every shift, but in other threads and other halves: `column_sum` brings them into the order of columns,
+and adds them.
 
-Rows of x, residual, y and total have one shift, so that words of x become words of y.  A word at either
-end of a chunk may belong to two rows or to two programs, which store their halves.
+Rows of x, residual, y and total have one shift, so words of x become words of y.  A word at either end
+of a chunk may belong to two rows or to two programs, each of which stores its half.
 
 A program takes COLUMNS = C - 8 columns, which fit into C positions at any shift.
 
@@ -65,26 +66,28 @@ def joined(lo, hi, dtype: gl.constexpr):
     """Words whose halves are lo and hi, rounded to dtype."""
     NAME: gl.constexpr = "bf16" if dtype == gl.bfloat16 else "f16"
     return gl.inline_asm_elementwise(
-        "cvt.rn." + NAME + "x2.f32 $0, $2, $1;", "=r,r,r", [lo, hi],
-        dtype=gl.int32, is_pure=True, pack=1,
-    )  # fmt: skip
+        "cvt.rn." + NAME + "x2.f32 $0, $2, $1;",
+        "=r,r,r",
+        [lo, hi],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
 
 
 @gluon.jit
 def inside(words, first, shift, end):
     """Which halves (lo, hi) of words are columns of the chunk.
 
-    first: the first word of their slice, from which `words` count.  So what a thread compares is the
-    same for every slice, as are the offsets of its addresses: less to compute, less to keep.
+    first: the first word of their slice, from which `words` count.  So a thread compares the same
+    numbers for every slice, and the offsets of its addresses are the same too.
     """
     lo, hi, shift, end = words * 2, words * 2 + 1, shift - first * 2, end - first * 2
     return (lo >= shift) & (lo < end), (hi >= shift) & (hi < end)
 
 
 @gluon.jit
-def store_halves(
-    ptr, start, smem, k: gl.constexpr, words, lo, hi, shift, end, WHOLE: gl.constexpr
-):  # fmt: skip
+def store_halves(ptr, start, smem, k: gl.constexpr, words, lo, hi, shift, end, WHOLE: gl.constexpr):
     """Store lo and hi, float32 halves of the words of slice k of a chunk whose first column is element
     `start` of ptr; words: as in `inside`."""
     LAST: gl.constexpr = slice_count(smem) - 1
@@ -106,9 +109,10 @@ def store_halves(
 @gluon.jit
 def receive(
     smem, residual_smem, total_ptr, start, shift, end, dtype: gl.constexpr, WHOLE: gl.constexpr
-):  # fmt: skip
-    """Wait for what was requested; add the residual, if there is one, and store total; what is no
-    column of the chunk becomes 0.  WHOLE: only the first slice and the last have such positions."""
+):
+    """Wait for what was requested; add the residual, if there is one, and store total.  Positions that
+    are no column of the chunk become 0.  WHOLE: only the first slice and the last have such
+    positions."""
     async_copy.wait_group(0)
     LAST: gl.constexpr = slice_count(smem) - 1
     for k in gl.static_range(slice_count(smem)):
@@ -145,9 +149,17 @@ def column_sum(lo, hi, shift):
 
 @gluon.jit
 def squares(
-    lo_sums, hi_sums, smem, k: gl.constexpr, mean, shift, end, dtype: gl.constexpr,
-    CENTERED: gl.constexpr, MASKED: gl.constexpr,
-):  # fmt: skip
+    lo_sums,
+    hi_sums,
+    smem,
+    k: gl.constexpr,
+    mean,
+    shift,
+    end,
+    dtype: gl.constexpr,
+    CENTERED: gl.constexpr,
+    MASKED: gl.constexpr,
+):
     """Add the squared deviations of slice k, 0 outside of the row."""
     lo, hi = halves(slice_of(smem, k), dtype)
     if CENTERED:
@@ -159,9 +171,7 @@ def squares(
 
 
 @gluon.jit
-def moments_of(
-    smem, n, shift, end, dtype: gl.constexpr, CENTERED: gl.constexpr, WHOLE: gl.constexpr
-):  # fmt: skip
+def moments_of(smem, n, shift, end, dtype: gl.constexpr, CENTERED: gl.constexpr, WHOLE: gl.constexpr):
     """mean and M2 of a chunk of n elements, scalars, in two passes, as moments_of_tile."""
     LAST: gl.constexpr = slice_count(smem) - 1
     mean, zeros = n * 0.0, slice_of(smem, 0).to(gl.float32) * 0.0
@@ -175,9 +185,17 @@ def moments_of(
     lo_sums, hi_sums = zeros, zeros
     for k in gl.static_range(slice_count(smem)):
         lo_sums, hi_sums = squares(
-            lo_sums, hi_sums, smem, k, mean, shift, end, dtype, CENTERED,
+            lo_sums,
+            hi_sums,
+            smem,
+            k,
+            mean,
+            shift,
+            end,
+            dtype,
+            CENTERED,
             k == 0 or k == LAST or not WHOLE,
-        )  # fmt: skip
+        )
     return mean, column_sum(lo_sums, hi_sums, shift)
 
 
@@ -199,9 +217,17 @@ def parameter(ptr, smem, k: gl.constexpr, shift, end, WHOLE: gl.constexpr):
 
 @gluon.jit
 def result(
-    x, weights, biases, k: gl.constexpr, h: gl.constexpr, mean, rstd, dtype: gl.constexpr,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr,
-):  # fmt: skip
+    x,
+    weights,
+    biases,
+    k: gl.constexpr,
+    h: gl.constexpr,
+    mean,
+    rstd,
+    dtype: gl.constexpr,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+):
     """y in float32 of half h of slice k."""
     y = (x - mean if CENTERED else x) * rstd
     if slice_count(weights) > 0:
@@ -213,9 +239,19 @@ def result(
 
 @gluon.jit
 def store_result(
-    weight_ptr, bias_ptr, y_ptr, smem, mean, rstd, start, shift, end,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+    weight_ptr,
+    bias_ptr,
+    y_ptr,
+    smem,
+    mean,
+    rstd,
+    start,
+    shift,
+    end,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
     """y of a chunk whose first column is element `start` of y, and goes with the first weight and bias.
 
     These are loaded a slice before their turn: the compiler moves no load over a store.
@@ -236,30 +272,55 @@ def store_result(
 
 @gluon.jit
 def fetch(
-    smem, residual_smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride,
-    row, first, start, shift, end, CENTERED: gl.constexpr, WHOLE: gl.constexpr,
-):  # fmt: skip
+    smem,
+    residual_smem,
+    x_ptr,
+    residual_ptr,
+    total_ptr,
+    x_stride,
+    residual_stride,
+    row,
+    first,
+    start,
+    shift,
+    end,
+    CENTERED: gl.constexpr,
+    WHOLE: gl.constexpr,
+):
     """Bring the columns from `first` on of what is normalized to shared memory, and store total.
     Returns their mean and M2."""
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     words = gl.cdiv(end, 8) * 4
     request(smem, words_at(x_ptr, row * x_stride + first), 0, words, False)
     if residual_ptr is not None:
-        request(
-            residual_smem, words_at(residual_ptr, row * residual_stride + first), 0, words, False
-        )  # fmt: skip
+        request(residual_smem, words_at(residual_ptr, row * residual_stride + first), 0, words, False)
     receive(smem, residual_smem, total_ptr, start, shift, end, dtype, WHOLE)
     return moments_of(smem, (end - shift).to(gl.float32), shift, end, dtype, CENTERED, WHOLE)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def norm_forward_unaligned_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, total_ptr, mean_ptr, rstd_ptr, words_ptr, used_ptr,  # out
-    x_stride, residual_stride, M, N, eps,
-    CENTERED: gl.constexpr, CASTING: gl.constexpr,
-    C: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,  # in
+    y_ptr,
+    total_ptr,
+    mean_ptr,
+    rstd_ptr,
+    words_ptr,
+    used_ptr,  # out
+    x_stride,
+    residual_stride,
+    M,
+    N,
+    eps,
+    CENTERED: gl.constexpr,
+    CASTING: gl.constexpr,
+    C: gl.constexpr,
+    LANES: gl.constexpr,
+    POLLS: gl.constexpr,
+):
     """Program i takes split i % splits of row i // splits.  LANES: at least 32, so that no two threads
     of a warp have the same."""
     COLUMNS: gl.constexpr = C - 8
@@ -279,14 +340,38 @@ def norm_forward_unaligned_kernel(
         whole = end - shift == COLUMNS
         if whole:
             mean, M2 = fetch(
-                smem, residual_smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride,
-                row, first, start, shift, end, CENTERED, True,
-            )  # fmt: skip
+                smem,
+                residual_smem,
+                x_ptr,
+                residual_ptr,
+                total_ptr,
+                x_stride,
+                residual_stride,
+                row,
+                first,
+                start,
+                shift,
+                end,
+                CENTERED,
+                True,
+            )
         else:
             mean, M2 = fetch(
-                smem, residual_smem, x_ptr, residual_ptr, total_ptr, x_stride, residual_stride,
-                row, first, start, shift, end, CENTERED, False,
-            )  # fmt: skip
+                smem,
+                residual_smem,
+                x_ptr,
+                residual_ptr,
+                total_ptr,
+                x_stride,
+                residual_stride,
+                row,
+                first,
+                start,
+                shift,
+                end,
+                CENTERED,
+                False,
+            )
         publish(words_ptr + row * splits, split, pack(mean, M2))
         if split == own:
             words, missing = collect(words_ptr + row * splits, splits, LANES, POLLS, lanes)
@@ -302,12 +387,32 @@ def norm_forward_unaligned_kernel(
                 biases = None if bias_ptr is None else bias_ptr + first
                 if whole:
                     store_result(
-                        weights, biases, y_ptr, smem, mean, rstd, start, shift, end,
-                        CENTERED, CASTING, True,
-                    )  # fmt: skip
+                        weights,
+                        biases,
+                        y_ptr,
+                        smem,
+                        mean,
+                        rstd,
+                        start,
+                        shift,
+                        end,
+                        CENTERED,
+                        CASTING,
+                        True,
+                    )
                 else:
                     store_result(
-                        weights, biases, y_ptr, smem, mean, rstd, start, shift, end,
-                        CENTERED, CASTING, False,
-                    )  # fmt: skip
+                        weights,
+                        biases,
+                        y_ptr,
+                        smem,
+                        mean,
+                        rstd,
+                        start,
+                        shift,
+                        end,
+                        CENTERED,
+                        CASTING,
+                        False,
+                    )
         split = gl.where(split + 1 < splits, split + 1, 0)

@@ -1,22 +1,22 @@
 """The online-softmax state in registers, for scores that wgmma made: updated without a maximum.
 
-The state (m, l) of ../online_softmax.py, kept in another form.  A row of an accumulator lies in four
-lanes; each lane has, for each of its rows,
+This is the state (m, l) of ../online_softmax.py in another form.  A row of an accumulator lies in four
+lanes.  Each lane has, for each of its rows,
 
     shift   -scale * m, where m need not be the maximum so far, only near it; UNSEEN before any score
     l       this lane's part of the sum of 2^(scale * x + shift)
 
 Any m gives the same softmax, as long as nothing overflows and what matters does not vanish.  So a tile
-is exponentiated with the shift there is, and only where a lane's sum passes LIMIT (a score passed the
-shift by 8 to 13 powers of two, or the row saw nothing before) the row takes its true maximum, repeats
-its exponentials, and alpha is no longer 1.  The usual tile then needs no maximum, no exchange between
-lanes and no multiplication of the accumulator: two thirds of the instructions of the textbook update.
-Which rows are renewed depends on their own scores alone.  (To skip small rescalings is
-FlashAttention-4's idea; it still takes the maximum of every tile.)
+is exponentiated with the present shift.  Only where a lane's sum passes LIMIT (a score passed the shift
+by 8 to 13 powers of two, or the row saw nothing before) does the row take its true maximum and repeat
+its exponentials; alpha is then not 1.  The usual tile needs no maximum, no exchange between lanes and
+no multiplication of the accumulator: two thirds of the instructions of the textbook update.  Which rows
+are renewed depends on their own scores alone.  (Skipping small rescalings is FlashAttention-4's idea;
+it still takes the maximum of every tile.)
 
-Gluon's `if` wants a scalar, which costs a reduction over the warpgroup; a warp can decide for itself in
-PTX.  Hence the two pieces of inline assembly below.  A thread's accumulator elements go pairwise to its
-two rows: 4 i and 4 i + 1 to one, 4 i + 2 and 4 i + 3 to the row 8 below.
+Gluon's `if` needs a scalar, which costs a reduction over the warpgroup, but in PTX a warp can decide
+for itself.  Hence the two pieces of inline assembly below.  A thread's accumulator elements go pairwise
+to its two rows: 4 i and 4 i + 1 to one, 4 i + 2 and 4 i + 3 to the row 8 below.
 """
 
 from triton.experimental import gluon
@@ -148,7 +148,7 @@ def tile_assembly(n, half, skip):
     if skip:
         lines += [f"setp.lt.s32 over, {seen}, 2;", "@over bra.uni FEW;"]
     lines += [
-        # nothing seen by any row of the warp: no use in trying
+        # No row of the warp has seen anything yet, so there is no shift to try.
         "mov.f32 sum0, 0f7F800000;",
         "mov.f32 sum1, 0f7F800000;",
         "min.f32 a, shift0, shift1;",
@@ -179,7 +179,7 @@ def tile_assembly(n, half, skip):
         total, alpha = operand("state", 2 * k + 1), operand("state", 2 * k + 4)
         lines.append(f"fma.rn.f32 {total}, {operand('l', 2 * k)}, {alpha}, sum{k};")
     if skip:
-        # the rightmost tile of which these rows see anything, or one to the right of it: l is 0
+        # This is the rightmost tile of which these rows see anything, or one to its right: l is 0.
         lines += [
             "bra.uni DONE;",
             "FEW:",
@@ -206,11 +206,11 @@ def tile_constraints(n, skip):
 
 
 @gluon.jit
-def paired(p):
-    """Neighbours of p [64, C], of two bytes each, in int32 [64, C / 2].
+def pack_halves(p):
+    """Pack neighbours of p [64, C], of two bytes each, into int32 [64, C / 2].
 
-    So it passes a loop's edge: in its own type each element would be taken out of its register there,
-    and packed again behind it.
+    p crosses a loop's edge in this form.  In its own type each element would be taken out of its
+    register there, and packed again afterwards.
     """
     a, b = gl.split(p.reshape([64, p.shape[1] // 2, 2]))
     return gl.inline_asm_elementwise(
@@ -241,16 +241,16 @@ def softmax_tile(shift, l, x, scale, seen, dt: gl.constexpr, SKIP: gl.constexpr)
         p, state = gl.inline_asm_elementwise(
             CODE, OPERANDS, inputs, dtype=(gl.float16, gl.float32), is_pure=True, pack=C // 2
         )
-    # of each row's elements the first is the shift, the second l, the third alpha
+    # Of each row's elements the first is the shift, the second l, the third alpha.
     T: gl.constexpr = C // 8
     even, odd = gl.split(state.reshape([64, T, 4, 2]))
     shifts, alphas = gl.split(even.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
     sums, _ = gl.split(odd.permute((0, 2, 1)).reshape([64, 4, T // 2, 2]))
-    return leading(shifts), leading(sums), paired(p), leading(alphas)
+    return leading(shifts), leading(sums), pack_halves(p), leading(alphas)
 
 
 @gluon.jit
-def unpaired(p, L: gl.constexpr, dt: gl.constexpr):
+def unpack_halves(p, L: gl.constexpr, dt: gl.constexpr):
     """Pairs of dt in int32 p [64, C / 2] as [64, C] in layout L, that of a product's first operand."""
     CODE: gl.constexpr = "mov.b32 {$0, $1}, $2;"
     if dt == gl.bfloat16:
@@ -291,7 +291,7 @@ def rescale_constraints(n):
 
 @gluon.jit
 def rescaled(acc, alpha):
-    """acc [64, D] * alpha [64, 4], left out by warps all of whose rows have alpha 1."""
+    """acc [64, D] * alpha [64, 4]; warps whose rows all have alpha 1 skip it."""
     N: gl.constexpr = acc.shape[1] // 2
     CODE: gl.constexpr = rescale_assembly(N)
     OPERANDS: gl.constexpr = rescale_constraints(N)

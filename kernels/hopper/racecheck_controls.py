@@ -1,15 +1,15 @@
-"""A kernel without a race, of which compute-sanitizer's racecheck reports some all the same.
+"""A kernel without a race, in which compute-sanitizer's racecheck still reports races.
 
 Triton hands every warp partition its work in shared memory, between barriers of all threads, and one
-partition hands a number to another.  What racecheck says of it tells why the attention kernels begin
-and end as they do (warpgroups.py) and hand numbers over in global memory.
+partition hands a number to another.  What racecheck reports explains why the attention kernels begin
+and end as they do (warpgroups.py), and hand numbers over in global memory.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .warpgroups import leave, static_arrive, static_sync
+from .warpgroups import exit_threads, static_arrive, static_sync
 
 ORDER = gl.constexpr(15)  # the named barrier behind which the number lies
 ALONE = gl.constexpr(14)  # where the first warpgroup waits for itself; the second one below
@@ -30,7 +30,7 @@ def give(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         static_arrive(ORDER, 256)
     gl.store(out_ptr + 2 * i, i)
     if LEAVES:
-        leave()
+        exit_threads()
 
 
 @gluon.jit
@@ -52,14 +52,17 @@ def take(number, full, out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: 
         given = gl.sum(number.load(L), 0)
     gl.store(out_ptr + 2 * i + 1, given)
     if LEAVES:
-        leave()
+        exit_threads()
 
 
 @gluon.jit
 def control_kernel(out_ptr, HOW: gl.constexpr, WAITS: gl.constexpr, LEAVES: gl.constexpr):
-    """out [programs, 2] int32: each program's number, from either warpgroup; HOW says what orders the
-    one that is given: "none" is, "mbarrier" or "named" barrier; the first warpgroup (WAITS 1), both
-    (2) or the second, behind that order (3), wait for themselves, for nothing; LEAVES: both leave."""
+    """out [programs, 2] int32: each program's number, from either warpgroup.
+
+    HOW: what orders the number that is handed over: "none" (no number is), "mbarrier" or "named"
+    barrier.  WAITS: who waits at a barrier of its own, for nothing: the first warpgroup (1), both (2),
+    or the second, after the handing over (3).  LEAVES: both exit.
+    """
     number = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if HOW == "mbarrier":
         full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())

@@ -4,17 +4,17 @@
     at          the chunk of one row
     request     begin to copy a row's columns there; the caller commits
     held        a program's columns of weight or bias, loaded once for all rows
-    look        the words of a row (exchange.py) as they are, without waiting for them
+    peek_words  the words of a row (exchange.py) as they are, without waiting for them
 
-The programs of a row exchange partial results, which takes as long as some rows' memory traffic.  With
-several rows at hand no step of a row has to wait for the one before it:
+The programs of a row exchange partial results, which takes as long as the memory traffic of some rows.
+With several rows in hand no step of a row has to wait for the one before it:
 
     row i + TURNS - 1   is requested
-    row i + LAG         is here: what its columns add is made known
-    row i               has been made known by all programs, LAG steps ago: its result is written
+    row i + LAG         has arrived: what its columns add is published
+    row i               was published by all programs LAG steps ago: its result is written
 
-The words of row i are loaded at the start of a step and looked at when row i + LAG is done.  So neither
-the memory nor the exchange is waited for, unless a program falls behind by LAG rows.
+The words of row i are loaded at the start of a step, and checked when row i + LAG is done.  So no
+program waits for the memory or the exchange, unless another falls behind by LAG rows.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -75,9 +75,9 @@ def held(ptr, smem, first, N):
 
 @gluon.jit
 def lanes_of(LANES: gl.constexpr):
-    """The splits whose words the threads of a program look at, LANES or more.
+    """The splits whose words the threads of a program read, LANES or more.
 
-    No two threads may see different words: there is a lane for each.
+    Each thread has a lane of its own, so that no two threads see different words of one split.
     """
     THREADS: gl.constexpr = 32 * gl.num_warps()
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -85,7 +85,8 @@ def lanes_of(LANES: gl.constexpr):
 
 
 @gluon.jit
-def look(words_ptr, splits, LANES: gl.constexpr):
-    """The words of a row as they are now, each as one thread sees it; two zeros behind the last."""
+def peek_words(words_ptr, splits, LANES: gl.constexpr):
+    """The words of a row as they are now, each read by one thread; past the last, the words of two
+    zeros."""
     lanes = lanes_of(LANES)
     return gl.load(words_ptr + lanes, mask=lanes < splits, other=-(2**63), volatile=True)

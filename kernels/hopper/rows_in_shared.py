@@ -1,18 +1,19 @@
 """Chunks of the rows of a matrix in shared memory, for kernels that need every element of a row twice.
 
     request   begin to copy a chunk of a row to shared memory (cp.async), which takes no registers
-    receive   wait for it, and put a number of one's own behind the end of the row
-    slice_of  a slice of it in registers, as often as one likes
+    receive   wait for it, and put a given number past the end of the row
+    slice_of  a slice of it in registers, as often as needed
 
-A chunk of C = K * S columns is K slices [S]: of each, a thread holds 16 bytes.  So a program works on a
-slice at a time, with few registers however wide the chunk, and a multiprocessor has as many bytes on
-their way as its shared memory holds.
+A chunk of C = K * S columns is K slices [S], of each of which a thread holds 16 bytes.  A program works
+on a slice at a time, so it needs few registers however wide the chunk is, and a multiprocessor has as
+many bytes in flight as its shared memory holds.
 
-Every slice is a buffer of its own.  Were they parts of one, the compiler would put a barrier between a
-write to one and a read of another.
+Every slice is a buffer of its own.  If the slices were parts of one buffer, the compiler would put a
+barrier between a write to one and a read of another.
 
-All 16 bytes have to be aligned, which the compiler has to be able to prove: rows start at multiples of
-16 bytes, N is a multiple of what 16 bytes hold, and kernels are given both in such units, see `units`.
+All pieces of 16 bytes must be aligned, and the compiler must be able to prove it.  So rows start at
+multiples of 16 bytes, N is a multiple of what 16 bytes hold, and kernels get both in such units, see
+`units`.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -89,7 +90,7 @@ def request(smem, x_ptr, first, N, WHOLE: gl.constexpr):
 
 @gluon.jit
 def receive(smem, first, N, outside: gl.constexpr, WHOLE: gl.constexpr):
-    """Wait for all that was requested; what lies behind the end of the row becomes `outside`."""
+    """Wait for all that was requested; what lies past the end of the row becomes `outside`."""
     async_copy.wait_group(0)
     if not WHOLE:
         if first + slice_count(smem) * slice_size(smem) > N:
@@ -102,19 +103,28 @@ def receive(smem, first, N, outside: gl.constexpr, WHOLE: gl.constexpr):
 def widened(x):
     """x in float32, in assembly.
 
-    A bfloat16 is the upper half of one: an instruction each, where the compiler takes two.  And the
-    compiler moves no assembly out of a loop, where the results would take more registers than x.
+    A bfloat16 is the upper half of a float32, so this takes one instruction each, where the compiler
+    takes two.  And the compiler moves no assembly out of a loop, where the results would take more
+    registers than x.
     """
     if x.dtype == gl.bfloat16:
         bits = gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;", "=&r,=r,r", [x],
-            dtype=gl.int32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=&r,=r,r",
+            [x],
+            dtype=gl.int32,
+            is_pure=True,
+            pack=2,
+        )
         return bits.to(gl.float32, bitcast=True)
     elif x.dtype == gl.float16:
         return gl.inline_asm_elementwise(
             "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
-            "=&f,=f,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-        )  # fmt: skip
+            "=&f,=f,r",
+            [x],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
     else:
         return x.to(gl.float32)

@@ -1,11 +1,11 @@
 """softmax and log_softmax forward on Hopper, in Gluon: wide rows in shared memory.
 
-The algorithm is that of kernels/softmax.py.  There a row waits in registers for its state; here it lies
-in shared memory (rows_in_shared.py), is read three times over, for the maximum, the sum and the result,
-and a program has registers for a slice of it alone.  So a multiprocessor has enough bytes on their way
-for all of the memory's bandwidth, and a program holds a whole row of up to 64 KiB.
+The algorithm is that of kernels/softmax.py.  There a row waits in registers for its state.  Here it
+waits in shared memory (rows_in_shared.py) and is read three times, for the maximum, the sum and the
+result, and a program has registers only for a slice of it.  So a multiprocessor has enough bytes in
+flight for the memory's full bandwidth, and a program holds a whole row of up to 64 KiB.
 
-What is computed of float32 is precise (kernels/precise.py).
+Rows of float32 are computed with kernels/online_softmax_precise.py.
 
 Legend: M rows, N columns; x [M, N] of unit column stride, y [M, N] contiguous, both float32 or 16-bit
 floats; C the columns of a program, K slices [S] of rows_in_shared.py; WHOLE says that the last
@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..exchange import clear, pack, publish
 from ..online_softmax import LOG2E, exponentials, shift_of
-from ..precise import exact_part, hardware_exponential, precise_join, quotient
+from ..online_softmax_precise import exact_part, hardware_exponential, precise_join, quotient
 from ..softmax import join
 from .gluon_names import barrier
 from .rows_in_shared import (
@@ -62,9 +62,9 @@ def state_of(smem):
     barrier()  # so that the slices are read again, and not kept in registers
     shift = shift_of(m)
     if smem[0].dtype == gl.float32:
-        high, low = terms(smem, 0, shift)
+        high, low = exponentials_in_parts(smem, 0, shift)
         for k in gl.static_range(1, slice_count(smem)):
-            more_high, more_low = terms(smem, k, shift)
+            more_high, more_low = exponentials_in_parts(smem, k, shift)
             high += more_high
             low += more_low
         return m, gl.sum(high, 0) + gl.sum(low, 0)
@@ -76,7 +76,7 @@ def state_of(smem):
 
 
 @gluon.jit
-def terms(smem, k: gl.constexpr, shift):
+def exponentials_in_parts(smem, k: gl.constexpr, shift):
     """The exponentials of slice k of a chunk, in two parts, of which the first is added up exactly."""
     p = hardware_exponential(slice_of(smem, k) - shift)
     high = exact_part(p, power_of_two(smem))
@@ -85,7 +85,8 @@ def terms(smem, k: gl.constexpr, shift):
 
 @gluon.jit
 def known_anew(N, UNITS: gl.constexpr):
-    """N, a multiple of UNITS, behind the compiler's back: masks made of it before are not kept."""
+    """N, a multiple of UNITS, in a way that the compiler cannot see through: it keeps no masks that it
+    made of N before."""
     n = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [N // UNITS], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -121,7 +122,7 @@ def store_result(y_ptr, smem, m, l, first, N, LOG: gl.constexpr, WHOLE: gl.const
 @gluon.jit(do_not_specialize=["M"])
 def softmax_forward_shared_kernel(
     x_ptr, y_ptr, x_stride, M, N, LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
+):
     """Program i takes row i, of at most C columns."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     row, N = gl.program_id(0).to(gl.int64), N * UNITS
@@ -135,28 +136,38 @@ def softmax_forward_shared_kernel(
 
 @gluon.jit
 def collect(words_ptr, splits, lanes, POLLS: gl.constexpr):
-    """collect of kernels/exchange.py, with plain loads: each word is looked at by one thread, so that
-    all find as many missing."""
-    words = look(words_ptr, splits, lanes)
+    """collect of kernels/exchange.py with plain loads: one thread reads each word, so all threads find
+    the same number missing."""
+    words = load_words(words_ptr, splits, lanes)
     missing = gl.sum((words == 0).to(gl.int32), 0)
     polls = 1
     while (missing > 0) & (polls < POLLS):
-        words = look(words_ptr, splits, lanes)
+        words = load_words(words_ptr, splits, lanes)
         missing = gl.sum((words == 0).to(gl.int32), 0)
         polls += 1
     return words, missing
 
 
 @gluon.jit
-def look(words_ptr, splits, lanes):
+def load_words(words_ptr, splits, lanes):
     return gl.load(words_ptr + lanes, mask=lanes < splits, other=-(2**63), volatile=True)
 
 
 @gluon.jit(do_not_specialize=["M"])
 def softmax_forward_shared_split_kernel(
-    x_ptr, y_ptr, words_ptr, used_ptr, x_stride, M, N,
-    LOG: gl.constexpr, WHOLE: gl.constexpr, C: gl.constexpr, LANES: gl.constexpr, POLLS: gl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    y_ptr,
+    words_ptr,
+    used_ptr,
+    x_stride,
+    M,
+    N,
+    LOG: gl.constexpr,
+    WHOLE: gl.constexpr,
+    C: gl.constexpr,
+    LANES: gl.constexpr,
+    POLLS: gl.constexpr,
+):
     """Program i takes split i % splits of row i // splits."""
     UNITS: gl.constexpr = units(x_ptr.dtype.element_ty)
     THREADS: gl.constexpr = 32 * gl.num_warps()

@@ -1,17 +1,17 @@
 """What warpgroups of both Hopper kernels share: named barriers, views of tiles, layouts of products and
 of 16-byte output rows, a zero that the compiler does not know.
 
-Why named barriers: gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
+Why named barriers: Gluon's mbarrier.arrive synchronises the whole warpgroup twice around the arrival of
 one thread.  `bar.arrive` lets every thread pass on, and whoever needs the buffer waits with `bar.sync`.
-There are 16 of them in a program; Triton's own come from the lowest numbers, ours from the highest.
+A program has 16 named barriers.  Triton's own come from the lowest numbers, ours from the highest.
 
 How partitions begin and end.  Triton tells each warp in a byte of shared memory which partition it is,
-or that the kernel is over, between barriers of all threads.  compute-sanitizer's racecheck, 2025.3.1,
-seems to compare how many barriers a reader and a writer have waited at, whoever else took part, and
-takes that for a race where the first partition has waited at more.  So the mbarriers are made ready
-behind Triton's hand-over, by the first partition, for which the others wait at a named barrier; and
-nobody comes to hear that the kernel is over: each thread ends itself (leave).  No warp may be without
-a partition then, as it would wait for ever: there are partitions that only leave.
+or that the kernel is over, between barriers of all threads.  The racecheck of compute-sanitizer
+2025.3.1 seems to compare how many barriers a reader and a writer have waited at, whoever else took
+part, and to report a race where the first partition has waited at more.  So the mbarriers are made
+ready behind Triton's hand-over, by the first partition, for which the others wait at a named barrier;
+and nobody comes to hear that the kernel is over: each thread ends itself (exit_threads).  No warp may
+be without a partition then, as it would wait for ever: some partitions only exit.
 """
 
 from triton.experimental import gluon
@@ -51,11 +51,11 @@ def static_arrive(ID: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def leave():
-    """End the thread: the last that every partition does, or none.
+def exit_threads():
+    """End the thread.  Every partition does so last, or none does.
 
-    Under a condition that always holds, which ptxas notices late: told at once that there is no way on,
-    it spills a word in three of the forward's kernels.
+    The exit has a condition that always holds, which ptxas notices late.  If it knew at once that the
+    thread ends here, it would spill a word in three of the forward's kernels.
     """
     gl.inline_asm_elementwise(
         """{
@@ -66,13 +66,17 @@ def leave():
         mov.u32 $0, 0;
         @p exit;
         }""",
-        "=r", [], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
-def leave_when(n, most):
-    """leave, where n >= most: which always holds too, but ptxas cannot know."""
+def exit_threads_if(n, most):
+    """exit_threads where n >= most, which always holds too, but ptxas cannot know it."""
     gl.inline_asm_elementwise(
         """{
         .reg .pred p;
@@ -80,12 +84,16 @@ def leave_when(n, most):
         mov.u32 $0, 0;
         @p exit;
         }""",
-        "=r,r,r", [n, most], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        "=r,r,r",
+        [n, most],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit
-def hidden_zero():
+def opaque_zero():
     """A zero that the compiler cannot see through."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 

@@ -1,11 +1,13 @@
 """The online-softmax state of float32 scores, to the last digits that a float32 softmax shows.
 
-A sum of thousands of terms, the largest of which is 1, loses the last digits of the others, one at a
-time; log2(e) as a float32 makes every term too small by the same 1.3e-8 of its logarithm; and a product
-with 1 / l is off by a unit in the last place.  None of that shows in 16 bits.  Here sums are taken in
-two parts, of which one is exact, log2(e) has two parts as well, and a quotient is rounded as a division
-is.  What is left is the hardware's power of 2, off by up to two units in the last place, though not for
-the largest term; the weights of a merge, and values of which there are few, go without it.
+A plain float32 softmax has three errors that do not show in 16 bits.  A sum of thousands of terms, the
+largest of which is 1, loses the last digits of the others.  log2(e) as a float32 makes every term too
+small by the same 1.3e-8 of its logarithm.  A product with 1 / l is off by a unit in the last place.
+
+Here a sum has two parts, one of which is exact; log2(e) has two parts as well; and a quotient is
+rounded as a division is.  What remains is the hardware's power of 2, which is off by up to two units in
+the last place, though not for the largest term.  The weights of a merge, and values that are few, do
+not use it.
 
 Shapes: p, x [R, C]; m, l [R], float32; see online_softmax.py.
 """
@@ -19,7 +21,7 @@ from .online_softmax import LOG2E, shift_of
 # log2(e) less its float32.
 LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)
 
-# Adding it to |x| < 2^22 leaves no digits behind the point: the sum rounds x to an integer.
+# Added to |x| < 2^22 it leaves no binary places: the sum rounds x to an integer.
 INTEGERS = tl.constexpr(12582912.0)
 
 
@@ -47,8 +49,8 @@ def hardware_exponential(x):
 
 @triton.jit
 def quotient(p, l):
-    """p / l, l [R, 1] or a scalar, the divisor of a row: the product with 1 / l, which is off by a unit
-    in the last place, and its remainder divided likewise."""
+    """p / l, where l [R, 1] or a scalar is the divisor of a row: the product with 1 / l, which is off
+    by a unit in the last place, corrected by its remainder, which is divided the same way."""
     inverse = tl.div_rn(1.0, l)
     q = p * inverse
     return tl.fma(tl.fma(-q, l, p), inverse, q)
@@ -56,11 +58,11 @@ def quotient(p, l):
 
 @triton.jit
 def exact_part(p, COLUMNS: tl.constexpr):
-    """What p, 0 <= p <= 1, elements of rows of COLUMNS, a power of two, holds in multiples of a unit,
-    2^-24 times the columns but at least 2^-12.
+    """p, 0 <= p <= 1, rounded to multiples of a unit; p is elements of rows of COLUMNS, a power of two.
 
-    That is added without a rounding, in any order, since the sums are at most 2^24 units; the rests are
-    so small that their roundings do not count.
+    The unit is 2^-24 times the columns, but at least 2^-12.  So these parts are added without rounding,
+    in any order, since the sums are at most 2^24 units.  The rests are so small that their roundings do
+    not count.
     """
     columns: tl.constexpr = COLUMNS if COLUMNS > 4096 else 4096
     middle: tl.constexpr = 0.75 * columns  # from columns / 2 to columns the last place is a unit
@@ -92,7 +94,7 @@ def precise_update(m, l, l_low, x):
     high, low = sum_in_parts(hardware_exponential(x - shift[:, None]))
     scaled = l * alpha
     total = scaled + high
-    # What the two roundings, of the product and of the sum, left out.
+    # What the roundings of the product and of the sum left out.
     part = total - scaled
     lost = (scaled - (total - part)) + (high - part)
     return m_new, total, l_low * alpha + (tl.fma(l, alpha, -scaled) + lost + low)

@@ -1,4 +1,4 @@
-"""Tiles of the rows of a matrix in memory: any float dtype there, float32 in registers."""
+"""Rows of a matrix in memory: any float dtype there, rounded from float32 in registers."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Scale, mask and causal of softmax as one prologue; see flashproto/hooks.py and kernels/masks.py."""
+"""Scale, mask and causal of softmax as one prologue: see hooks.py, kernels/softmax_hooks.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, hooks
-from ..checks import check_same, check_scale, check_tensor, refuse
+from . import backends, hooks
+from .checks import check_same, check_scale, check_tensor, refuse
 
 if backends.HAS_TRITON:
-    from ..kernels import masks as device
+    from .kernels import softmax_hooks as device
 
 
 def scores(
@@ -32,9 +32,12 @@ def scores(
     if causal:
         if x.ndim < 2:
             refuse(
-                operator, "x", f"of shape {list(x.shape)}", "2 dimensions [..., S, N] with causal=True",
+                operator,
+                "x",
+                f"of shape {list(x.shape)}",
+                "2 dimensions [..., S, N] with causal=True",
                 "Pass causal=False.",
-            )  # fmt: skip
+            )
         kind += "_limit"
         operands.append(causal_limit(x.shape, x.device))
     if scale is None and not operands:
@@ -50,9 +53,12 @@ def check_mask(operator: str, x: Tensor, mask: Tensor) -> None:
     shape = (1,) * (x.ndim - mask.ndim) + tuple(mask.shape)
     if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
         refuse(
-            operator, "mask", f"of shape {list(mask.shape)}",
-            f"a shape that broadcasts to that of x, {list(x.shape)}", "Reshape it.",
-        )  # fmt: skip
+            operator,
+            "mask",
+            f"of shape {list(mask.shape)}",
+            f"a shape that broadcasts to that of x, {list(x.shape)}",
+            "Reshape it.",
+        )
 
 
 def causal_limit(shape: torch.Size, device: torch.device) -> Tensor:
