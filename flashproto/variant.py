@@ -63,6 +63,14 @@ class Kind:
         """Whether it is causal or full and no more, for which schedules were measured."""
         return self == Kind(CAUSAL=self.CAUSAL)
 
+    def beyond(self, fields: Sequence[str]) -> list[str]:
+        """The names of its fields that are set and not among these."""
+        return [
+            name.lower()
+            for name in self.__dataclass_fields__
+            if name not in fields and getattr(self, name)
+        ]
+
 
 # What kinds take, in the order in which `of_head` of kernels/scores.py unpacks it.
 NUMBERS = ("left", "first", "softcap")
@@ -152,14 +160,26 @@ def kind_of(text: str) -> Kind:
 
 # --- what runs where -----------------------------------------------------------------------------
 
+# Fields of Kind that the kernels of kernels/hopper have.
+HOPPER_FORWARD = ("CAUSAL",)
+HOPPER_BACKWARD = ("CAUSAL",)
+
+
+def backward_backend(backend: str, kind: Kind) -> str:
+    """Where the gradients of a forward on `backend` are computed."""
+    return "triton" if backend == "hopper" and kind.beyond(HOPPER_BACKWARD) else backend
+
 
 def reasons(
     backend: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> Iterator[Reason]:
     """Why `backend` does not take such a call; what TMA asks of memory on "hopper" is in
     ops/attention_hopper_reasons.py."""
-    if backend in ("torch", "hopper") and not variant.kind.TUNED:
-        yield f"its attention is causal or full, and this call is {variant.kind}"
+    kind = variant.kind
+    if backend == "torch" and not kind.TUNED:
+        yield f"its attention is causal or full, and this call is {kind}"
+    if backend == "hopper" and (without := kind.beyond(HOPPER_FORWARD)):
+        yield f"its kernels have no {' and no '.join(without)}"
     if backend == "torch":
         if return_lse:
             yield "torch's attention does not return lse"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..variant import AUX, DIFFERENTIABLE, NO_GRADIENT, TENSORS, Kind, Variant, kind_of, unpack
+from ..variant import AUX, DIFFERENTIABLE, NO_GRADIENT, TENSORS, Kind, Variant, backward_backend, kind_of, unpack
 from . import attention_triton
 from .call import Gradient, Operator
 from .recipe import New, Operand, Recipe
@@ -32,8 +32,13 @@ class Settings(NamedTuple):
 
     @property
     def launches(self) -> ModuleType:
-        """The module with the launches of the backend."""
-        return attention_hopper() if self.backend == "hopper" else attention_triton
+        """The module with the launches of the forward."""
+        return module_of(self.backend)
+
+    @property
+    def backward_launches(self) -> ModuleType:
+        """The module with the launches of the backward."""
+        return module_of(backward_backend(self.backend, self.kind))
 
     @property
     def kind(self) -> Kind:
@@ -57,6 +62,10 @@ class SettingsQkv(NamedTuple):
     @property
     def of_heads(self) -> Settings:
         return Settings(*self[:5])
+
+
+def module_of(backend: str) -> ModuleType:
+    return attention_hopper() if backend == "hopper" else attention_triton
 
 
 @functools.cache
@@ -171,7 +180,7 @@ def fill_gradients(
     variant = settings.unpacked(tensors)
     wanted = dict(zip(present(variant), by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
-    settings.launches.backward(
+    settings.backward_launches.backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )
 
