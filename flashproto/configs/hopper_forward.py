@@ -92,6 +92,11 @@ class HopperForward:
         return self.KIND.CAUSAL or self.IDLE
 
     @property
+    def MASKS(self) -> bool:
+        """Whether key tiles to the left of the rightmost may need a mask."""
+        return self.KIND.CAUSAL or self.KIND.WINDOW
+
+    @property
     def BM(self) -> int:
         """Query rows of a work item."""
         return 64 * self.W

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..schedule import key_ranges
+from ..schedule import first_tiles, key_ranges
 from .gluon_names import tma_load
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
@@ -40,6 +40,30 @@ def work_index(r, work_table, total, CFG: gl.constexpr):
 
 
 @gluon.jit
+def walk_of(row, Sk, offset, variables, CFG: gl.constexpr):
+    """Which key tiles a work item with queries from `row` on visits: (first, jump), for tile_at.  The
+    tiles before `first`, and those from first + jump on, up to the end of key_ranges."""
+    if CFG.KIND.WINDOW:
+        begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, CFG.KIND)
+        first = first_tiles(begin, variables, CFG.BN, CFG.KIND)
+        return first, begin - first
+    else:
+        return 0, 0
+
+
+@gluon.jit
+def tile_at(s, walk, CFG: gl.constexpr):
+    """The key tile that has s visited ones to its left."""
+    if CFG.KIND.FIRST:
+        first, jump = walk
+        return gl.where(s < first, s, s + jump)
+    elif CFG.KIND.WINDOW:
+        return s + walk[1]
+    else:
+        return s
+
+
+@gluon.jit
 def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
     BQ: gl.constexpr = CFG.BQ
@@ -68,6 +92,9 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
         b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
     else:
         b = quotient(bh, H)
+    if KIND.WINDOW:
+        _, jump = walk_of(row, Sk, offset, variables, CFG)
+        end -= jump
     return b, bh - b * H, row, gl.maximum(end, 1)
 
 
@@ -165,11 +192,12 @@ def producer(args, CFG: gl.constexpr):
     while t < total:
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
+        walk = walk_of(row, Sk, offset, variables, CFG)
         r += 1
         t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
-            col = (n - 1 - i) * BN
+            col = tile_at(n - 1 - i, walk, CFG) * BN
             if loaded >= CFG.KS:
                 bar_sync(CFG.KB + kslot, CFG.ALL)
             mbarrier.expect(k_full.index(kslot), BN * D * 2)
