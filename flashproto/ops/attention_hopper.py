@@ -17,7 +17,7 @@ from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from ..variant import Variant
-from .attention_triton import LOG2E, SMALLEST_SCALE
+from .attention_triton import LOG2E, SMALLEST_SCALE, variables
 from .descriptors import boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
 from .recipe import New, Operand, Recipe, Table
@@ -36,8 +36,9 @@ def eighths(strides: Shape) -> tuple[int, int, int]:
 
 
 def diagonal(variant: Variant, Sk: int) -> int:
-    """The offset of these kernels' masks: query i sees key j <= i + offset, all keys if not causal."""
-    return variant.offset if variant.kind.CAUSAL else Sk
+    """The offset of these kernels' masks: query i sees key j <= i + offset, all keys if there is no
+    band."""
+    return variant.offset if variant.kind.CAUSAL or variant.kind.WINDOW else Sk
 
 
 # --- the order of work ---------------------------------------------------------------------------
@@ -56,15 +57,15 @@ class WorkTable:
 
     def __init__(
         self, config: configs.HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int,
-        programs: int, device: torch.device,
+        programs: int, device: torch.device, left: int = 0,
     ) -> None:  # fmt: skip
-        self.work = config, heads, together, Sq, Sk, offset, programs
+        self.work = config, heads, together, Sq, Sk, offset, programs, left
         self.device = device
 
     def on_device(self) -> Tensor:
         if self.table is not None:
             return self.table
-        config, heads, _, Sq, _, _, programs = self.work
+        config, heads, _, Sq, _, _, programs, _ = self.work
         total = heads * cdiv(Sq, config.BQ)
         if torch.cuda.is_current_stream_capturing():
             rounds = total // programs + 2
@@ -100,9 +101,10 @@ def boxes_of_queries(
 
 def forward(
     recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, variant: Variant,
-    scale: float,
+    scale: float, max_score: Operand | None = None,
 ) -> None:  # fmt: skip
-    """Fill out and lse; no tensor is empty.  What TMA cannot read is copied."""
+    """Fill out, lse and max_score, if it is not None; no tensor is empty.  What TMA cannot read is
+    copied."""
     q, k, v = map(readable, (q, k, v))
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     group, most = Hq // Hkv, multiprocessors(q.device)
@@ -115,15 +117,17 @@ def forward(
     offset = diagonal(variant, Sk)
     order: Any = lse  # which is not read
     if config.HAS_WORK_TABLE:
-        work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device)
+        left = variant.named.get("left", 0)
+        work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device, left)
         order = Table(work.on_device)
     keys = (1, 1, config.BN, config.D)
+    given = variables(recipe, variant, q, k, config.BN, max_score, None, None)
     recipe.launch(
         attention_forward_kernel, programs,
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),
         boxed(k, k.shape, k.strides, keys), boxed(v, k.shape, v.strides, keys), out, lse, order,
         total, tiles, heads, group, B * heads, together, Sq, Sk, offset,
-        *eighths(out.strides), head_dim, max(scale, SMALLEST_SCALE) * LOG2E, variant.variables,
+        *eighths(out.strides), head_dim, max(scale, SMALLEST_SCALE) * LOG2E, given,
         CFG=config, num_warps=4, maxnreg=config.max_registers,
     )  # fmt: skip
 
