@@ -1,4 +1,4 @@
-"""Attention's variants on the Hopper kernels: which key tiles are visited, and results against float64."""
+"""Attention's variants on the Hopper kernels: the key tiles they visit, and results against float64."""
 
 from __future__ import annotations
 

@@ -321,9 +321,7 @@ def balanced_work(
     return mixed_items if max(mixed_free)[0] < TAIL_SHARE * max(free)[0] else items
 
 
-def item_costs(
-    config: HopperForward, Sq: int, Sk: int, offset: int, left: int = 0
-) -> list[float]:
+def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int, left: int = 0) -> list[float]:
     """What the work items of a head cost, heavy first: their key tiles and one more.  Under a causal
     mask they go from the last query tile to the first; else from the first to the last, which may have
     fewer consumers.  left: of a window."""

@@ -15,7 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..variant import AUX, DIFFERENTIABLE, NO_GRADIENT, TENSORS, Kind, Variant, backward_backend, kind_of, unpack
+from ..variant import (
+    AUX,
+    DIFFERENTIABLE,
+    NO_GRADIENT,
+    TENSORS,
+    Kind,
+    Variant,
+    backward_backend,
+    kind_of,
+    unpack,
+)
 from . import attention_triton
 from .call import Gradient, Operator
 from .recipe import New, Operand, Recipe

@@ -140,15 +140,16 @@ def mask_key_tile(x, j, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
 @gluon.jit
 def modify_scores(x, row, col, scale, variables, CFG: gl.constexpr):
     """`modified` of x [64, BN], scores of queries from `row` on and keys from `col` on."""
-    if CFG.KIND.ALIBI:
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.ALIBI:
         y = by_column(x)
         column, lane = columns(y)
         # As floats, of which a thread's columns are constants.
         i = of_rows(query_of_row(row - col, gl.SliceLayout(1, x.type.layout), CFG), y) - lane
-        y = modified(y, scale, variables, CFG.KIND, i.to(gl.float32), column.to(gl.float32))
+        y = modified(y, scale, variables, KIND, i.to(gl.float32), column.to(gl.float32))
         return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
     else:
-        return modified(x, scale, variables, CFG.KIND)
+        return modified(x, scale, variables, KIND)
 
 
 @gluon.jit
@@ -296,7 +297,8 @@ def attend(
     ranges = begin, clear, whole, end
     shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
     l = gl.zeros([64, 4], gl.float32, lanes())
-    state = shift, l, gl.full([64, 4], -float("inf"), gl.float32, lanes()) if KIND.MAX_SCORE else l
+    top = gl.full([64, 4], -float("inf"), gl.float32, lanes()) if KIND.MAX_SCORE else l
+    state = shift, l, top
     acc = gl.zeros([64, D], gl.float32, O)
     bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:

@@ -43,9 +43,10 @@ def work_index(r, work_table, total, CFG: gl.constexpr):
 def walk_of(row, Sk, offset, variables, CFG: gl.constexpr):
     """Which key tiles a work item with queries from `row` on visits: (first, jump), for tile_at.  The
     tiles before `first`, and those from first + jump on, up to the end of key_ranges."""
-    if CFG.KIND.WINDOW:
-        begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, CFG.KIND)
-        first = first_tiles(begin, variables, CFG.BN, CFG.KIND)
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.WINDOW:
+        begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, KIND)
+        first = first_tiles(begin, variables, CFG.BN, KIND)
         return first, begin - first
     else:
         return 0, 0
