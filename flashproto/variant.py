@@ -161,7 +161,9 @@ def kind_of(text: str) -> Kind:
 # --- what runs where -----------------------------------------------------------------------------
 
 # Fields of Kind that the kernels of kernels/hopper have.
-HOPPER_FORWARD = ("CAUSAL", "WINDOW", "FIRST", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE")
+HOPPER_FORWARD = (
+    "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE",
+)  # fmt: skip
 HOPPER_BACKWARD = ("CAUSAL",)
 
 

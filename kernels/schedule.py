@@ -14,7 +14,17 @@ next tiles that are visited.
 import triton
 import triton.language as tl
 
-from .scores import BEGIN, CU_SEQLENS_K, CU_SEQLENS_Q, END, FIRST, LEFT, TILES, counts
+from .scores import (
+    BEGIN,
+    CU_SEQLENS_K,
+    CU_SEQLENS_Q,
+    END,
+    FIRST,
+    LEFT,
+    TILES,
+    TILES_OF_ALL,
+    counts,
+)
 
 LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
 NEVER = tl.constexpr(2**31 - 1)
@@ -157,6 +167,41 @@ def next_run(
         last = tl.min(tl.where(found != what, t, end), 0)
         at = at + LOOKED_AT
     return first, last, what == 2
+
+
+@triton.jit
+def visits_kernel(
+    visits_ptr, Sq, Sk, offset, given,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Program: of one tile of queries and one row of the intervals, the key tiles that it visits, from
+    left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that is
+    clear, else 2 tile.  One that visits none is given tile 0.
+
+    given[TILES_OF_ALL]: what intervals_kernel made.
+    """
+    query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
+    row = (tl.program_id(0) // query_tiles).to(tl.int64)
+    i0 = tl.program_id(0) % query_tiles * BLOCK_M
+    left, first = 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST]
+    tiles = given[TILES_OF_ALL] + row * (4 * n_tiles)
+    variables = left, first, 0, 0, 0, 0, 0, 0, tiles
+    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    _, _, _, end = ranges
+    to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
+    count = 0
+    for at in range(0, end, LOOKED_AT):
+        t = at + tl.arange(0, LOOKED_AT)
+        found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        some = (found > 0).to(tl.int32)
+        tl.store(to + count + tl.cumsum(some, 0), 2 * t + (found == 2).to(tl.int32), found > 0)
+        count += tl.sum(some, 0)
+    tl.store(to + 1, 0, count == 0)
+    tl.store(to, tl.maximum(count, 1))
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -21,6 +23,7 @@ import flashproto
 from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
+from flashproto.kernels.schedule import intervals_kernel, visits_kernel
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
 # --- which key tiles are visited --------------------------------------------------------------------
@@ -31,7 +34,7 @@ def visited(
 ) -> list[int]:
     """The key tiles of the work item with queries from `row` on, in the kernels' order."""
     _, _, _, end = schedule.key_ranges.fn(row, Sk, offset, variables, config.BQ, config.BN, config.KIND)
-    walk = work.walk_of.fn(row, Sk, offset, variables, config)
+    walk = work.walk_of.fn(0, 0, row, 0, Sk, offset, variables, config)
     n = max(end - walk[1], 1)
     return [int(work.tile_at.fn(n - 1 - i, walk, config)) for i in range(n)]
 
@@ -74,6 +77,58 @@ def test_a_window_visits_no_more_tiles_than_it_needs(host: None) -> None:
             assert len(visited(config, row, S, 0, (left,))) <= most
 
 
+@pytest.mark.parametrize("band", [Kind(), Kind(CAUSAL=True), Kind(True, True), Kind(True, True, True)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(300, 300), (90, 700), (500, 130)])
+def test_lists_of_the_tiles_that_intervals_visit(
+    Sq: int, Sk: int, band: Kind, device: str, seed: int
+) -> None:
+    """In order, each tile that some query sees and no clear one that some query does not see; of
+    documents no other."""
+    generator = random.Random(seed)
+    BM, BN, rows, left, first, offset = 64, 32, 2, 70, 40, Sk - Sq
+    kind = dataclasses.replace(band, INTERVALS=True)
+    ids = torch.tensor([runs_of(generator, Sk) for _ in range(rows)])
+    mask = (
+        masks.documents(ids[:, -Sq:], ids)
+        if Sq <= Sk
+        else masks.documents(ids.new_zeros(rows, Sq), ids)
+    )
+    vectors = [x.view(rows, Sk).to(device).contiguous() for x in mask.intervals(Sq, Sk)]
+    query_tiles, key_tiles = -(-Sq // BM), -(-Sk // BN)
+    tiles = torch.zeros(rows, 4, key_tiles, dtype=torch.int32, device=device)
+    intervals_kernel[(rows * key_tiles,)](*vectors, tiles, Sk, BLOCK_N=BN)
+    made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
+    given = [left if kind.WINDOW else None, first if kind.FIRST else None, *[None] * 7, tiles]
+    visits_kernel[(rows * query_tiles,)](
+        made, Sq, Sk, offset, (*given, *[None] * 8), BLOCK_M=BM, BLOCK_N=BN, KIND=kind
+    )
+    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+    begin, end = (x.cpu()[:, None] for x in vectors)
+    seen = (begin <= i) & (i < end)
+    if kind.CAUSAL:
+        seen &= j <= i + offset
+    if kind.WINDOW:
+        seen &= (j >= i + offset - left) | (j < (first if kind.FIRST else 0))
+    for row, m in itertools.product(range(rows), range(query_tiles)):
+        count, *found = made[row, m].tolist()
+        found = found[:count]
+        assert found == sorted(found) and count >= 1
+        of_tile = seen[row, m * BM : (m + 1) * BM].split(BN, 1)
+        needed = [t for t, pairs in enumerate(of_tile) if pairs.any()]
+        assert {x // 2 for x in found} >= set(needed)
+        assert all(of_tile[x // 2].all() for x in found if x % 2)
+        if kind == Kind(INTERVALS=True):
+            assert [x // 2 for x in found] == (needed or [0])
+
+
+def runs_of(generator: random.Random, length: int) -> list[int]:
+    """Numbers of documents, one behind the other."""
+    made: list[int] = []
+    while len(made) < length:
+        made += [len(made)] * generator.randrange(1, length)
+    return made[:length]
+
+
 LENGTH = st.integers(1, 3000)
 
 
@@ -100,7 +155,7 @@ def test_costs_of_items_under_a_window_are_their_tiles(
 
 def test_kinds_that_the_kernels_have_and_those_they_have_not() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    have = Kind(True, True, True, False, 1, True, True, True)
+    have = Kind(True, True, True, True, 1, True, True, True)
     assert list(reasons("hopper", Variant(have), q, q, q, True)) == []
     for kind, text in ((Kind(ENTROPY=True), "no entropy"),):
         (reason,) = reasons("hopper", Variant(kind), q, q, q, True)
@@ -131,6 +186,12 @@ SETS = (
     ("causal", "softcap", "sinks"),
     ("causal", "max_score"),
     ("causal", "first_keys", "softcap", "sinks", "alibi", "max_score"),
+    ("causal", "documents"),
+    ("padding", "sinks"),
+    ("prefix", "softcap"),
+    ("tree",),
+    ("intervals", "causal", "max_score"),
+    ("documents", "first_keys", "softcap", "sinks", "alibi", "max_score"),
 )
 
 
@@ -173,7 +234,7 @@ def test_features_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["more keys", "more queries", "few queries"])
 @pytest.mark.parametrize("D", [64, 96, 256])
-@pytest.mark.parametrize("names", [SETS[0], SETS[-1]], ids="+".join)
+@pytest.mark.parametrize("names", [SETS[0], SETS[8], SETS[-1]], ids="+".join)
 def test_features_at_other_head_dims(
     names: tuple[str, ...], D: int, shape: str, seed: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +285,19 @@ def test_a_window_in_long_rows(first: int, hopper: None) -> None:
         return ((i - 1023 <= j) | (j < first)) & (j <= i)
 
     compare(Call(p, (), {"mask": mask}, (sees,)))
+
+
+@pytest.mark.gpu
+@pytest.mark.gib(24)
+def test_documents_in_long_rows(hopper: None) -> None:
+    """Documents of 1000 tokens, which are no multiples of tiles."""
+    p = problem((1, 2, 1, 8192, 8192), 128)
+    ids = torch.arange(8192, device="cuda") // 1000
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (ids[i] == ids[j]) & (j <= i)
+
+    compare(Call(p, (), {"causal": True, "mask": masks.documents(ids)}, (sees,)))
 
 
 @pytest.mark.gpu

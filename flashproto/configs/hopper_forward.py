@@ -88,13 +88,14 @@ class HopperForward:
 
     @property
     def HAS_WORK_TABLE(self) -> bool:
-        """Whether the order of work comes from balanced_work: where items are of different lengths."""
-        return self.KIND.CAUSAL or self.IDLE
+        """Whether the order of work comes from balanced_work: where items are of different lengths
+        that the host knows."""
+        return (self.KIND.CAUSAL and not self.KIND.INTERVALS) or self.IDLE
 
     @property
     def MASKS(self) -> bool:
         """Whether key tiles to the left of the rightmost may need a mask."""
-        return self.KIND.CAUSAL or self.KIND.WINDOW
+        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS
 
     @property
     def BM(self) -> int:

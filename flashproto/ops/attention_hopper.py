@@ -16,6 +16,8 @@ from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
+from ..kernels.schedule import visits_kernel
+from ..kernels.scores import TILES_OF_ALL, VISITS
 from ..variant import Variant
 from .attention_triton import LOG2E, SMALLEST_SCALE, variables
 from .descriptors import boxed, readable
@@ -122,6 +124,16 @@ def forward(
         order = Table(work.on_device)
     keys = (1, 1, config.BN, config.D)
     given = variables(recipe, variant, q, k, config.BN, max_score, None, None)
+    if variant.kind.INTERVALS:
+        rows = given[TILES_OF_ALL.value].shape[0]
+        visits = recipe.make(
+            New.contiguous((rows, tiles, 1 + cdiv(Sk, config.BN)), torch.int32, q.device)
+        )
+        recipe.launch(
+            visits_kernel, rows * tiles, visits, Sq, Sk, offset, given,
+            BLOCK_M=config.BQ, BLOCK_N=config.BN, KIND=variant.kind, num_warps=1,
+        )  # fmt: skip
+        given = (*given[: VISITS.value], visits, *given[VISITS.value + 1 :])
     recipe.launch(
         attention_forward_kernel, programs,
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..online_softmax import LN2
 from ..schedule import key_ranges
-from ..scores import FIRST, LEFT, MAX_SCORE, SINK, modified, of_head, unit_of
+from ..scores import BEGIN, END, FIRST, LEFT, MAX_SCORE, SINK, modified, of_head, unit_of
 from .attention_forward_work import (
     advance,
     end_of_row,
@@ -105,18 +105,24 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
         if KIND.FIRST:
             near = near | (column < variables[FIRST] - col - lane)
         seen = seen & near
+    if KIND.INTERVALS:
+        j = col + column + lane
+        i = of_rows(query_of_row(row, R, CFG), y)
+        begin = gl.load(variables[BEGIN] + j, j < Sk, 0)
+        end = gl.load(variables[END] + j, j < Sk, 0)
+        seen = seen & (begin <= i) & (i < end)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def mask_key_tile(x, j, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
+def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
     """Scores of key tile j, masked if it is not among those that all rows see, in uniform branches.
 
-    ranges: of this consumer's rows, see key_ranges.  With SKIP they count half tiles, and halves from
-    their end on are left as they are.
+    clear: whether it is, if KIND has INTERVALS; else ranges, of this consumer's rows, say so, see
+    key_ranges.  With SKIP they count half tiles, and halves from their end on are left as they are.
     """
-    _, clear, whole, end = ranges
+    _, clear_begin, whole, end = ranges
     if CFG.SKIP:
         H: gl.constexpr = CFG.BN // 2
         L: gl.constexpr = x.type.layout
@@ -128,8 +134,11 @@ def mask_key_tile(x, j, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
                 b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, variables, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
+    elif CFG.KIND.INTERVALS:
+        if clear == 0:
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     elif CFG.KIND.WINDOW:
-        if (j < clear) | (j >= whole):
+        if (j < clear_begin) | (j >= whole):
             x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     else:
         if j >= whole:
@@ -157,7 +166,7 @@ def take_scores(
     state, x, j, row, ranges, keys, offset, scale, variables, dt: gl.constexpr, MASKED: gl.constexpr,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """Take in raw scores x of key tile j; MASKED: whether it may need a mask.
+    """Take in raw scores x of key tile j, as tile_at gives it; MASKED: whether it may need a mask.
 
     state: (shift, l, top), `top` the largest raw score of each row and lane if KIND has MAX_SCORE.
     Returns it, p and alpha, see softmax_tile.
@@ -165,13 +174,17 @@ def take_scores(
     shift, l, top = state
     KIND: gl.constexpr = CFG.KIND
     _, _, _, end = ranges
+    clear = 0
+    if KIND.INTERVALS:
+        clear = j & 1
+        j = j >> 1
     if KIND.MAX_SCORE:
         if MASKED:
-            x = mask_key_tile(x, j, row, ranges, keys, offset, variables, CFG)
+            x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
         top = gl.maximum(top, lane_maxima(x))
     x = modify_scores(x, row, j * CFG.BN, scale, variables, CFG)
     if MASKED and (KIND.SOFTCAP or not KIND.MAX_SCORE):  # a softcap makes finite what was masked
-        x = mask_key_tile(x, j, row, ranges, keys, offset, variables, CFG)
+        x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
     shift, l, p, alpha = softmax_tile(shift, l, x, unit_of(scale, KIND), end - 2 * j, dt, CFG.SKIP)
     return (shift, l, top), p, alpha
 
@@ -273,7 +286,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
     variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
@@ -288,7 +301,7 @@ def attend(
     KIND: gl.constexpr = CFG.KIND
     WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
     given = variables
-    walk = walk_of(row - CFG.CQ * c, keys, offset, given, CFG)
+    walk = walk_of(b, h, row - CFG.CQ * c, NT, keys, offset, given, CFG)
     if not KIND.TUNED:
         variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
     begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
@@ -467,7 +480,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
                     variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
@@ -476,7 +489,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 )
         else:
             x, q_regs, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
                 variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1

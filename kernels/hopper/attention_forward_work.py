@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..schedule import first_tiles, key_ranges
+from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, VISITS
 from .gluon_names import tma_load
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
@@ -40,11 +41,17 @@ def work_index(r, work_table, total, CFG: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(row, Sk, offset, variables, CFG: gl.constexpr):
-    """Which key tiles a work item with queries from `row` on visits: (first, jump), for tile_at.  The
-    tiles before `first`, and those from first + jump on, up to the end of key_ranges."""
+def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr):
+    """Which key tiles a work item with queries from `row` on visits, for tile_at.
+
+    Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
+    key_ranges.  Of intervals: where the list of visits_kernel is, and nothing.
+    """
     KIND: gl.constexpr = CFG.KIND
-    if KIND.WINDOW:
+    if KIND.INTERVALS:
+        line = (b * variables[ROW_OF_BATCH] + h * variables[ROW_OF_HEAD]) * NT + row // CFG.BQ
+        return variables[VISITS] + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0
+    elif KIND.WINDOW:
         begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, KIND)
         first = first_tiles(begin, variables, CFG.BN, KIND)
         return first, begin - first
@@ -54,11 +61,15 @@ def walk_of(row, Sk, offset, variables, CFG: gl.constexpr):
 
 @gluon.jit
 def tile_at(s, walk, CFG: gl.constexpr):
-    """The key tile that has s visited ones to its left."""
-    if CFG.KIND.FIRST:
+    """The key tile that has s visited ones to its left; of intervals, 2 tile + 1 if all queries of the
+    item see all of it, else 2 tile."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.INTERVALS:
+        return gl.load(walk[0] + 1 + s)
+    elif KIND.FIRST:
         first, jump = walk
         return gl.where(s < first, s, s + jump)
-    elif CFG.KIND.WINDOW:
+    elif KIND.WINDOW:
         return s + walk[1]
     else:
         return s
@@ -87,16 +98,23 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
             row = (NT - mi) * BQ - BQ
     else:
         bh = quotient(t, NT)
-        row = (t - bh * NT) * BQ
+        mi = t - bh * NT
+        if KIND.CAUSAL:  # the longest first
+            mi = NT - 1 - mi
+        row = mi * BQ
     _, _, _, end = key_ranges(row, Sk, offset, variables, BQ, CFG.BN, KIND)
     if CFG.D == 256:
         b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
     else:
         b = quotient(bh, H)
-    if KIND.WINDOW:
-        _, jump = walk_of(row, Sk, offset, variables, CFG)
+    h = bh - b * H
+    if KIND.INTERVALS:
+        visits, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        end = gl.load(visits)
+    elif KIND.WINDOW:
+        _, jump = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end -= jump
-    return b, bh - b * H, row, gl.maximum(end, 1)
+    return b, h, row, gl.maximum(end, 1)
 
 
 @gluon.jit
@@ -193,12 +211,15 @@ def producer(args, CFG: gl.constexpr):
     while t < total:
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
-        walk = walk_of(row, Sk, offset, variables, CFG)
+        walk = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         r += 1
         t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
-            col = tile_at(n - 1 - i, walk, CFG) * BN
+            tile = tile_at(n - 1 - i, walk, CFG)
+            if CFG.KIND.INTERVALS:
+                tile = tile >> 1
+            col = tile * BN
             if loaded >= CFG.KS:
                 bar_sync(CFG.KB + kslot, CFG.ALL)
             mbarrier.expect(k_full.index(kslot), BN * D * 2)
