@@ -36,6 +36,18 @@ QUERIES = (
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
+# Kinds of the forward beside causal and full, and head dims; a mask may need a few words.
+VARIANTS = (
+    (128, Kind(CAUSAL=True, WINDOW=True)),
+    (64, Kind(SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SINKS=True, ALIBI=True)),
+    (128, Kind(CAUSAL=True, INTERVALS=True)),
+    (128, Kind(CAUSAL=True, VARLEN=True)),
+    (64, Kind(True, True, True, True, 1, True, True, True)),
+    (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
+)
+VARIANT_STACK = 192
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
 
@@ -126,7 +138,7 @@ def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], Non
         ("*fp32", kind.ALIBI),
         *[("*i32", kind.INTERVALS)] * 2,
         *[("*i32", kind.VARLEN)] * 2,
-        ("*i32", kind.INTERVALS),
+        ("*i32", kind.INTERVALS or kind.VARLEN),
         *[("i32", kind.INTERVALS)] * 2,
         *[("i32", kind.VARLEN)] * 3,
         ("*fp32", kind.MAX_SCORE),
@@ -149,7 +161,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         element,
         {"CFG": config} | absent,
         {"q_desc": queries, "k_desc": keys, "v_desc": keys},
-        FORWARD_STACK,
+        FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
         variables=variables,
     )
@@ -179,6 +191,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
             )
+    for D, kind in VARIANTS:
+        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
