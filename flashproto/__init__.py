@@ -1,5 +1,6 @@
 """flashproto: fused attention, norms and softmax in Python alone (Triton and Gluon)."""
 
+from . import masks as masks
 from .backends import BackendError
 from .explain import explain
 from .functional import *  # noqa: F403, the names that functional/__init__.py lists

@@ -295,6 +295,69 @@ def check_attention(
         )
 
 
+def check_by_head(operator: str, name: str, x: object, heads: int, device: torch.device) -> None:
+    """x [heads], floating-point."""
+    check_tensor(operator, name, x)
+    assert isinstance(x, Tensor)
+    check_on(operator, name, x, device)
+    if x.shape != (heads,):
+        takes = lambda: f"a number for each query head, [{heads}]"  # noqa: E731
+        refuse(operator, name, f"of shape {list(x.shape)}", takes, "Pass None for none.")
+
+
+def check_aux(operator: str, names: object) -> tuple[str, ...]:
+    """Names of statistics that attention returns, as a tuple."""
+    known = ("max_score", "entropy")
+    if not isinstance(names, (tuple, list)) or any(x not in known for x in names):
+        takes = f"some of {', '.join(map(repr, known))}"
+        refuse(operator, "return_aux", names, takes, 'Pass ("max_score",), say.', TypeError)
+    if len(set(names)) != len(names):
+        refuse(operator, "return_aux", names, "each name once", "Leave the second one out.")
+    return tuple(names)
+
+
+def check_varlen(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: object, cu_seqlens_k: object,
+    max_seqlen_q: object, max_seqlen_k: object,
+) -> None:  # fmt: skip
+    """q [T, Hq, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv], and where in them sequences start."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(operator, name, x)
+        if x.ndim != 3:
+            refuse(
+                operator, name, f"of shape {list(x.shape)}", "3 dimensions [T, H, D]",
+                "Put the tokens of all sequences side by side.",
+            )  # fmt: skip
+    heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    check_attention(operator, heads[0], heads[1], heads[2])
+    shapes = []
+    given: tuple[Any, Any] = cu_seqlens_q, cu_seqlens_k
+    for name, x, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), given, (q, k), strict=True):
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
+            refuse(operator, name, got, "an int32 tensor [n + 1]", f"Call {name}.int().", TypeError)
+        check_on(operator, name, x, q.device)
+        if x.ndim != 1 or x.shape[0] == 0:
+            refuse(
+                operator, name, f"of shape {list(x.shape)}", "[n + 1] for n sequences",
+                "Begin with 0, and add the length of each sequence.",
+            )  # fmt: skip
+        shapes.append(x.shape[0])
+        if is_readable(x):
+            wrong = torch.cat([x[:1] != 0, x.diff() < 0]) | (x > tokens.shape[0])
+            takes = f"0 first, not less than before, at most the {tokens.shape[0]} tokens"
+            check_values(operator, name, x, wrong, takes, "Pass the cumulative sum of lengths.")
+    if shapes[0] != shapes[1]:
+        refuse(
+            operator, "cu_seqlens_k", f"of shape [{shapes[1]}]",
+            lambda: f"as many sequences as cu_seqlens_q, [{shapes[0]}]", "Pass both of the same ones.",
+        )  # fmt: skip
+    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if n is not None:
+            takes = "an integer of 0 or more, or None"
+            check_integer(operator, name, n, 0, 2**31 - 1, takes, "Pass None for any length.")
+
+
 def check_norm(
     operator: str,
     x: Tensor,

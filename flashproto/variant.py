@@ -1,8 +1,8 @@
 """What kind of attention a call is: one object, made once in functional/attention.py and passed whole
 to the launches of every backend.
 
-A variant is a field of Kind, its numbers and tensors in Variant, and a line in `reasons`; what it does
-to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
+A variant is a field of Kind, its numbers and tensors in NUMBERS and TENSORS, and a line in `reasons`;
+what it does to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
 """
 
 from __future__ import annotations
@@ -27,9 +27,26 @@ class Kind:
     name and not its source, so that an edited one would find the old binary.
 
     CAUSAL: query i sees key j only if j <= i + offset.
+    WINDOW: only if j >= i + offset - left; FIRST: or j < first.
+    INTERVALS: only if begin[j] <= i < end[j].
+    SOFTCAP: scores s become softcap tanh(s / softcap); 1: by tanh.approx, 2: exact, as float32 wants.
+    ALIBI: slope |i + Sk - Sq - j| is taken off.
+    SINKS: one more score of each row, without a value.
+    MAX_SCORE, ENTROPY: statistics of each row, returned beside lse.
+    VARLEN: sequences side by side; i, j, Sq and Sk are those of a sequence, and offset counts from its
+        Sk - Sq.
     """
 
     CAUSAL: bool = False
+    WINDOW: bool = False
+    FIRST: bool = False
+    INTERVALS: bool = False
+    SOFTCAP: int = 0
+    ALIBI: bool = False
+    SINKS: bool = False
+    MAX_SCORE: bool = False
+    ENTROPY: bool = False
+    VARLEN: bool = False
 
     @property
     def name(self) -> str:
@@ -46,11 +63,28 @@ class Kind:
         """Whether it is causal or full and no more, for which schedules were measured."""
         return self == Kind(CAUSAL=self.CAUSAL)
 
+    def beyond(self, fields: Sequence[str]) -> list[str]:
+        """The names of its fields that are set and not among these."""
+        return [
+            name.lower()
+            for name in self.__dataclass_fields__
+            if name not in fields and getattr(self, name)
+        ]
+
+
+# What kinds take, in the order in which `of_head` of kernels/scores.py unpacks it.
+NUMBERS = ("left", "first", "softcap")
+TENSORS = ("sinks", "alibi_slopes", "begin", "end", "cu_seqlens_q", "cu_seqlens_k")
+DIFFERENTIABLE = ("sinks", "alibi_slopes")
+NO_GRADIENT = "flashproto: {} has no gradient; call .detach() on it"
+AUX = ("max_score", "entropy")  # in the order of the operator's outputs behind lse
+
 
 class Variant(NamedTuple):
     """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.
 
-    numbers, tensors: what else the kernels take, in their order; None where this kind does not use it.
+    numbers, tensors: those of NUMBERS and TENSORS, None where this kind does not use it; empty where it
+    uses none.
     """
 
     kind: Kind = Kind()
@@ -59,14 +93,31 @@ class Variant(NamedTuple):
     tensors: tuple[Tensor | None, ...] = ()
 
     @property
+    def named(self) -> dict[str, Any]:
+        """Numbers and tensors by their names, those that are there."""
+        names = (*NUMBERS, *TENSORS) if self.numbers or self.tensors else ()
+        pairs = zip(names, self.variables, strict=True)
+        return {name: x for name, x in pairs if x is not None}
+
+    @property
     def variables(self) -> tuple[float | Tensor | None, ...]:
         """As the kernels take them; None is no argument."""
         return self.numbers + self.tensors
 
 
+def variant_of(
+    kind: Kind, offset: int, numbers: dict[str, Any], tensors: dict[str, Tensor | None]
+) -> Variant:
+    """A Variant of what is there, not None, of NUMBERS and TENSORS."""
+    if all(x is None for x in (*numbers.values(), *tensors.values())):
+        return Variant(kind, offset)
+    return Variant(kind, offset, tuple(map(numbers.get, NUMBERS)), tuple(map(tensors.get, TENSORS)))
+
+
 # --- in the schema of an operator ----------------------------------------------------------------
 
 # A list with None in it would lose the gradients of its tensors: the text says which there are.
+FLOATS = (float, torch.SymFloat)
 SCHEMA = "Tensor[] tensors, SymInt[] ints, float[] floats, str variant"
 Packed = tuple[list[Tensor], list[int], list[float], str]
 
@@ -76,11 +127,12 @@ def pack(variant: Variant) -> Packed:
     each of the numbers and of the tensors: "causal/i-f/t-"; "-" is None."""
     kind, offset, numbers, tensors = variant
     present = [x for x in tensors if x is not None]
-    floats = [x for x in numbers if isinstance(x, float)]
-    ints = [x for x in numbers if x is not None and not isinstance(x, float)]
-    kinds = "".join("-" if x is None else "f" if isinstance(x, float) else "i" for x in numbers)
+    kinds = "".join("-" if x is None else "f" if isinstance(x, FLOATS) else "i" for x in numbers)
+    by_kind: dict[str, list[Any]] = {"f": [], "i": [], "-": []}
+    for x, letter in zip(numbers, kinds, strict=True):
+        by_kind[letter].append(x)
     which = "".join("-" if x is None else "t" for x in tensors)
-    return present, [offset, *ints], floats, f"{kind.name}/{kinds}/{which}"
+    return present, [offset, *by_kind["i"]], by_kind["f"], f"{kind.name}/{kinds}/{which}"
 
 
 def unpack(
@@ -108,12 +160,28 @@ def kind_of(text: str) -> Kind:
 
 # --- what runs where -----------------------------------------------------------------------------
 
+# Fields of Kind that the kernels of kernels/hopper have.
+HOPPER_FORWARD = (
+    "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE", "VARLEN",
+)  # fmt: skip
+HOPPER_BACKWARD = ("CAUSAL",)
+
+
+def backward_backend(backend: str, kind: Kind) -> str:
+    """Where the gradients of a forward on `backend` are computed."""
+    return "triton" if backend == "hopper" and kind.beyond(HOPPER_BACKWARD) else backend
+
 
 def reasons(
     backend: str, variant: Variant, q: Tensor, k: Tensor, v: Tensor, return_lse: bool
 ) -> Iterator[Reason]:
     """Why `backend` does not take such a call; what TMA asks of memory on "hopper" is in
     ops/attention_hopper_reasons.py."""
+    kind = variant.kind
+    if backend == "torch" and not kind.TUNED:
+        yield f"its attention is causal or full, and this call is {kind}"
+    if backend == "hopper" and (without := kind.beyond(HOPPER_FORWARD)):
+        yield f"its kernels have no {' and no '.join(without)}"
     if backend == "torch":
         if return_lse:
             yield "torch's attention does not return lse"

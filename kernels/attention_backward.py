@@ -6,15 +6,15 @@ With P = exp(scale Q K^T - lse), O = P V, and the gradients dO of O and dlse of 
     dP = dO V^T          dS = P * (dP - delta)  [Sq, Sk]
     dV = P^T dO          dK = scale dS^T Q      dQ = scale dS K
 
-Three kernels: delta, one tile of rows at a time; dK and dV, one program for a tile of keys, over the
+Kernels: delta, one tile of rows at a time; dK and dV, one program for a tile of keys, over the
 query tiles (and over the query heads that share the key head, so that GQA sums its gradients here);
-dQ, one program for a tile of queries, over the key tiles.  Scores are computed twice, seven products
-and not five, and in return nothing is added atomically: results are the same bits every time.
+dQ, one program for a tile of queries, over the key tiles; the gradients of sinks and slopes, one
+program for a head.  Scores are computed twice, seven products and not five, and in return nothing is
+added atomically: results are the same bits every time.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
-Legend: as attention_forward.py; dout as out; delta and lse2
-[B, Hq, Sq] float32.  In these kernels scale is in
-base 2 (softmax scale times log2(e)) and `scale_natural` is the softmax scale itself.
+Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
+scale is in base 2 (softmax scale times log2(e)) and `scale_natural` is the softmax scale itself.
 """
 
 import triton
@@ -22,8 +22,28 @@ import triton.language as tl
 
 from .interpreter import rounded
 from .online_softmax import LOG2E
-from .schedule import key_ranges, query_range, query_tile_order
-from .scores import modified, modified_gradient, probabilities, score_gradient, visible
+from .schedule import (
+    clamp,
+    first_tiles,
+    key_ranges,
+    next_run,
+    problem_of_keys,
+    problem_of_queries,
+    queries_of_keys,
+    query_range,
+)
+from .scores import (
+    SLOPE_SUMS,
+    counts,
+    distance,
+    modified,
+    modified_gradient,
+    of_head,
+    probabilities,
+    score_gradient,
+    unit_of,
+    visible,
+)
 from .tiles import add_product, dot, load_tile, load_tile_clamped, store_tile
 
 
@@ -49,11 +69,15 @@ def attention_backward_rows_kernel(
     stride_ob, stride_oh, stride_os, stride_od,
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_lb, stride_lh, stride_ls,
-    Hq, Sq, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    Hq, Sq,
+    variables,  # of the variant, see scores.py
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr,
     HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program: delta and lse2 of BLOCK_M queries, as one tile or, float32, as tiles of 16.  lse2 is lse
     in base 2; rows that saw no key get +inf, which makes their probabilities 0."""
+    if KIND.VARLEN:
+        _, Sq, _ = counts(variables)
     ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
@@ -102,21 +126,33 @@ def attention_backward_keys_kernel(
     of its lines, the mask on every tile and the clamped loads are what Triton 3.6 and 3.9 compile
     without spilling, pipelined.
     """
-    n_tiles = tl.cdiv(Sk, BLOCK_N)
-    head = tl.program_id(0) // n_tiles
-    j0 = tl.program_id(0) % n_tiles * BLOCK_N
+    given = variables
+    head, j0, Sq, Sk, offset, token, key, rows = problem_of_keys(Sq, Sk, offset, given, BLOCK_N, KIND)
     Hkv = Hq // GROUP
     b = (head // Hkv).to(tl.int64)
     h = (head % Hkv).to(tl.int64)
     k_base = k_ptr + b * stride_kb + h * stride_kh
     v_base = v_ptr + b * stride_vb + h * stride_vh
+    if KIND.VARLEN:
+        k_base += key.to(tl.int64) * stride_ks
+        v_base += key.to(tl.int64) * stride_vs
     k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, True, WIDE)  # [BN, D]
     v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, True, WIDE)  # [BN, DV]
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dk_low = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dv_low = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    begin, end = query_range(j0, Sq, offset, variables, BLOCK_M, KIND)
+    variables = of_head(given, b, h * GROUP, Sq, Sk, BLOCK_N, KIND)
+    unit = unit_of(scale, KIND)
+    begin, end = query_range(j0, Sq, offset, variables, BLOCK_M, KIND, BLOCK_N)
+    if KIND.INTERVALS:
+        low, high = Sq, 0
+        for member in range(GROUP):
+            of_member = of_head(given, b, h * GROUP + member, Sq, Sk, BLOCK_N, KIND)
+            first, last = queries_of_keys(j0, Sk, of_member, BLOCK_N)
+            low, high = tl.minimum(low, first), tl.maximum(high, last)
+        begin = tl.maximum(begin, clamp(low, 0, Sq) // BLOCK_M)
+        end = tl.maximum(tl.minimum(end, tl.cdiv(clamp(high, 0, Sq), BLOCK_M)), begin)
     visits = end - begin
 
     for visit in range(GROUP * visits):
@@ -125,7 +161,13 @@ def attention_backward_keys_kernel(
         i0 = (begin + visit - member * visits) * BLOCK_M
         q_base = q_ptr + b * stride_qb + hq * stride_qh
         dout_base = dout_ptr + b * stride_gb + hq * stride_gh
-        row = (b * Hq + hq) * Sq
+        if KIND.VARLEN:
+            q_base += token.to(tl.int64) * stride_qs
+            dout_base += token.to(tl.int64) * stride_gs
+            row = hq * rows + token
+        else:
+            row = (b * Hq + hq) * rows
+        of_query = of_head(given, b, hq, Sq, Sk, BLOCK_N, KIND)
         i = i0 + tl.arange(0, BLOCK_M)
         j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
@@ -134,16 +176,20 @@ def attention_backward_keys_kernel(
         )  # fmt: skip
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
-        p = probabilities(modified(s, scale, variables, KIND), lse2[None, :], scale)
-        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, variables, KIND), p, 0.0)
+        changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
+        p = probabilities(changed, lse2[None, :], unit)
+        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, of_query, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         dv, dv_low = add_product(dv, dv_low, rounded(p, dout.dtype), dout, TF32)
         delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
-        ds = modified_gradient(score_gradient(p, dp, delta[None, :]), s, scale, variables, KIND)
+        ds = modified_gradient(score_gradient(p, dp, delta[None, :]), s, scale, of_query, KIND)
         dk, dk_low = add_product(dk, dk_low, rounded(ds, q.dtype), q, TF32)
 
     dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
     dv_base = dv_ptr + b * stride_dvb + h * stride_dvh
+    if KIND.VARLEN:
+        dk_base += key.to(tl.int64) * stride_dks
+        dv_base += key.to(tl.int64) * stride_dvs
     dk *= scale_natural
     store_tile(dk_base, dk, j0, stride_dks, stride_dkd, Sk, BLOCK_N, BLOCK_D, D, WIDE)
     store_tile(dv_base, dv, j0, stride_dvs, stride_dvd, Sk, BLOCK_N, BLOCK_DV, DV, WIDE)
@@ -151,28 +197,33 @@ def attention_backward_keys_kernel(
 
 @triton.jit
 def query_gradients_from_tiles(
-    dq, q, dout, lse2, delta, k_base, v_base,
+    sums, q, dout, lse2, delta, k_base, v_base,
     stride_ks, stride_kd, stride_vs, stride_vd,
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    TF32: tl.constexpr, WIDE: tl.constexpr,
+    SLOPES: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles first ... last - 1 into dq [BM, D]."""
+    """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums of dS * distance [BM]."""
+    dq, slope_sums = sums
+    unit = unit_of(scale, KIND)
     for tile in range(first, last):
         j0 = tile * BLOCK_N
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
-        p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], scale)
+        i = i0 + tl.arange(0, BLOCK_M)[:, None]
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
         if MASKED:
-            i = i0 + tl.arange(0, BLOCK_M)[:, None]
-            j = j0 + tl.arange(0, BLOCK_N)[None, :]
             p = tl.where(visible(i, j, Sk, offset, variables, KIND), p, 0.0)
         v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
-        ds = modified_gradient(score_gradient(p, dp, delta[:, None]), s, scale, variables, KIND)
+        ds = score_gradient(p, dp, delta[:, None])
+        if SLOPES:
+            slope_sums += tl.sum(ds * distance(i, j, variables), 1)
+        ds = modified_gradient(ds, s, scale, variables, KIND)
         dq = dot(rounded(ds, k.dtype), k, dq, TF32)
-    return dq
+    return dq, slope_sums
 
 
 @triton.jit
@@ -187,12 +238,14 @@ def attention_backward_queries_kernel(
     variables,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-    TF32: tl.constexpr, WIDE: tl.constexpr,
+    TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
-    """Program: dQ of one tile of BLOCK_M queries of one head."""
-    n_tiles = tl.cdiv(Sq, BLOCK_M)
-    head = tl.program_id(0) // n_tiles
-    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
+    """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum for the gradient of
+    its head's slope, where that is wanted."""
+    given = variables
+    head, i0, Sq, Sk, offset, token, key, row = problem_of_queries(
+        Hq, Sq, Sk, offset, given, BLOCK_M, KIND
+    )  # fmt: skip
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -200,29 +253,91 @@ def attention_backward_queries_kernel(
     v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
     dout_base = dout_ptr + b * stride_gb + h * stride_gh
     dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
-    row = head.to(tl.int64) * Sq
+    if KIND.VARLEN:
+        q_base += token.to(tl.int64) * stride_qs
+        k_base += key.to(tl.int64) * stride_ks
+        v_base += key.to(tl.int64) * stride_vs
+        dout_base += token.to(tl.int64) * stride_gs
+        dq_base += token.to(tl.int64) * stride_dqs
+    variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
     i = i0 + tl.arange(0, BLOCK_M)
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
     lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    begin, clear_begin, clear_end, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
-    dq = query_gradients_from_tiles(
-        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, begin, clear_begin, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, TF32, WIDE,
-    )  # fmt: skip
-    dq = query_gradients_from_tiles(
-        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, clear_begin, clear_end, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, TF32, WIDE,
-    )  # fmt: skip
-    dq = query_gradients_from_tiles(
-        dq, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, clear_end, end, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, TF32, WIDE,
-    )  # fmt: skip
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    begin, clear_begin, clear_end, end = ranges
+    if KIND.INTERVALS:
+        tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        while tile < end:
+            if clear:
+                sums = query_gradients_from_tiles(
+                    sums, q, dout, lse2, delta, k_base, v_base,
+                    stride_ks, stride_kd, stride_vs, stride_vd,
+                    i0, tile, last, Sk, offset, scale, variables,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
+                )  # fmt: skip
+            else:
+                sums = query_gradients_from_tiles(
+                    sums, q, dout, lse2, delta, k_base, v_base,
+                    stride_ks, stride_kd, stride_vs, stride_vd,
+                    i0, tile, last, Sk, offset, scale, variables,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+                )  # fmt: skip
+            tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+    else:
+        if KIND.FIRST:
+            first = first_tiles(begin, variables, BLOCK_N, KIND)
+            sums = query_gradients_from_tiles(
+                sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+                i0, 0, first, Sk, offset, scale, variables,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+            )  # fmt: skip
+        sums = query_gradients_from_tiles(
+            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, begin, clear_begin, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+        )  # fmt: skip
+        sums = query_gradients_from_tiles(
+            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, clear_begin, clear_end, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
+        )  # fmt: skip
+        sums = query_gradients_from_tiles(
+            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, clear_end, end, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+        )  # fmt: skip
+    dq, slope_sums = sums
     dq *= scale_natural
     store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
+    if SLOPES:
+        tl.store(given[SLOPE_SUMS] + row + i, slope_sums, i < Sq)
+
+
+@triton.jit
+def attention_backward_heads_kernel(
+    rows_ptr, lse2_ptr, sinks_ptr, gradient_ptr, Hq, B, Sq,
+    variables,  # of the variant, see scores.py
+    KIND: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program: the gradient of a head's sink or slope, minus a sum over all its rows, in a fixed order.
+
+    Of the sink, rows are delta, weighted by its probability; of the slope, the sums of dS * distance.
+    """
+    if KIND.VARLEN:
+        _, Sq, _ = counts(variables)
+    h = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for b in range(B):
+        for i0 in range(0, Sq, BLOCK):
+            i = i0 + tl.arange(0, BLOCK)
+            at = (b * Hq + h) * Sq + i
+            x = tl.load(rows_ptr + at, i < Sq, 0.0)
+            if SINKS:
+                sink = tl.load(sinks_ptr + h).to(tl.float32)
+                x *= tl.exp2(sink * LOG2E - tl.load(lse2_ptr + at, i < Sq, float("inf")))
+            total -= x
+    tl.store(gradient_ptr + h, rounded(tl.sum(total, 0), gradient_ptr.dtype.element_ty))

@@ -20,21 +20,33 @@ import triton
 import triton.language as tl
 
 from .interpreter import rounded
-from .online_softmax import online_softmax_finish, online_softmax_start, online_softmax_update
-from .schedule import key_ranges, query_tile_order
-from .scores import modified, visible
+from .online_softmax import (
+    LN2,
+    LOG2E,
+    entropy_finish,
+    entropy_update,
+    online_softmax_finish,
+    online_softmax_merge,
+    online_softmax_start,
+    online_softmax_update,
+)
+from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
+from .scores import ENTROPY, MAX_SCORE, SINK, modified, of_head, unit_of, visible
 from .tiles import dot, load_tile, store_tile
 
 
 @triton.jit
 def attend_to_tiles(
-    m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+    state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles first ... last - 1 into the state (m [BM], l [BM], acc [BM, DV])."""
+    """Key tiles first ... last - 1 into the state: m [BM], l [BM], acc [BM, DV] and, where KIND has
+    them, the largest raw score and the weighted sum for the entropy [BM]."""
+    m, l, acc, top, weighted = state
+    unit = unit_of(scale, KIND)
     for tile in range(first, last):
         j0 = tile * BLOCK_N
         k = load_tile(
@@ -46,19 +58,27 @@ def attend_to_tiles(
             v = load_tile(
                 v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
             )  # [BN, DV]
-        s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
-        s = modified(s, scale, variables, KIND)
+        raw = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
+        i = i0 + tl.arange(0, BLOCK_M)[:, None]
+        j = j0 + tl.arange(0, BLOCK_N)[None, :]
+        s = modified(raw, scale, variables, KIND, i, j)
         if MASKED:
-            i = i0 + tl.arange(0, BLOCK_M)[:, None]
-            j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            s = tl.where(visible(i, j, Sk, offset, variables, KIND), s, -float("inf"))
-        m, l, p, alpha = online_softmax_update(m, l, s, scale, EXACT)
+            seen = visible(i, j, Sk, offset, variables, KIND)
+            s = tl.where(seen, s, -float("inf"))
+            if KIND.MAX_SCORE:
+                raw = tl.where(seen, raw, -float("inf"))
+        if KIND.MAX_SCORE:
+            top = tl.maximum(top, tl.max(raw, 1))
+        m_old, l_old = m, l
+        m, l, p, alpha = online_softmax_update(m, l, s, unit, EXACT)
+        if KIND.ENTROPY:
+            weighted = entropy_update(weighted, m_old, l_old, m, s, p, alpha, unit)
         if BLOCK_D == BLOCK_DV:
             v = load_tile(
                 v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
             )  # [BN, DV]
         acc = dot(rounded(p, v.dtype), v, acc * alpha[:, None], TF32)
-    return m, l, acc
+    return m, l, acc, top, weighted
 
 
 @triton.jit
@@ -76,40 +96,81 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
-    n_tiles = tl.cdiv(Sq, BLOCK_M)
-    head = tl.program_id(0) // n_tiles
-    i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
+    given = variables
+    head, i0, Sq, Sk, offset, token, key, row = problem_of_queries(
+        Hq, Sq, Sk, offset, given, BLOCK_M, KIND
+    )  # fmt: skip
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
     k_base = k_ptr + b * stride_kb + h // GROUP * stride_kh
     v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
     out_base = out_ptr + b * stride_ob + h * stride_oh
+    if KIND.VARLEN:
+        q_base += token.to(tl.int64) * stride_qs
+        k_base += key.to(tl.int64) * stride_ks
+        v_base += key.to(tl.int64) * stride_vs
+        out_base += token.to(tl.int64) * stride_os
+    variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     m, l = online_softmax_start(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    begin, clear_begin, clear_end, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
-    m, l, acc = attend_to_tiles(
-        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, begin, clear_begin, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
-    )  # fmt: skip
-    m, l, acc = attend_to_tiles(
-        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, clear_begin, clear_end, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
-    )  # fmt: skip
-    m, l, acc = attend_to_tiles(
-        m, l, acc, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-        i0, clear_end, end, Sk, offset, scale, variables,
-        D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
-    )  # fmt: skip
+    state = m, l, acc, m, l
+    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    begin, clear_begin, clear_end, end = ranges
+    if KIND.INTERVALS:
+        tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        while tile < end:
+            if clear:
+                state = attend_to_tiles(
+                    state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+                    i0, tile, last, Sk, offset, scale, variables,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
+                )  # fmt: skip
+            else:
+                state = attend_to_tiles(
+                    state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+                    i0, tile, last, Sk, offset, scale, variables,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+                )  # fmt: skip
+            tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+    else:
+        if KIND.FIRST:
+            state = attend_to_tiles(
+                state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+                i0, 0, first_tiles(begin, variables, BLOCK_N, KIND), Sk, offset, scale, variables,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+            )  # fmt: skip
+        state = attend_to_tiles(
+            state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, begin, clear_begin, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+        )  # fmt: skip
+        state = attend_to_tiles(
+            state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, clear_begin, clear_end, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
+        )  # fmt: skip
+        state = attend_to_tiles(
+            state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            i0, clear_end, end, Sk, offset, scale, variables,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+        )  # fmt: skip
 
-    lse, normaliser = online_softmax_finish(m, l, scale)
+    m, l, acc, top, weighted = state
+    i = i0 + tl.arange(0, BLOCK_M)
+    if KIND.MAX_SCORE:
+        tl.store(given[MAX_SCORE] + row + i, top * (scale * LN2), i < Sq)
+    if KIND.ENTROPY:
+        tl.store(given[ENTROPY] + row + i, entropy_finish(weighted, l), i < Sq)
+    unit = unit_of(scale, KIND)
+    if KIND.SINKS:
+        m, l, alpha, _ = online_softmax_merge(m, l, variables[SINK] * LOG2E / unit, 1.0, unit)
+        acc *= alpha[:, None]
+    lse, normaliser = online_softmax_finish(m, l, unit)
     store_tile(
         out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq,
         BLOCK_M, BLOCK_DV, DV, WIDE,
     )  # fmt: skip
-    i = i0 + tl.arange(0, BLOCK_M)
-    tl.store(lse_ptr + head.to(tl.int64) * Sq + i, lse, i < Sq)
+    tl.store(lse_ptr + row + i, lse, i < Sq)

@@ -98,3 +98,20 @@ def online_softmax_finish(m, l, scale):
     divisor = tl.where(empty, 1.0, l)
     lse = tl.where(empty, -float("inf"), m * (scale * LN2) + tl.log(divisor))
     return lse, tl.where(empty, 0.0, 1.0 / divisor)
+
+
+@triton.jit
+def entropy_update(weighted, m, l, m_new, x, p, alpha, scale):
+    """The sum of p_j u_j, u_j = scale (x_j - m) in base 2, [R] beside the state (m, l), once
+    online_softmax_update took in a tile x and gave m_new, p and alpha."""
+    shift = shift_of(m_new)
+    moved = tl.where(l == 0.0, 0.0, (m - shift) * scale)
+    u = tl.where(p == 0.0, 0.0, (x - shift[:, None]) * scale)
+    return alpha * (weighted + l * moved) + tl.sum(p * u, 1)
+
+
+@triton.jit
+def entropy_finish(weighted, l):
+    """-sum p ln p of the probabilities whose state is (m, l), in nats; 0 for an empty state."""
+    divisor = tl.where(l == 0.0, 1.0, l)
+    return tl.log(divisor) - LN2 * (weighted / divisor)

@@ -5,10 +5,29 @@ attention that leaves tiles out (a window, documents) changes these ranges; the 
 scores is `visible` in scores.py, which also says what KIND and `variables` are.
 
 With the causal condition j <= i + offset, offset = Sk - Sq aligns the mask bottom-right, 0 top-left.
+
+A band (causal, window) is a range of tiles.  Of intervals, intervals_kernel notes for each key tile
+which queries see some of it and which see all of it; `next_run` finds from these, many at a time, the
+next tiles that are visited.
 """
 
 import triton
 import triton.language as tl
+
+from .scores import (
+    BEGIN,
+    CU_SEQLENS_K,
+    CU_SEQLENS_Q,
+    END,
+    FIRST,
+    LEFT,
+    TILES,
+    TILES_OF_ALL,
+    counts,
+)
+
+LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
+NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -26,14 +45,17 @@ def query_tile_order(index, n_tiles, KIND: tl.constexpr):
         return index
 
 
+# --- bands ---------------------------------------------------------------------------------------
+
+
 @triton.jit
 def key_ranges(
     i0, Sk, offset, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
 ):  # fmt: skip
     """Key tiles for the queries i0 ... i0 + BLOCK_M - 1: (begin, clear_begin, clear_end, end).
 
-    No query sees a key of the tiles before `begin` and from `end` on; all see all keys of the tiles
-    [clear_begin, clear_end), which need no mask.
+    No query sees a key of the tiles before `begin`, but for `first_tiles`, and from `end` on; all see
+    all keys of the tiles [clear_begin, clear_end), which need no mask but that of intervals.
     """
     if KIND.CAUSAL:
         clear_end = clamp(i0 + offset + 1, 0, Sk) // BLOCK_N
@@ -41,14 +63,282 @@ def key_ranges(
     else:
         clear_end = Sk // BLOCK_N
         end = tl.cdiv(Sk, BLOCK_N)
-    return 0, 0, clear_end, end
+    if KIND.WINDOW:
+        lowest = i0 + offset - variables[LEFT]  # that the first query sees
+        begin = tl.minimum(clamp(lowest, 0, Sk) // BLOCK_N, end)
+        clear_begin = clamp(tl.cdiv(clamp(lowest + BLOCK_M - 1, 0, Sk), BLOCK_N), begin, end)
+        clear_end = clamp(clear_end, clear_begin, end)
+        return begin, clear_begin, clear_end, end
+    else:
+        return 0, 0, clear_end, end
 
 
 @triton.jit
-def query_range(j0, Sq, offset, variables, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """Query tiles for the keys from j0 on: (begin, end); no other query sees any of them."""
+def first_tiles(begin, variables, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+    """The end of the key tiles from 0 on that are visited beside those from `begin` on."""
+    if KIND.FIRST:
+        return tl.minimum(tl.cdiv(variables[FIRST], BLOCK_N), begin)
+    else:
+        return 0
+
+
+@triton.jit
+def query_range(
+    j0, Sq, offset, variables, BLOCK_M: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr = 1
+):  # fmt: skip
+    """Query tiles for the keys j0 ... j0 + BLOCK_N - 1: (begin, end); no other sees any of them."""
     if KIND.CAUSAL:
         begin = clamp(j0 - offset, 0, Sq) // BLOCK_M
     else:
         begin = 0
-    return begin, tl.cdiv(Sq, BLOCK_M)
+    end = tl.cdiv(Sq, BLOCK_M)
+    if KIND.WINDOW:
+        last = tl.cdiv(clamp(j0 + BLOCK_N - offset + variables[LEFT], 0, Sq), BLOCK_M)
+        if KIND.FIRST:
+            last = tl.where(j0 < variables[FIRST], end, last)
+        end = tl.maximum(last, begin)
+    return begin, end
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def intervals_kernel(begin_ptr, end_ptr, tiles_ptr, Sk, BLOCK_N: tl.constexpr):
+    """Program: of one tile of keys of one row of begin and end [rows, Sk], the interval [0], [1] of the
+    queries that may see some of it, and [2], [3] of those that see all.  tiles [rows, 4, tiles]."""
+    n_tiles = tl.cdiv(Sk, BLOCK_N)
+    row = (tl.program_id(0) // n_tiles).to(tl.int64)
+    tile = tl.program_id(0) % n_tiles
+    j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.load(begin_ptr + row * Sk + j, j < Sk, NEVER)
+    end = tl.load(end_ptr + row * Sk + j, j < Sk, 0)
+    some = begin < end
+    to = tiles_ptr + row * (4 * n_tiles) + tile
+    tl.store(to, tl.min(tl.where(some, begin, NEVER), 0))
+    tl.store(to + n_tiles, tl.max(tl.where(some, end, 0), 0))
+    tl.store(to + 2 * n_tiles, tl.max(begin, 0))
+    tl.store(to + 3 * n_tiles, tl.min(end, 0))
+
+
+@triton.jit
+def visits(
+    tile, i0, Sq, n_tiles, ranges, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """Of key tiles: 0 for one that is left out, 1 for one that needs the mask, 2 for one that is clear.
+
+    ranges: of the band, see key_ranges.
+    """
+    begin, clear_begin, clear_end, end = ranges
+    inside = tile < end
+    some = inside & ((tile >= begin) | (tile < first_tiles(begin, variables, BLOCK_N, KIND)))
+    at = variables[TILES] + tile
+    some = some & (tl.load(at, inside, NEVER) < i0 + BLOCK_M)
+    some = some & (tl.load(at + n_tiles, inside, 0) > i0)
+    clear = some & (tile >= clear_begin) & (tile < clear_end)
+    clear = clear & (tl.load(at + 2 * n_tiles, inside, NEVER) <= i0)
+    clear = clear & (tl.load(at + 3 * n_tiles, inside, 0) >= tl.minimum(i0 + BLOCK_M, Sq))
+    return some.to(tl.int32) + clear.to(tl.int32)
+
+
+@triton.jit
+def next_run(
+    tile, i0, Sq, Sk, ranges, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
+    """The next key tiles from `tile` on that are visited, side by side and alike: (first, last, clear);
+    first = last = the end where there are none."""
+    n_tiles = tl.cdiv(Sk, BLOCK_N)
+    _, _, _, end = ranges
+    first = end
+    at = tile
+    while (at < end) & (first == end):
+        t = at + tl.arange(0, LOOKED_AT)
+        found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        first = tl.min(tl.where(found > 0, t, end), 0)
+        at = at + LOOKED_AT
+    what = visits(first, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+    last = end
+    at = first + 1
+    while (at < end) & (last == end):
+        t = at + tl.arange(0, LOOKED_AT)
+        found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        last = tl.min(tl.where(found != what, t, end), 0)
+        at = at + LOOKED_AT
+    return first, last, what == 2
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
+def visits_kernel(
+    visits_ptr, Sq, Sk, offset, given,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Program: of one tile of queries and one row of the intervals, the key tiles that it visits, from
+    left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that is
+    clear, else 2 tile.  One that visits none is given tile 0.
+
+    given[TILES_OF_ALL]: what intervals_kernel made.
+    """
+    query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
+    row = (tl.program_id(0) // query_tiles).to(tl.int64)
+    i0 = tl.program_id(0) % query_tiles * BLOCK_M
+    left, first = 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST]
+    tiles = given[TILES_OF_ALL] + row * (4 * n_tiles)
+    variables = left, first, 0, 0, 0, 0, 0, 0, tiles
+    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    _, _, _, end = ranges
+    to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
+    count = 0
+    for at in range(0, end, LOOKED_AT):
+        t = at + tl.arange(0, LOOKED_AT)
+        found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
+        some = (found > 0).to(tl.int32)
+        tl.store(to + count + tl.cumsum(some, 0), 2 * t + (found == 2).to(tl.int32), found > 0)
+        count += tl.sum(some, 0)
+    tl.store(to + 1, 0, count == 0)
+    tl.store(to, tl.maximum(count, 1))
+
+
+@triton.jit
+def queries_of_keys(j0, Sk, variables, BLOCK_N: tl.constexpr):
+    """(begin, end): outside of it no query sees one of the keys j0 ... j0 + BLOCK_N - 1."""
+    j = j0 + tl.arange(0, BLOCK_N)
+    begin = tl.load(variables[BEGIN] + j, j < Sk, NEVER)
+    end = tl.load(variables[END] + j, j < Sk, 0)
+    some = begin < end
+    return tl.min(tl.where(some, begin, NEVER), 0), tl.max(tl.where(some, end, 0), 0)
+
+
+# --- sequences side by side ----------------------------------------------------------------------
+
+
+@triton.jit
+def sequence_of(slot, cu_seqlens_ptr, sequences, BLOCK: tl.constexpr):
+    """(s, tile): slot is tile number `tile` of sequence s.
+
+    Sequence s has the slots from cu_seqlens[s] // BLOCK + s on, at least as many as it has tiles; what
+    is behind the last sequence is one more, number `sequences`.
+    """
+    low, high = 0, sequences
+    while low < high:
+        middle = (low + high + 1) // 2
+        inside = tl.load(cu_seqlens_ptr + middle) // BLOCK + middle <= slot
+        low = tl.where(inside, middle, low)
+        high = tl.where(inside, high, middle - 1)
+    return low, slot - (tl.load(cu_seqlens_ptr + low) // BLOCK + low)
+
+
+@triton.jit
+def tokens_of(s, cu_seqlens_ptr, sequences, total, BEHIND: tl.constexpr):
+    """(start, length) of sequence s, of `total` tokens; BEHIND: what is behind the last one has all
+    tokens that are left, else none."""
+    start = tl.load(cu_seqlens_ptr + s)
+    stop = tl.load(cu_seqlens_ptr + s + 1, s < sequences, 0)
+    return start, tl.where(s < sequences, stop, total if BEHIND else start) - start
+
+
+@triton.jit
+def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
+    """What this program does with a tile of queries: (head, i0, Sq, Sk, offset, token, key, row).
+
+    head: of all batch entries; i0: its first query; token, key: where its sequence's queries and keys
+    begin; row: the number of its sequence's first row among those of lse.
+    """
+    if KIND.VARLEN:
+        sequences, queries, keys = counts(given)
+        slots = queries // BLOCK_M + sequences + 1
+        head = tl.program_id(0) // slots
+        slot = query_tile_order(tl.program_id(0) % slots, slots, KIND)
+        s, tile = sequence_of(slot, given[CU_SEQLENS_Q], sequences, BLOCK_M)
+        token, Sq = tokens_of(s, given[CU_SEQLENS_Q], sequences, queries, True)
+        key, Sk = tokens_of(s, given[CU_SEQLENS_K], sequences, keys, False)
+        i0 = tile * BLOCK_M
+        offset += Sk - Sq
+        Sk = tl.where(i0 < Sq, Sk, 0)
+        row = head.to(tl.int64) * queries + token
+    else:
+        n_tiles = tl.cdiv(Sq, BLOCK_M)
+        head = tl.program_id(0) // n_tiles
+        i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
+        token, key = 0, 0
+        row = head.to(tl.int64) * Sq
+    return head, i0, Sq, Sk, offset, token, key, row
+
+
+@triton.jit
+def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+    """What this program does with a tile of keys: (head, j0, Sq, Sk, offset, token, key, rows).
+
+    head: of the key heads of all batch entries; rows: between the rows of lse of two heads.
+    """
+    if KIND.VARLEN:
+        sequences, queries, keys = counts(given)
+        slots = keys // BLOCK_N + sequences + 1
+        head = tl.program_id(0) // slots
+        s, tile = sequence_of(tl.program_id(0) % slots, given[CU_SEQLENS_K], sequences, BLOCK_N)
+        token, Sq = tokens_of(s, given[CU_SEQLENS_Q], sequences, queries, False)
+        key, Sk = tokens_of(s, given[CU_SEQLENS_K], sequences, keys, True)
+        j0, rows = tile * BLOCK_N, queries
+        offset += Sk - Sq
+        Sq = tl.where(j0 < Sk, Sq, 0)
+    else:
+        n_tiles = tl.cdiv(Sk, BLOCK_N)
+        head = tl.program_id(0) // n_tiles
+        j0 = tl.program_id(0) % n_tiles * BLOCK_N
+        token, key, rows = 0, 0, Sq
+    return head, j0, Sq, Sk, offset, token, key, rows
+
+
+# What slots_kernel says of a slot, one word each: how many key tiles it visits, at least 1, or 0 for a
+# slot without queries; its first query; where its sequence's queries begin, and how many these are; the
+# same of keys.
+RECORD = tl.constexpr(8)
+
+
+@triton.jit(do_not_specialize=["offset"])
+def slots_kernel(
+    slots_ptr, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Program: of one slot of queries, its record.  slots [slots, RECORD]."""
+    _, i0, Sq, Sk, offset, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
+    left, first = 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST]
+    variables = left, first
+    begin, _, _, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    tiles = tl.maximum(end - begin + first_tiles(begin, variables, BLOCK_N, KIND), 1)
+    to = slots_ptr + tl.program_id(0) * RECORD
+    tl.store(to, tl.where(i0 < Sq, tiles, 0))
+    tl.store(to + 1, i0)
+    tl.store(to + 2, token)
+    tl.store(to + 3, Sq)
+    tl.store(to + 4, key)
+    tl.store(to + 5, Sk)
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
+    """Program: one slot's record to its place among all, those with more key tiles first.
+
+    ordered [1 + slots, RECORD]; its first word: how many slots have queries.
+    """
+    slot = tl.program_id(0)
+    tiles = tl.load(slots_ptr + slot * RECORD)
+    rank, count = 0, 0
+    for at in range(0, n_slots, BLOCK):
+        other = at + tl.arange(0, BLOCK)
+        theirs = tl.load(slots_ptr + other * RECORD, other < n_slots, 0)
+        earlier = (theirs > tiles) | ((theirs == tiles) & (other < slot))
+        rank += tl.sum((earlier & (other < n_slots)).to(tl.int32), 0)
+        count += tl.sum((theirs > 0).to(tl.int32), 0)
+    word = tl.arange(0, RECORD)
+    record = tl.load(slots_ptr + slot * RECORD + word)
+    tl.store(ordered_ptr + (1 + rank) * RECORD + word, record)
+    tl.store(ordered_ptr, count, slot == 0)

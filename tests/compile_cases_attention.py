@@ -62,7 +62,7 @@ def attention_cases(arch: int) -> Iterator[Case]:
                 for kernel, stem, config, extra in (
                     (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
                     (attention_backward_keys_kernel, "keys", keys, {}),
-                    (attention_backward_queries_kernel, "queries", queries, {}),
+                    (attention_backward_queries_kernel, "queries", queries, {"SLOPES": False}),
                 ):
                     tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
                     yield case(
@@ -74,6 +74,7 @@ def attention_cases(arch: int) -> Iterator[Case]:
     ):  # fmt: skip
         constexprs = {
             "DV": DV, "BLOCK_DV": DV, "BLOCK_M": rows.block_m, "HAS_DLSE": has_dlse, "WIDE": False,
+            "KIND": Kind(),
         }  # fmt: skip
         name = f"rows-{DV}-{has_dlse}"
         yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)

@@ -36,6 +36,18 @@ QUERIES = (
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
+# Kinds of the forward beside causal and full, and head dims; a mask may need a few words.
+VARIANTS = (
+    (128, Kind(CAUSAL=True, WINDOW=True)),
+    (64, Kind(SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SINKS=True, ALIBI=True)),
+    (128, Kind(CAUSAL=True, INTERVALS=True)),
+    (128, Kind(CAUSAL=True, VARLEN=True)),
+    (64, Kind(True, True, True, True, 1, True, True, True)),
+    (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
+)
+VARIANT_STACK = 192
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
 
@@ -76,18 +88,19 @@ def case(
     max_stack: int = 0,
     hgmma: bool = True,
     max_registers: int | None = None,
+    variables: tuple[str, ...] = (),
 ) -> Case:
-    signature = dict(descriptors or {})
+    signature: dict[str, Any] = dict(descriptors or {})
     for argument in kernel.arg_names:
         if argument == "variables":
-            signature[argument] = ()
+            signature[argument] = variables
         elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
         elif argument not in signature and argument not in constexprs:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
-    aligned = tuple(n for n, kind in signature.items() if kind and kind.startswith("*"))
+    aligned = tuple(n for n, t in signature.items() if isinstance(t, str) and t.startswith("*"))
     return Case(
         name=f"{name}-{element}",
         kernel=kernel,
@@ -112,6 +125,48 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
+def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
+    """The types of what a kernel of this kind is given, in the order of kernels/scores.py, and the
+    places of what it is not given."""
+    if kind.TUNED:
+        return (), {}
+    given = (
+        ("i32", kind.WINDOW),
+        ("i32", kind.FIRST),
+        ("fp32", kind.SOFTCAP),
+        ("*fp32", kind.SINKS),
+        ("*fp32", kind.ALIBI),
+        *[("*i32", kind.INTERVALS)] * 2,
+        *[("*i32", kind.VARLEN)] * 2,
+        ("*i32", kind.INTERVALS or kind.VARLEN),
+        *[("i32", kind.INTERVALS)] * 2,
+        *[("i32", kind.VARLEN)] * 3,
+        ("*fp32", kind.MAX_SCORE),
+        ("*fp32", False),
+        ("*fp32", False),
+    )
+    place = attention_forward_kernel.arg_names.index("variables")
+    absent = {(place, i): None for i, (_, used) in enumerate(given) if not used}
+    return tuple(t if used else "constexpr" for t, used in given), absent
+
+
+def forward_case(element: str, config: configs.HopperForward) -> Case:
+    queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
+    if config.PACK > 1:
+        queries = packed_heads(element, config.CQ, config.PACK, config.D)
+    variables, absent = variables_of(config.KIND)
+    return case(
+        config.name,
+        attention_forward_kernel,
+        element,
+        {"CFG": config} | absent,
+        {"q_desc": queries, "k_desc": keys, "v_desc": keys},
+        FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
+        max_registers=config.max_registers,
+        variables=variables,
+    )
+
+
 def hopper_cases(arch: int) -> Iterator[Case]:
     if arch != 90:
         return
@@ -119,19 +174,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         for config in forward_configs():
             if element == "fp16" and (config.D != 128 or not config.KIND.CAUSAL or config.PACK > 1):
                 continue  # the same registers as bf16
-            queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
-            if config.PACK > 1:
-                queries = packed_heads(element, config.CQ, config.PACK, config.D)
-            descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
-            yield case(
-                config.name,
-                attention_forward_kernel,
-                element,
-                {"CFG": config},
-                descriptors,
-                FORWARD_STACK,
-                max_registers=config.max_registers,
-            )
+            yield forward_case(element, config)
         for config in backward_configurations():
             D, causal = config.D, config.KIND.CAUSAL
             if element == "fp16" and not (D == 128 and causal):
@@ -148,6 +191,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             yield case(
                 config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
             )
+    for D, kind in VARIANTS:
+        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))

@@ -1,16 +1,69 @@
-"""Lets kernels/schedule.py run as Python, for tests of what it says."""
+"""Lets kernels/schedule.py, and `visible` of kernels/scores.py, run as Python, for tests of them."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
-from flashproto.kernels import schedule
+from flashproto.kernels import schedule, scores
 
 
-def ranges_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the functions of a tile's range take plain numbers, as `schedule.key_ranges.fn`."""
-    functions = {"minimum": min, "maximum": max, "cdiv": lambda a, b: -(-a // b)}
-    monkeypatch.setattr(schedule, "tl", SimpleNamespace(**functions))
-    monkeypatch.setattr(schedule, "clamp", schedule.clamp.fn)
+class Pointer:
+    """Into a vector of integers."""
+
+    def __init__(self, memory: Tensor, at: Any = 0) -> None:
+        self.memory, self.at = memory, torch.as_tensor(at)
+
+    def __add__(self, more: Any) -> Pointer:
+        return Pointer(self.memory, self.at + more)
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+    at, mask = torch.broadcast_tensors(pointer.at, torch.as_tensor(mask))
+    assert ((at >= 0) & (at < pointer.memory.numel()) | ~mask).all(), "past the end"
+    loaded = pointer.memory[torch.where(mask, at, 0)]
+    return torch.where(mask, loaded, torch.as_tensor(other, dtype=loaded.dtype))
+
+
+def store(pointer: Pointer, value: Tensor) -> None:
+    pointer.memory[pointer.at] = value
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    return torch.where(*map(torch.as_tensor, (condition, a, b)))
+
+
+LANGUAGE = {
+    "minimum": min,
+    "maximum": max,
+    "cdiv": lambda a, b: -(-a // b),
+    "arange": lambda start, stop: torch.arange(start, int(stop)),
+    "where": where,
+    "min": lambda x, axis: x.min(axis).values,
+    "max": lambda x, axis: x.max(axis).values,
+    "load": load,
+    "store": store,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
+FUNCTIONS = ("clamp", "first_tiles", "visits", "next_run", "queries_of_keys", "query_tile_order",
+             "sequence_of", "tokens_of")  # fmt: skip
+
+
+def ranges_on_the_host(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:
+    """Let the functions of a tile's range take plain numbers, as `schedule.key_ranges.fn`.
+
+    others: more of triton.language, program_id say.
+    """
+    language = SimpleNamespace(**LANGUAGE | others)
+    monkeypatch.setattr(schedule, "tl", language)
+    monkeypatch.setattr(scores, "tl", language)
+    for name in FUNCTIONS:
+        monkeypatch.setattr(schedule, name, getattr(schedule, name).fn)
+    monkeypatch.setattr(schedule, "counts", scores.counts.fn)
+    monkeypatch.setattr(schedule, "LOOKED_AT", 4)
+    monkeypatch.setattr(schedule, "NEVER", schedule.NEVER.value)

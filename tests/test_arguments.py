@@ -79,7 +79,18 @@ QK_NORM = {
     "k_weight": [*TENSORS, LONG],
 }
 HEADS = {"n_heads": [*INTEGERS, 0, -1, 5], "n_kv_heads": [*INTEGERS, 0, -1, 5]}
-ATTENTION = {"causal": FLAGS, "scale": FINITE, "impl": NAMES}
+ATTENTION = {
+    "causal": FLAGS, "scale": FINITE, "impl": NAMES, "softcap": [*NUMBERS, 0.0, -1.0],
+    "window": [3, LONG, "no", (1,), (1, 2, 3), (-1, 0), (True, 0), (0, 1.0), (None, "1")],
+    "sinks": [*TENSORS, LONG], "mask": ["causal", LONG, True, torch.ones(8, 8)],
+}  # fmt: skip
+VARIANTS = ATTENTION | {
+    "alibi_slopes": [*TENSORS, LONG], "return_lse": FLAGS,
+    "return_aux": ["entropy", LONG, None, ("lse",), [1], ("entropy", "entropy")],
+}  # fmt: skip
+CU = torch.tensor([0, 3, 8], dtype=torch.int32)
+CUS: list[Any] = [*TENSORS, LONG, CU.long(), CU[None], CU[:0], CU[:2], CU + 1, CU.flip(0), CU * 9]
+TOKENS = torch.randn(8, 2, 16)
 QKVS = {"qkv": [*TENSORS, QKV[0]]}
 GLU = {"gate": [*TENSORS, torch.tensor(1.0)], "up": [*TENSORS, LONG], "impl": NAMES}
 
@@ -136,7 +147,15 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     ),
     "attention": (
         {"q": Q, "k": Q, "v": Q},
-        ATTENTION | {"q": TENSORS, "k": [*TENSORS, LONG], "v": [*TENSORS, LONG], "return_lse": FLAGS},
+        VARIANTS | {"q": TENSORS, "k": [*TENSORS, LONG], "v": [*TENSORS, LONG]},
+    ),
+    "attention_varlen": (
+        {"q": TOKENS, "k": TOKENS, "v": TOKENS, "cu_seqlens_q": CU, "cu_seqlens_k": CU},
+        VARIANTS | {
+            "q": [*TENSORS, LONG], "k": [*TENSORS, LONG], "v": [*TENSORS, LONG],
+            "cu_seqlens_q": CUS, "cu_seqlens_k": CUS, "max_seqlen_q": [*INTEGERS, -1],
+            "max_seqlen_k": [*INTEGERS, -1],
+        },
     ),
     "attention_qkv": ({"qkv": QKV, "n_heads": 2, "n_kv_heads": 1}, ATTENTION | HEADS | QKVS),
     "scaled_dot_product_attention": (
@@ -151,7 +170,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 }  # fmt: skip
 # The argument that a message names, where another does not fit the one that is wrong.
 ALSO = {
-    "n_heads": "qkv", "n_kv_heads": "qkv", "gate": "up", "cos": "sin",
+    "n_heads": "qkv", "n_kv_heads": "qkv", "cu_seqlens_q": "cu_seqlens_k", "gate": "up", "cos": "sin",
     "key": "query, key or value", "value": "query, key or value",
 }  # fmt: skip
 

@@ -38,7 +38,7 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         for ordered in (False, True):
             with determinism() if ordered else contextlib.nullcontext():
                 *saved, dout_given, dlse = given
-                tensors = dout_given, dlse, *saved
+                tensors = dout_given, dlse, None, None, *saved
                 needs = (True, True, True)
                 recipe = attention_op.attention.backward_recipe(tensors, settings, needs, False)
             made = [s for s in recipe.steps if isinstance(s, Compute)]
@@ -228,8 +228,8 @@ def test_opcheck(causal: bool, hopper: None) -> None:
     inputs, (dout, dlse) = make(problem, "cuda")
     arguments = (*pack(Variant(Kind(causal), -20)), 0.125, "hopper")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
-    out, lse = torch.ops.flashproto.attention_forward(*inputs, *arguments)
-    saved = [t.detach() for t in (dout, dlse, *inputs, out, lse)]
+    out, lse, *_ = torch.ops.flashproto.attention_forward(*inputs, *arguments)
+    saved = [dout, dlse, None, None, *[t.detach() for t in (*inputs, out, lse)]]
     backward = torch.ops.flashproto.attention_backward.default
     # dq differs in its last bits from run to run
     torch.library.opcheck(backward, (*saved, *arguments, [True] * 3), atol=1e-3, rtol=2.0**-6)

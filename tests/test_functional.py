@@ -195,14 +195,14 @@ def test_inductor_knows_an_op_before_it_would_write_its_arguments(
 def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) -> None:
     q = torch.randn(1, 2, 9, 16, device=device, requires_grad=requires_grad)
     k = torch.randn(1, 1, 7, 16, device=device).mT.contiguous().mT.requires_grad_(requires_grad)
-    settings = (*pack(Variant(Kind(causal), -2)), 0.25, "triton")
+    settings = (*pack(Variant(Kind(CAUSAL=causal), -2)), 0.25, "triton")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, *settings))
-    out, lse = torch.ops.flashproto.attention_forward(q, k, k, *settings)
-    grads = torch.randn_like(out), torch.randn_like(lse)
-    saved = [t.detach() for t in (*grads, q, k, k, out, lse)]
+    out, lse, *_ = torch.ops.flashproto.attention_forward(q, k, k, *settings)
+    grads = torch.randn_like(out), torch.randn_like(lse), None, None
+    saved = [t.detach() for t in (q, k, k, out, lse)]
     torch.library.opcheck(
         torch.ops.flashproto.attention_backward.default,
-        (*saved, *settings, [True, requires_grad, requires_grad]),
+        (*grads, *saved, *settings, [True, requires_grad, requires_grad]),
     )
 
 

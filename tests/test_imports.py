@@ -13,6 +13,7 @@ FLOORS = {
     "checks": 1,
     "backends": 2,
     "hooks": 3,
+    "masks": 2,
     "variant": 3,
     "configs": 4,
     "softmax_hooks": 4,

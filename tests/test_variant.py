@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from schedule_on_the_host import ranges_on_the_host
+from schedule_on_the_host import Pointer, ranges_on_the_host
 from torch import Tensor
 
-from flashproto import configs, variant
+from flashproto import configs, masks, variant
 from flashproto.kernels import schedule, scores
 from flashproto.variant import Kind, Variant, pack, unpack
 
@@ -32,7 +34,7 @@ class MoreKind(Kind):
         (MoreKind(), "full"),
         (MoreKind(CAUSAL=True), "causal"),
         (MoreKind(CAPPED=True, WIDTHS=2), "capped+widths=2"),
-        (MoreKind(True, True, 1), "causal+capped+widths=1"),
+        (MoreKind(CAUSAL=True, CAPPED=True, WIDTHS=1), "causal+capped+widths=1"),
     ],
 )
 def test_kinds_are_read_as_they_are_printed(
@@ -80,55 +82,186 @@ def test_what_is_packed_comes_back(kind: Kind, numbers, tensors) -> None:
 # --- ranges of tiles -----------------------------------------------------------------------------
 
 SIZES = {
-    "kind": st.sampled_from((FULL, CAUSAL)),
-    "first": st.integers(0, 5),
+    "kind": st.builds(
+        lambda causal, window, first: Kind(CAUSAL=causal, WINDOW=window, FIRST=window and first),
+        *[st.booleans()] * 3,
+    ),
+    "tile": st.integers(0, 5),
     "S": st.integers(1, 200),
     "offset": st.integers(-250, 250),
+    "left": st.integers(-20, 250),
+    "first": st.integers(1, 100),
     "BLOCK_M": st.sampled_from((16, 64)),
     "BLOCK_N": st.sampled_from((16, 32, 64)),
 }
 
 
-def seen(kind: Kind, queries: range, keys: range, Sk: int, offset: int) -> Tensor:
+@pytest.fixture(autouse=True, scope="module")
+def host() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        ranges_on_the_host(monkeypatch)
+        yield
+
+
+def seen(
+    kind: Kind, queries: range, keys: range, Sk: int, offset: int, variables: tuple[Any, ...]
+) -> Tensor:
     """`visible` [queries, keys]."""
     i, j = torch.tensor(queries)[:, None], torch.tensor(keys)[None, :]
-    return scores.visible.fn(i, j, Sk, offset, (), kind)
+    return scores.visible.fn(i, j, Sk, offset, variables, kind)
 
 
 @given(**SIZES)
 def test_ranges_of_keys(
-    kind: Kind, first: int, S: int, offset: int, BLOCK_M: int, BLOCK_N: int
+    kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
     """No visible pair outside, no hidden one where it is clear, no tile more than needed at an edge."""
-    i0 = first * BLOCK_M
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ranges_on_the_host(monkeypatch)
-        begin, clear_begin, clear_end, end = schedule.key_ranges.fn(
-            i0, S, offset, (), BLOCK_M, BLOCK_N, kind
-        )
-    assert 0 <= begin <= clear_begin <= clear_end <= end <= -(-S // BLOCK_N)
+    i0, variables = tile * BLOCK_M, (left, first)
+    ranges = schedule.key_ranges.fn(i0, S, offset, variables, BLOCK_M, BLOCK_N, kind)
+    begin, clear_begin, clear_end, end = ranges
+    early = schedule.first_tiles(begin, variables, BLOCK_N, kind)
+    assert 0 <= early <= begin <= clear_begin <= clear_end <= end <= -(-S // BLOCK_N)
     queries = range(i0, i0 + BLOCK_M)
-    for tile in range(-(-S // BLOCK_N) + 1):
-        pairs = seen(kind, queries, range(tile * BLOCK_N, (tile + 1) * BLOCK_N), S, offset)
-        assert pairs.any() == (begin <= tile < end)
-        assert pairs.all() == (clear_begin <= tile < clear_end)
+    for t in range(-(-S // BLOCK_N) + 1):
+        pairs = seen(kind, queries, range(t * BLOCK_N, (t + 1) * BLOCK_N), S, offset, variables)
+        some, every = bool(pairs.any()), bool(pairs.all())
+        visited, clear = begin <= t < end or t < early, clear_begin <= t < clear_end
+        assert visited or not some
+        assert every or not clear
+        if not kind.WINDOW:
+            assert (some, every) == (visited, clear)
+        elif left >= 0 and begin < t < end - 1:
+            assert some
+        if not kind.FIRST and clear_begin < clear_end and every:
+            assert clear
 
 
 @given(**SIZES)
 def test_ranges_of_queries(
-    kind: Kind, first: int, S: int, offset: int, BLOCK_M: int, BLOCK_N: int
+    kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
-    """No query that sees one of the keys outside, at most the last tile more than needed."""
-    j0, Sk = first * BLOCK_N, (first + 1) * BLOCK_N
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        ranges_on_the_host(monkeypatch)
-        begin, end = schedule.query_range.fn(j0, S, offset, (), BLOCK_M, kind)
+    """No query that sees one of the keys outside, at most one tile more than needed at an edge."""
+    j0, variables = tile * BLOCK_N, (left, first)
+    Sk = j0 + BLOCK_N
+    begin, end = schedule.query_range.fn(j0, S, offset, variables, BLOCK_M, kind, BLOCK_N)
     tiles = -(-S // BLOCK_M)
-    assert begin >= 0 and end == tiles
-    for tile in range(tiles):
-        queries = range(tile * BLOCK_M, (tile + 1) * BLOCK_M)
-        found = bool(seen(kind, queries, range(j0, Sk), Sk, offset).any())
-        assert begin <= tile if found else tile < begin or tile == tiles - 1
+    assert 0 <= begin <= end <= tiles
+    for t in range(tiles):
+        queries = range(t * BLOCK_M, (t + 1) * BLOCK_M)
+        found = bool(seen(kind, queries, range(j0, Sk), Sk, offset, variables).any())
+        assert begin <= t < end or not found
+        if left >= 0 and begin < t < end - 1:
+            assert found
+
+
+# --- intervals -----------------------------------------------------------------------------------
+
+
+def tiles_of(begin: Tensor, end: Tensor, BLOCK_N: int) -> Tensor:
+    """What intervals_kernel writes for one row."""
+    n_tiles = -(-begin.numel() // BLOCK_N)
+    tiles = torch.full((4 * n_tiles,), -7)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for t in range(n_tiles):
+            ranges_again = {"program_id": lambda axis, t=t: torch.tensor(t)}
+            for name, function in ranges_again.items():
+                monkeypatch.setattr(schedule.tl, name, function, raising=False)
+            schedule.intervals_kernel.fn(
+                *map(Pointer, (begin, end, tiles)), begin.numel(), BLOCK_N
+            )  # fmt: skip
+    return tiles
+
+
+@given(data=st.data(), **SIZES)
+def test_runs_of_tiles_of_intervals_and_bands(
+    data, kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
+) -> None:
+    """Runs come in order; no visible pair outside of them, no hidden one where they are clear; of
+    documents no tile more than needed."""
+    Sq = data.draw(st.integers(tile * BLOCK_M + 1, tile * BLOCK_M + 100))
+    documents = data.draw(st.booleans())
+    if documents:
+        cuts = sorted(data.draw(st.lists(st.integers(0, max(Sq, S)), max_size=6)))
+        ids = torch.bucketize(
+            torch.arange(max(Sq, S)), torch.tensor(cuts, dtype=torch.int64), right=True
+        )
+        begin, end = masks.documents(ids[None, :Sq], ids[None, :S]).intervals(Sq, S)
+        begin, end = begin.flatten().long(), end.flatten().long()
+    else:
+        numbers = st.lists(st.integers(-5, Sq + 5), min_size=S, max_size=S)
+        begin, end = torch.tensor(data.draw(numbers)), torch.tensor(data.draw(numbers))
+    kind = replace(kind, INTERVALS=True)
+    pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
+    begin_, end_, tiles = pointers
+    variables = (left, first, 0.0, 0.0, 0.0, begin_, end_, 0, tiles)
+    i0, Sk = tile * BLOCK_M, torch.tensor(S)
+    ranges = schedule.key_ranges.fn(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, kind)
+    found: dict[int, bool] = {}
+    at = torch.tensor(0)
+    while True:
+        start, last, clear = schedule.next_run(
+            at, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, kind
+        )
+        if start >= ranges[3]:
+            break
+        assert at <= start < last <= ranges[3]
+        found |= dict.fromkeys(range(int(start), int(last)), bool(clear))
+        at = last
+    queries = range(i0, min(i0 + BLOCK_M, Sq))
+    for t in range(-(-S // BLOCK_N)):
+        pairs = seen(kind, queries, range(t * BLOCK_N, (t + 1) * BLOCK_N), S, offset, variables)
+        assert t in found or not pairs.any()
+        assert pairs.all() or not found.get(t, False)
+        if documents and not kind.CAUSAL and not kind.WINDOW:
+            whole = (end - begin > 0).all()  # each document has a query
+            assert pairs.any() == (t in found) or not whole
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=9),
+    behind=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    BLOCK=st.sampled_from((16, 32)),
+)
+def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int) -> None:
+    """Tiles of queries and of keys alike; other programs have nothing to do; tokens behind the last
+    sequence have programs, and nothing to see."""
+    of_queries, of_keys = ([n[side] for n in lengths] for side in (0, 1))
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys))
+    totals = [int(cu[-1]) + more for cu, more in zip((cu_q, cu_k), behind, strict=True)]
+    given = (*[None] * 7, Pointer(cu_q), Pointer(cu_k), None, None, None)
+    given += tuple(2 * n + 1 for n in (len(lengths), *totals))
+    kind = Kind(VARLEN=True, CAUSAL=True)
+    own = [
+        ([*of_queries, behind[0]], [*of_keys, 0], totals[0], schedule.problem_of_queries),
+        ([*of_keys, behind[1]], [*of_queries, 0], totals[1], schedule.problem_of_keys),
+    ]
+    for mine, other, total, problem_of in own:
+        slots = total // BLOCK + len(lengths) + 1
+        wanted = {
+            (1, sum(mine[:s]) + start, n, m)
+            for s, (n, m) in enumerate(zip(mine, other, strict=True))
+            for start in range(0, n, BLOCK)
+        }
+        found = []
+        for program in range(slots, 2 * slots):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                at = torch.tensor(program)
+                monkeypatch.setattr(schedule.tl, "program_id", lambda axis, at=at: at, raising=False)
+                if problem_of is schedule.problem_of_queries:
+                    head, x0, Sq, Sk, offset, token, key, row = problem_of.fn(
+                        4, 0, 0, 3, given, BLOCK, kind
+                    )
+                    start, n, m = token + x0, Sq, Sk
+                    assert row == head * total + token
+                else:
+                    head, x0, Sq, Sk, offset, token, key, _ = problem_of.fn(0, 0, 3, given, BLOCK, kind)
+                    start, n, m = key + x0, Sk, Sq
+            if x0 < n:
+                assert offset == 3 + Sk - Sq
+                found.append((int(head), int(start), int(n), int(m)))
+            else:
+                assert m == 0
+        assert sorted(found) == sorted(wanted)
 
 
 # --- the Hopper backward -------------------------------------------------------------------------

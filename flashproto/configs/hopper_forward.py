@@ -88,8 +88,15 @@ class HopperForward:
 
     @property
     def HAS_WORK_TABLE(self) -> bool:
-        """Whether the order of work comes from balanced_work: where items are of different lengths."""
-        return self.KIND.CAUSAL or self.IDLE
+        """Whether the order of work comes from balanced_work: where items are of different lengths
+        that the host knows."""
+        kind = self.KIND
+        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN)) or self.IDLE
+
+    @property
+    def MASKS(self) -> bool:
+        """Whether key tiles to the left of the rightmost may need a mask."""
+        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS
 
     @property
     def BM(self) -> int:
@@ -186,9 +193,12 @@ def attention_forward_hopper(
     in any case); 16 or 32 heads packed at head_dim 256 leave two no registers (ALONE_PACKED).  Of three
     consumers at head_dim 64, those that would have only padding in the last item of a head skip it.
     Four replace them where they have no more padding and rows are not long.  In long rows of head_dim
-    128 three consumers replace two, which read keys and values more often.
+    128 three consumers replace two, which read keys and values more often.  Kinds for which nothing was
+    measured have tiles by head_dim alone.
     """
     causal = kind.CAUSAL
+    if not kind.TUNED:
+        return _plain(hopper_head_dim(head_dim), Sq, kind)
     config = _many_queries(hopper_head_dim(head_dim), Sk, kind)
     pack = 1 << (group - 1).bit_length()
     alone = config.D == 256 and pack in ALONE_PACKED
@@ -232,6 +242,14 @@ def _last_consumers(config: HopperForward, Sq: int) -> int:
     return -(-((Sq - 1) % config.BQ + 1) // config.CQ)
 
 
+def _plain(D: int, Sq: int, kind: Kind) -> HopperForward:
+    """For kinds that are not TUNED."""
+    if Sq <= 64:
+        return _few_queries(D, kind)
+    BN, W, KS, VS = {64: (128, 3, 3, 2), 128: (128, 2, 2, 2), 256: (64, 2, 2, 2)}[D]
+    return HopperForward(kind, D, BN, W, KS, VS, OVERLAP=D == 128)
+
+
 def _few_queries(D: int, kind: Kind) -> HopperForward:
     """One consumer: it has the tensor cores for itself, and more tiles are on their way."""
     BN, KS, VS = {64: (128, 5, 5), 128: (128, 3, 3), 256: (64, 3, 2)}[D]
@@ -267,8 +285,9 @@ def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk:
 
 
 def balanced_work(
-    config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int
-) -> list[list[int]]:
+    config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int,
+    left: int = 0,
+) -> list[list[int]]:  # fmt: skip
     """The work items of each program, where HAS_WORK_TABLE.
 
     Within a group of `together` heads heavy items come first, and each goes to the program that is free
@@ -278,7 +297,7 @@ def balanced_work(
     Items are numbered group by group and, within a group, tile by tile in the order of item_costs, the
     heads of a tile one after the other.
     """
-    costs = item_costs(config, Sq, Sk, offset)
+    costs = item_costs(config, Sq, Sk, offset, left)
     groups = range(0, heads, together)  # by the first of their heads
 
     def deal(mixed: Sequence[int], free: list[tuple[float, int]], items: list[list[int]]) -> None:
@@ -304,13 +323,18 @@ def balanced_work(
     return mixed_items if max(mixed_free)[0] < TAIL_SHARE * max(free)[0] else items
 
 
-def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int) -> list[float]:
+def item_costs(config: HopperForward, Sq: int, Sk: int, offset: int, left: int = 0) -> list[float]:
     """What the work items of a head cost, heavy first: their key tiles and one more.  Under a causal
     mask they go from the last query tile to the first; else from the first to the last, which may have
-    fewer consumers."""
-    tiles = range(-(-Sq // config.BQ))
+    fewer consumers.  left: of a window."""
+    BQ, BN = config.BQ, config.BN
+    tiles = range(-(-Sq // BQ))
     if config.KIND.CAUSAL:
-        ends = [min(Sk, (tile + 1) * config.BQ + offset) for tile in reversed(tiles)]
-        return [float(max(-(-end // config.BN), 1) + 1) for end in ends]
-    whole = -(-Sk // config.BN) + 1
+        ends = [min(Sk, (tile + 1) * BQ + offset) for tile in reversed(tiles)]
+        starts = [0] * len(ends)
+        if config.KIND.WINDOW:
+            starts = [max(tile * BQ + offset - left, 0) // BN for tile in reversed(tiles)]
+        both = zip(starts, ends, strict=True)
+        return [float(max(-(-end // BN) - start, 1) + 1) for start, end in both]
+    whole = -(-Sk // BN) + 1
     return [float(whole) for _ in tiles[1:]] + [whole * IDLE_SHARES[_last_consumers(config, Sq)]]

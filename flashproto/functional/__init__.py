@@ -9,6 +9,7 @@ from .. import backends
 from .attention import (
     attention,
     attention_qkv,
+    attention_varlen,
     scaled_dot_product_attention,
 )
 from .cross_entropy import (
@@ -54,6 +55,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "attention_qkv",
+    "attention_varlen",
     "cross_entropy",
     "geglu",
     "gelu",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from torch import Tensor
 # As it is before anybody puts flashproto's in its place.
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from .. import backends, reference
+from .. import backends, masks, reference
 from ..backends import KERNELS, Reason
 from ..checks import (
+    LARGEST,
+    SMALLEST,
     check_attention,
+    check_aux,
+    check_by_head,
     check_flag,
     check_head_counts,
     check_number,
@@ -22,10 +27,21 @@ from ..checks import (
     check_packed,
     check_scale,
     check_tensor,
+    check_varlen,
     refuse,
 )
+from ..masks import check_mask, check_mask_lengths
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
-from ..variant import Kind, Variant, pack, reasons
+from ..variant import (
+    AUX,
+    DIFFERENTIABLE,
+    NO_GRADIENT,
+    Kind,
+    Variant,
+    pack,
+    reasons,
+    variant_of,
+)
 from .autocast import autocast_low_precision
 from .cached import cached
 
@@ -45,46 +61,113 @@ def attention(
     v: Tensor,
     *,
     causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: masks.Mask | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    return_aux: Sequence[str] = (),
     impl: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale * q k^T) v without ever writing the scores to memory.
+
+    Query i stands at position i + Sk - Sq, so that the last query is at the last key (bottom-right
+    alignment, as in flash-attn; torch's is_causal is top-left, see scaled_dot_product_attention).  A
+    query sees the keys that causal, window and mask all let it see.  What happens to a score, in this
+    order: scale, softcap, ALiBi, mask; then the softmax with the sinks.
 
     Args:
         q: [B, Hq, Sq, D], float16, bfloat16, float32 (float64 on the torch and reference backends),
             any strides.
         k: [B, Hkv, Sk, D]; Hkv divides Hq (GQA, MQA): query head h reads key head h // (Hq // Hkv).
         v: [B, Hkv, Sk, Dv]; Dv may differ from D.
-        causal: query i sees key j only if j <= i + Sk - Sq, so that the last query sees every key
-            (bottom-right alignment, as in flash-attn; torch's is_causal is top-left, see
-            scaled_dot_product_attention).
+        causal: a query sees the keys up to its position.
+        window: (left, right): it sees the keys from position - left to position + right, both
+            included; None is no bound.  masks.window also keeps the first keys in sight.
+        softcap: a scaled score s becomes softcap * tanh(s / softcap); of float16 and bfloat16 on a GPU
+            by the card's own tanh, which is off by 5e-4 of its value.
+        sinks: [Hq], one more score for each row of a head, after scaling, without a value.
+        alibi_slopes: [Hq]; -slope * |position - j| is added to the score of key j.
+        mask: a value of flashproto.masks.
         scale: multiplies the scores; 1 / sqrt(D) by default.
         return_lse: also return the rows' logsumexp.
+        return_aux: names of statistics to return too: "max_score", the largest scale * q k^T of a row,
+            before softcap, among the keys that it sees (QK-clip), and "entropy", of the probabilities
+            of the keys, the sink left out, in nats.
         impl: the backend by name; None chooses.
 
     Returns:
-        out [B, Hq, Sq, Dv] in q's dtype; with return_lse also lse [B, Hq, Sq], float32 (float64 for
-        float64 inputs), natural logarithm.  Both are differentiable.  A query that sees no key gives
-        0 and -inf.
+        out [B, Hq, Sq, Dv] in q's dtype; with return_lse behind it lse [B, Hq, Sq], float32 (float64
+        for float64 inputs), natural logarithm, of the sink too; then each of return_aux, as lse.
+        Of out and lse there are gradients for q, k, v, sinks and alibi_slopes.  A query that sees no
+        key gives 0, lse -inf or its sink, max_score -inf and entropy 0.
 
     Raises:
-        TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
+        TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call;
+        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for.
 
-    Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).
+    Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).  Press et
+    al., "Train Short, Test Long" (2021, ALiBi); Xiao et al., "Efficient Streaming Language Models with
+    Attention Sinks" (2023).
 
-    Example:
-        >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
-        >>> out, lse = flashproto.attention(q, k, v, causal=True, return_lse=True)
-        >>> out.shape, lse.shape
-        (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
+    Example: attention(q, k, v, causal=True, window=(1023, 0), sinks=model.sinks)
     """
+    name = "attention"
     q, k, v = autocast_low_precision(q, k, v)
-    check_attention("attention", q, k, v)
-    causal = check_flag("attention", "causal", causal)
-    return_lse = check_flag("attention", "return_lse", return_lse)
-    variant = Variant(Kind(CAUSAL=causal), k.shape[2] - q.shape[2])
-    return _attention("attention", q, k, v, variant, scale, return_lse, impl, ready=True)
+    check_attention(name, q, k, v)
+    causal = check_flag(name, "causal", causal)
+    return_lse = check_flag(name, "return_lse", return_lse)
+    band = _band(name, causal, window, mask, q.shape[2], k.shape[2])
+    options = softcap, scale, return_lse, return_aux, impl
+    if mask is None:
+        return _of_parts(name, q, k, v, sinks, alibi_slopes, None, None, None, None, band, *options)
+    begin, end = _intervals(name, mask, q, k)
+    return _attention_of_parts(
+        q, k, v, sinks, alibi_slopes, begin, end, operator=name, band=band, softcap=softcap,
+        scale=scale, return_lse=return_lse, return_aux=return_aux, impl=impl,
+    )  # fmt: skip
+
+
+@by_alignment
+def _attention_of_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    begin: Tensor | None = None,
+    end: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    operator: str,
+    band: tuple[bool, int, int | None, int],
+    softcap: float | None,
+    scale: float | None,
+    return_lse: bool,
+    return_aux: Sequence[str],
+    impl: str | None,
+) -> Any:
+    """attention whose mask is numbers and tensors, so that the call can be kept."""
+    return _of_parts(
+        operator, q, k, v, sinks, alibi_slopes, begin, end, cu_seqlens_q, cu_seqlens_k, band, softcap,
+        scale, return_lse, return_aux, impl,
+    )  # fmt: skip
+
+
+def _of_parts(
+    operator, q, k, v, sinks, alibi_slopes, begin, end, cu_seqlens_q, cu_seqlens_k, band, softcap,
+    scale, return_lse, return_aux, impl,
+):  # fmt: skip
+    aux = check_aux(operator, return_aux)
+    tensors = {
+        "sinks": sinks, "alibi_slopes": alibi_slopes, "begin": begin, "end": end,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+    }  # fmt: skip
+    variant = _variant(operator, q, band, softcap, tensors, aux)
+    return _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, ready=True)
 
 
 @by_alignment
@@ -94,6 +177,10 @@ def attention_qkv(
     n_kv_heads: int,
     *,
     causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    mask: masks.Mask | None = None,
     scale: float | None = None,
     impl: str | None = None,
 ) -> Tensor:
@@ -102,21 +189,50 @@ def attention_qkv(
 
     Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
-
-    Example:
-        >>> qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
-        >>> flashproto.attention_qkv(qkv, 4, 2, causal=True).shape
-        torch.Size([2, 4, 8, 16])
+    Example: attention_qkv(project(x), 16, 4, causal=True, window=(1023, 0))
     """
     name = "attention_qkv"
     (qkv,) = autocast_low_precision(qkv)
     n_heads, n_kv_heads = check_head_counts(name, n_heads, n_kv_heads)
     check_packed(name, qkv, n_heads, n_kv_heads)
     causal = check_flag(name, "causal", causal)
+    S = qkv.shape[1]
+    band = _band(name, causal, window, mask, S, S)
+    if mask is None:
+        return _qkv_of_parts(qkv, sinks, None, None, n_heads, n_kv_heads, band, softcap, scale, impl)
+    q, k, _ = reference.split_heads(qkv, n_heads, n_kv_heads)
+    begin, end = _intervals(name, mask, q, k)
+    return _attention_qkv_of_parts(
+        qkv, sinks, begin, end, n_heads=n_heads, n_kv_heads=n_kv_heads, band=band, softcap=softcap,
+        scale=scale, impl=impl,
+    )  # fmt: skip
+
+
+@by_alignment
+def _attention_qkv_of_parts(
+    qkv: Tensor,
+    sinks: Tensor | None,
+    begin: Tensor | None,
+    end: Tensor | None,
+    *,
+    n_heads: int,
+    n_kv_heads: int,
+    band: tuple[bool, int, int | None, int],
+    softcap: float | None,
+    scale: float | None,
+    impl: str | None,
+) -> Any:
+    """attention_qkv whose mask is numbers and tensors, so that the call can be kept."""
+    return _qkv_of_parts(qkv, sinks, begin, end, n_heads, n_kv_heads, band, softcap, scale, impl)
+
+
+def _qkv_of_parts(qkv, sinks, begin, end, n_heads, n_kv_heads, band, softcap, scale, impl):
+    name = "attention_qkv"
     scale = check_scale(name, scale)
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
-    variant = Variant(Kind(CAUSAL=causal))
+    tensors = {"sinks": sinks, "begin": begin, "end": end}
+    variant = _variant(name, q, band, softcap, tensors, ())
     backend = backends.choose(
         name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
@@ -127,11 +243,144 @@ def attention_qkv(
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
         )
         return attention_op.attention_qkv.ready((qkv, *tensors), settings)
-    out = _attention(name, q, k, v, variant, scale, False, backend)
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    return _attention(name, q, k, v, variant, scale, False, backend, ())
 
 
-def _attention(operator, q, k, v, variant, scale, return_lse, impl, *, ready=False):
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    causal: bool = False,
+    window: Sequence[int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    mask: masks.Mask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    return_aux: Sequence[str] = (),
+    impl: str | None = None,
+) -> Tensor | tuple[Tensor, ...]:
+    """attention of sequences of any lengths that lie side by side, each on its own.
+
+    Lengths are read on the device alone: nothing waits for the GPU, a CUDA graph may be replayed with
+    other lengths, and other lengths compile nothing.  The time follows from the tokens that there are.
+
+    Args:
+        q: [T, Hq, D], the tokens of all sequences; k: [Tk, Hkv, D]; v: [Tk, Hkv, Dv].
+        cu_seqlens_q, cu_seqlens_k: [n + 1] int32 on the same device, from 0 on, not decreasing:
+            sequence s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.  Lengths of 0 are fine.
+        max_seqlen_q, max_seqlen_k: as in flash-attn; results do not depend on them.
+        causal, window, ... impl: as attention, in each sequence by itself.  A mask is a band: causal,
+            window; sequences are documents already.
+
+    Returns: out [T, Hq, Dv]; with return_lse behind it lse [Hq, T]; then each of return_aux, as lse.
+        Tokens behind the last sequence give what a query without a key gives.
+
+    Raises: as attention.
+    Example: attention_varlen(q, k, v, cu, cu, causal=True) with cu = [0, 5, 5, 12] has sequences of 5,
+        0 and 7 tokens.
+    """
+    name = "attention_varlen"
+    q, k, v = autocast_low_precision(q, k, v)
+    check_varlen(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    causal = check_flag(name, "causal", causal)
+    return_lse = check_flag(name, "return_lse", return_lse)
+    if mask is not None:
+        check_mask(name, mask)
+        if mask.parts or any(band.top_left for band in mask.bands):
+            refuse(
+                name, "mask", repr(mask), "bands aligned bottom-right: causal() and window(...)",
+                "Sequences are documents already; pass attention one sequence of all for others.",
+            )  # fmt: skip
+    band = _band(name, causal, window, mask, 0, 0)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    made = _attention_of_parts(
+        q, k, v, sinks, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k, operator=name,
+        band=band, softcap=softcap, scale=scale, return_lse=return_lse, return_aux=return_aux,
+        impl=impl,
+    )  # fmt: skip
+    if isinstance(made, Tensor):
+        return made[0].transpose(0, 1)
+    out, *rows = made
+    return out[0].transpose(0, 1), *[x[0] for x in rows]
+
+
+def _band(operator, causal, window, mask, Sq, Sk):
+    """(causal, offset, left, first) of the kernels, of all bands: j <= i + offset if causal, and
+    j >= i + offset - left, if that is not None, or j < first."""
+    if window is None and mask is None:
+        return causal, Sk - Sq, None, 0
+    bands = (masks.Band(None, 0, 0, False),) if causal else ()
+    if window is not None:
+        bands += (check_window(operator, window),)
+    if mask is not None:
+        bands += check_mask(operator, mask).bands
+    high, low, first = masks.joined(operator, bands, Sk - Sq)
+    offset = Sk - Sq if high is None else high
+    return high is not None, offset, None if low is None else offset - low, first
+
+
+def check_window(operator, window):
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        refuse(
+            operator, "window", window, "(left, right), integers of 0 or more, or None",
+            "Pass (1023, 0), say, or None for no bound.", TypeError,
+        )  # fmt: skip
+    return masks.window_band(operator, *window, 0, "window")
+
+
+def _intervals(operator, mask, q, k):
+    """begin and end of a mask for q [B, Hq, Sq, D] and k; (None, None) where it is a band."""
+    (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
+    check_mask_lengths(operator, mask, Sq, Sk)
+    found = mask.intervals(Sq, Sk)
+    if found is None:
+        return None, None
+    check_on(operator, "mask", found[0], q.device)
+    batch, heads, _ = found[0].shape
+    if batch not in (1, B) or heads not in (1, Hq):
+        refuse(
+            operator, "mask", f"{mask!r}, for a batch of {batch} and {heads} heads",
+            lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads", "Expand what it is made of.",
+        )  # fmt: skip
+    return found
+
+
+def _variant(operator, q, band, softcap, tensors, aux) -> Variant:
+    """What kind of attention it is; tensors: some of variant.TENSORS, by name."""
+    causal, offset, left, first = band
+    for argument in DIFFERENTIABLE:
+        if tensors.get(argument) is not None:
+            check_by_head(operator, argument, tensors[argument], q.shape[1], q.device)
+    takes, do = "a positive number, or None", "Pass None for none."
+    if softcap is not None:
+        softcap = float(check_number(operator, "softcap", softcap, SMALLEST, LARGEST, takes, do))
+    if left is None and softcap is None and not aux and all(x is None for x in tensors.values()):
+        return Variant(Kind(CAUSAL=causal), offset)
+    exact = 2 if q.dtype in (torch.float32, torch.float64) else 1
+    kind = Kind(
+        CAUSAL=causal,
+        WINDOW=left is not None,
+        FIRST=first > 0,
+        INTERVALS=tensors.get("begin") is not None,
+        SOFTCAP=0 if softcap is None else exact,
+        ALIBI=tensors.get("alibi_slopes") is not None,
+        SINKS=tensors.get("sinks") is not None,
+        MAX_SCORE="max_score" in aux,
+        ENTROPY="entropy" in aux,
+        VARLEN=tensors.get("cu_seqlens_q") is not None,
+    )
+    numbers = {"left": left, "first": first if first else None, "softcap": softcap}
+    return variant_of(kind, offset, numbers, tensors)
+
+
+def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, ready=False):
     """attention by a backend; ready: as a call of q, k and v made ready, where kernels run it."""
     scale = check_scale(operator, scale)
     backend = backends.choose(
@@ -140,16 +389,17 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, *, ready=Fal
     if backend == "torch":
         return _torch_attention(q, k, v, variant, scale)
     if backend == "reference":
-        causal, offset = variant.kind.CAUSAL, variant.offset
-        out, lse = reference.attention(q, k, v, causal=causal, causal_offset=offset, scale=scale)
-        return (out, lse) if return_lse else out
+        return _reference_attention(q, k, v, variant, scale, return_lse, aux)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if scale < 0:
         q, scale, ready = -q, -scale, False
     tensors, ints, floats, text = pack(variant)
     settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, backend)
     run = attention_op.attention.ready if ready else attention_op.attention
-    return run((q, k, v, *tensors), settings, (0, 1) if return_lse else (0,))
+    returns = (0, 1) if return_lse else (0,)
+    if aux:
+        returns += tuple(2 + AUX.index(name) for name in aux)
+    return run((q, k, v, *tensors), settings, returns)
 
 
 def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
@@ -158,6 +408,37 @@ def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason
         yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
     if backend == "hopper":
         yield from hopper_attention_reasons(q, k, v)
+
+
+def _reference_attention(q, k, v, variant, scale, return_lse, aux):
+    """The definition; what `aux` names has no gradient, as on other backends."""
+    made = reference.attention(
+        q, k, v, causal=variant.kind.CAUSAL, causal_offset=variant.offset, scale=scale,
+        return_aux=bool(aux), **variant.named,
+    )  # fmt: skip
+    results = made[: 1 + return_lse]
+    for name in aux:
+        x = made[2 + AUX.index(name)]
+        results += (x.detach() if torch.compiler.is_compiling() else NoGradient.apply(x, name),)
+    return results[0] if len(results) == 1 else results
+
+
+class NoGradient(torch.autograd.Function):
+    """x; whoever asks for its gradient is told that there is none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, name):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[1]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError(NO_GRADIENT.format(ctx.name))
 
 
 def _torch_attention(q, k, v, variant, scale):
@@ -236,7 +517,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     variant = Variant(Kind(CAUSAL=is_causal))
-    out = _attention(name, q, k, v, variant, scale, False, None)
+    out = _attention(name, q, k, v, variant, scale, False, None, ())
     shape = (*lead, *query.shape[-3:-1], out.shape[-1])
     return out.reshape(shape)
 

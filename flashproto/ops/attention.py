@@ -1,8 +1,9 @@
 """Attention: the operators of the kernel backends "triton" and "hopper", whose launches are in
 attention_triton.py and attention_hopper.py.
 
-Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq, Dv]; lse [B, Hq, Sq];
-qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k and v side by side, with one gradient.
+Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq, Dv]; lse, max_score and
+entropy [B, Hq, Sq]; qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k and v side by side, with
+one gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +15,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..variant import Variant, unpack
+from ..variant import (
+    AUX,
+    DIFFERENTIABLE,
+    NO_GRADIENT,
+    TENSORS,
+    Kind,
+    Variant,
+    backward_backend,
+    kind_of,
+    unpack,
+)
 from . import attention_triton
 from .call import Gradient, Operator
 from .recipe import New, Operand, Recipe
@@ -31,8 +42,17 @@ class Settings(NamedTuple):
 
     @property
     def launches(self) -> ModuleType:
-        """The module with the launches of the backend."""
-        return attention_hopper() if self.backend == "hopper" else attention_triton
+        """The module with the launches of the forward."""
+        return module_of(self.backend)
+
+    @property
+    def backward_launches(self) -> ModuleType:
+        """The module with the launches of the backward."""
+        return module_of(backward_backend(self.backend, self.kind))
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.variant.split("/")[0])
 
     def unpacked(self, tensors: Sequence[Any]) -> Variant:
         return unpack(tensors, self.ints, self.floats, self.variant)
@@ -52,6 +72,10 @@ class SettingsQkv(NamedTuple):
     @property
     def of_heads(self) -> Settings:
         return Settings(*self[:5])
+
+
+def module_of(backend: str) -> ModuleType:
+    return attention_hopper() if backend == "hopper" else attention_triton
 
 
 @functools.cache
@@ -93,26 +117,31 @@ def split_heads(qkv: Any, q_heads: int, k_heads: int) -> tuple[Any, Any, Any]:
 # --- recipes ----------------------------------------------------------------------------------------
 
 
-def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
-    """out, lse."""
-    return like_heads(q, v.shape[3]), New.contiguous(q.shape[:3], torch.float32, q.device)
+def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New | None, ...]:
+    """out, lse and the statistics of variant.AUX."""
+    rows = New.contiguous(q.shape[:3], torch.float32, q.device)
+    kind = settings.kind
+    aux = (rows if wanted else None for wanted in (kind.MAX_SCORE, kind.ENTROPY))
+    return like_heads(q, v.shape[3]), rows, *aux
 
 
 def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
-    (q, k, v, *tensors), (out, lse) = inputs, outputs
+    (q, k, v, *tensors), (out, lse, *aux) = inputs, outputs
     if q.numel() == 0 or v.shape[3] == 0:
         return
-    if out is None:
-        out = recipe.make(like_heads(q, v.shape[3]))
-    if lse is None:
-        lse = recipe.make(New.contiguous(q.shape[:3], torch.float32, q.device))
+    news = makes(settings, q, k, v)
+    out, lse, *aux = (
+        recipe.make(new) if x is None and new is not None else x
+        for x, new in zip((out, lse, *aux), news, strict=True)
+    )
+    statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
     variant = settings.unpacked(tensors)
-    settings.launches.forward(recipe, q, k, v, out, lse, variant, settings.scale)
+    settings.launches.forward(recipe, q, k, v, out, lse, variant, settings.scale, **statistics)
 
 
 def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
     q, k, v, *tensors = inputs
-    return [q, k, v, *outputs, *tensors]
+    return [q, k, v, *outputs[:2], *tensors]
 
 
 def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
@@ -121,53 +150,75 @@ def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gr
     dq = like_heads(q, q.shape[3]) if needs[0] else None
     need_dkv = needs[1] or needs[2]
     dk, dv = (like_heads(k, x.shape[3]) if need_dkv else None for x in (k, v))
-    return [dq, dk, dv, *[None] * len(tensors)]
+    return [dq, dk, dv, *gradients_by_head(tensors, needs[3:])]
+
+
+def gradients_by_head(tensors: Sequence[Any], needs: Sequence[bool]) -> list[Gradient]:
+    """Of a variant's tensors, of which those of numbers of query heads have gradients."""
+    return [
+        New.contiguous(x.shape, x.dtype, x.device) if need and x.dtype.is_floating_point else None
+        for x, need in zip(tensors, needs, strict=True)
+    ]
 
 
 def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
-    (dout, dlse), (q, k, v, out, lse, *tensors) = grads, saved
-    dq, dk, dv = made[:3]
-    fill_gradients(recipe, settings, q, k, v, out, lse, dout, dlse, dq, dk, dv, tensors)
+    (q, k, v, out, lse, *tensors), (dq, dk, dv, *by_head) = saved, made
+    fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head)
 
 
 def fill_gradients(
-    recipe: Recipe, settings: Settings, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand,
-    dout: Operand | None, dlse: Operand | None, dq: Operand | None, dk: Operand | None,
-    dv: Operand | None, tensors: Sequence[Operand],
+    recipe: Recipe, settings: Settings, grads: Sequence[Operand | None], q: Operand, k: Operand,
+    v: Operand, out: Operand, lse: Operand, dq: Operand | None, dk: Operand | None, dv: Operand | None,
+    tensors: Sequence[Operand], by_head: Sequence[Operand | None],
 ) -> None:  # fmt: skip
-    """Those of dq, dk and dv that are not None; dk and dv have the same strides."""
+    """Those of dq, dk, dv and by_head that are not None; dk and dv have the same strides.
+
+    grads: of out, lse and the statistics, which have none.  by_head: for each of `tensors`.
+    """
+    dout, dlse, *aux = grads
+    for name, gradient in zip(AUX, aux, strict=True):
+        if gradient is not None:
+            raise NotImplementedError(NO_GRADIENT.format(name))
     if q.numel() == 0 or k.numel() == 0:
-        for gradient in (dq, dk, dv):
+        for gradient in (dq, dk, dv, *by_head):
             if gradient is not None:
                 gradient.zero_()
         return
     if dout is None:
         dout = recipe.make(New.contiguous((), q.dtype, q.device)).zero_().expand(*out.shape)
     lse, dout = lse.contiguous(), dout.to(q.dtype)  # hooks of saved tensors need not keep strides
-    settings.launches.backward(
-        recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, settings.unpacked(tensors), settings.scale
+    variant = settings.unpacked(tensors)
+    wanted = dict(zip(present(variant), by_head, strict=True))
+    dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
+    settings.backward_launches.backward(
+        recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )
 
 
+def present(variant: Variant) -> list[str]:
+    """The names of a variant's tensors, in the order of an operator's inputs."""
+    return [name for name in TENSORS if name in variant.named]
+
+
 attention = Operator(
-    "attention_forward", inputs="q, k, v, *tensors", outputs=2, settings=Settings, makes=makes,
+    "attention_forward", inputs="q, k, v, *tensors", outputs=4, settings=Settings, makes=makes,
     forward=forward, saved="q, k, v, out, lse, *tensors", saves=saves, gradients=gradients,
-    backward=backward, differentiable=2, backward_name="attention_backward",
+    backward=backward, differentiable=4, backward_name="attention_backward",
 )  # fmt: skip
 
 
 # --- the same on a fused projection -----------------------------------------------------------------
 
 
-def makes_qkv(settings: SettingsQkv, qkv: Any, *tensors: Any) -> tuple[New, New]:
+def makes_qkv(settings: SettingsQkv, qkv: Any, *tensors: Any) -> tuple[New | None, ...]:
     q, k, v = split_heads(qkv, settings.q_heads, settings.k_heads)
-    return makes(settings.of_heads, q, k, v)
+    return makes(settings.of_heads, q, k, v)[:2]
 
 
 def forward_qkv(recipe: Recipe, settings: SettingsQkv, inputs: Any, outputs: Any) -> None:
     qkv, *tensors = inputs
     heads = split_heads(qkv, settings.q_heads, settings.k_heads)
-    forward(recipe, settings.of_heads, (*heads, *tensors), outputs)
+    forward(recipe, settings.of_heads, (*heads, *tensors), (*outputs, None, None))
 
 
 def saves_qkv(settings: SettingsQkv, inputs: Any, outputs: Any) -> list[Any]:
@@ -178,16 +229,17 @@ def saves_qkv(settings: SettingsQkv, inputs: Any, outputs: Any) -> list[Any]:
 def gradients_qkv(settings: SettingsQkv, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
     qkv, _, _, *tensors = saved
     dqkv = New.contiguous(qkv.shape, qkv.dtype, qkv.device) if needs[0] else None
-    return [dqkv, *[None] * len(tensors)]
+    return [dqkv, *gradients_by_head(tensors, needs[1:])]
 
 
 def backward_qkv(recipe: Recipe, settings: SettingsQkv, grads: Any, saved: Any, made: Any) -> None:
-    (dout, dlse), (qkv, out, lse, *tensors), (dqkv, *_) = grads, saved, made
-    if dqkv is not None:
-        heads = settings.q_heads, settings.k_heads
-        (q, k, v), (dq, dk, dv) = split_heads(qkv, *heads), split_heads(dqkv, *heads)
-        of_heads = settings.of_heads
-        fill_gradients(recipe, of_heads, q, k, v, out, lse, dout, dlse, dq, dk, dv, tensors)
+    (qkv, out, lse, *tensors), (dqkv, *by_head) = saved, made
+    heads = settings.q_heads, settings.k_heads
+    q, k, v = split_heads(qkv, *heads)
+    dq, dk, dv = (None, None, None) if dqkv is None else split_heads(dqkv, *heads)
+    fill_gradients(
+        recipe, settings.of_heads, (*grads, None, None), q, k, v, out, lse, dq, dk, dv, tensors, by_head
+    )
 
 
 attention_qkv = Operator(

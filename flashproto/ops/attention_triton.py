@@ -6,18 +6,21 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from .. import configs
 from ..kernels.attention_backward import (
+    attention_backward_heads_kernel,
     attention_backward_keys_kernel,
     attention_backward_queries_kernel,
     attention_backward_rows_kernel,
 )
 from ..kernels.attention_forward import attention_forward_kernel
-from ..variant import Kind, Variant
+from ..kernels.schedule import intervals_kernel
+from ..variant import NUMBERS, TENSORS, Kind, Variant
 from . import private
 from .device import capability, cdiv
 from .recipe import New, Operand, Recipe
@@ -56,18 +59,60 @@ def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) 
     }
 
 
+def variables(
+    recipe: Recipe, variant: Variant, q: Operand, k: Operand, block_n: int, *made: Operand | None
+) -> tuple[Any, ...]:
+    """What the kernels with key tiles of block_n take, in the order of kernels/scores.py, and the steps
+    that make it.  made: max_score, entropy and the sums for the slopes' gradients, where wanted."""
+    if variant.kind.TUNED:
+        return ()
+    named = {name: x.contiguous() if isinstance(x, Operand) else x for name, x in variant.named.items()}
+    tiles, row_of_batch, row_of_head = None, None, None
+    counts: tuple[int | None, ...] = (None, None, None)
+    if variant.kind.INTERVALS:
+        begin, end = named["begin"], named["end"]
+        batch, heads, Sk = begin.shape
+        n_tiles, rows = cdiv(Sk, block_n), batch * heads
+        row_of_batch, row_of_head = heads if batch > 1 else 0, 1 if heads > 1 else 0
+        tiles = recipe.make(New.contiguous((rows, 4, n_tiles), torch.int32, q.device))
+        recipe.launch(
+            intervals_kernel, rows * n_tiles, begin, end, tiles, Sk, BLOCK_N=block_n, num_warps=1
+        )  # fmt: skip
+    if variant.kind.VARLEN:
+        sequences = named["cu_seqlens_q"].shape[0] - 1
+        # See `counts` of kernels/scores.py.
+        counts = tuple(2 * n + 1 for n in (sequences, q.shape[2], k.shape[2]))
+    given = tuple(map(named.get, (*NUMBERS, *TENSORS)))
+    return (*given, tiles, row_of_batch, row_of_head, *counts, *made)
+
+
+def programs(variant: Variant, tokens: int, block: int, heads: int) -> int:
+    """One for each tile of a head, or of sequences each slot that a tile may take."""
+    if variant.kind.VARLEN:
+        sequences = variant.named["cu_seqlens_q"].shape[0] - 1
+        return (tokens // block + sequences + 1) * heads
+    return cdiv(tokens, block) * heads
+
+
+def lengths(variant: Variant, q: Operand, k: Operand) -> tuple[int, int]:
+    """Sq and Sk as arguments; those of sequences are on the device."""
+    return (0, 0) if variant.kind.VARLEN else (q.shape[2], k.shape[2])
+
+
 def forward(
-    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, variant: Variant,
-    scale: float,
+    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand,
+    variant: Variant, scale: float, max_score: Operand | None = None, entropy: Operand | None = None,
 ) -> None:  # fmt: skip
-    """Fill out and lse, of some elements."""
+    """Fill out, lse and the statistics that are not None, of some elements."""
     B, Hq, Sq, D = q.shape
-    _, Hkv, Sk, Dv = v.shape
+    _, Hkv, _, Dv = v.shape
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
+    given = variables(recipe, variant, q, k, config.block_n, max_score, entropy, None)
     recipe.launch(
-        attention_forward_kernel, cdiv(Sq, config.block_m) * B * Hq,
+        attention_forward_kernel, programs(variant, Sq, config.block_m, B * Hq),
         q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        Hq, Hq // Hkv, Sq, Sk, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, variant.variables,
+        Hq, Hq // Hkv, *lengths(variant, q, k), variant.offset, max(scale, SMALLEST_SCALE) * LOG2E,
+        given,
         EXACT=q.dtype == torch.float32, WIDE=is_wide(q, k, v, out),
         **constants(config, q, Dv, variant.kind),
     )  # fmt: skip
@@ -76,38 +121,51 @@ def forward(
 def backward(
     recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, dout: Operand,
     dlse: Operand | None, dq: Operand | None, dk: Operand | None, dv: Operand | None,
-    variant: Variant, scale: float,
+    variant: Variant, scale: float, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
 ) -> None:  # fmt: skip
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
-    strides."""
+    strides.  sinks, alibi_slopes: the gradients of these."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
+    kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)
+    variant = variant._replace(kind=kind) if not kind.TUNED else Variant(kind, variant.offset)
     for_keys, for_queries = configs.attention_backward(
-        capability(q.device), q.element_size(), D, Dv, variant.kind
+        capability(q.device), q.element_size(), D, Dv, kind
     )
-    lse2, delta = (recipe.make(New.contiguous(lse.shape, lse.dtype, lse.device)) for _ in range(2))
+    rows = New.contiguous(lse.shape, lse.dtype, lse.device)
+    lse2, delta = recipe.make(rows), recipe.make(rows)
+    slope_sums = None if alibi_slopes is None else recipe.make(rows)
+    Sq_given, Sk_given = lengths(variant, q, k)
     sizes = (
-        Hq, Hq // Hkv, Sq, Sk, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, scale,
-        variant.variables,
+        Hq, Hq // Hkv, Sq_given, Sk_given, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, scale,
     )  # fmt: skip
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, dq, dk, dv)
+    given = variables(recipe, variant, q, k, for_queries.block_n, None, None, slope_sums)
     recipe.launch(
         attention_backward_rows_kernel, cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
         out, dout, lse, dlse, lse2, delta, *out.stride(), *dout.stride(),
         *((0, 0, 0) if dlse is None else dlse.stride()),
-        Hq, Sq, HAS_DLSE=dlse is not None, WIDE=wide,
+        Hq, Sq_given, given, KIND=kind, HAS_DLSE=dlse is not None, WIDE=wide,
         DV=Dv, BLOCK_DV=configs.padded_head_dim(Dv), BLOCK_M=ROWS_BLOCK_M, num_warps=4,
     )  # fmt: skip
     if dk is not None and dv is not None:
         recipe.launch(
-            attention_backward_keys_kernel, cdiv(Sk, for_keys.block_n) * B * Hkv,
-            q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes,
-            WIDE=wide, **constants(for_keys, q, Dv, variant.kind),
+            attention_backward_keys_kernel, programs(variant, Sk, for_keys.block_n, B * Hkv),
+            q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes, given,
+            WIDE=wide, **constants(for_keys, q, Dv, kind),
         )  # fmt: skip
+    if dq is None and slope_sums is not None:
+        dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
     if dq is not None:
         recipe.launch(
-            attention_backward_queries_kernel, cdiv(Sq, for_queries.block_m) * B * Hq,
-            q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes,
-            WIDE=wide, **constants(for_queries, q, Dv, variant.kind),
+            attention_backward_queries_kernel, programs(variant, Sq, for_queries.block_m, B * Hq),
+            q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes, given,
+            WIDE=wide, SLOPES=slope_sums is not None, **constants(for_queries, q, Dv, kind),
         )  # fmt: skip
+    for gradient, terms in ((sinks, delta), (alibi_slopes, slope_sums)):
+        if gradient is not None:
+            recipe.launch(
+                attention_backward_heads_kernel, Hq, terms, lse2, variant.named.get("sinks"), gradient,
+                Hq, B, Sq_given, given, KIND=kind, SINKS=terms is delta, BLOCK=1024, num_warps=4,
+            )  # fmt: skip

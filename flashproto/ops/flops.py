@@ -26,8 +26,9 @@ def attention_forward_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) ->
 
 @register_flop_formula(ops.attention_backward)
 def attention_backward_flops(
-    dout: Shape | None, dlse: Shape | None, q: Shape, k: Shape, v: Shape, *rest: Any, **_: Any
-) -> int:
+    dout: Shape | None, dlse: Shape | None, dmax: None, dentropy: None, q: Shape, k: Shape, v: Shape,
+    *rest: Any, **_: Any,
+) -> int:  # fmt: skip
     """q k^T again and dout v^T; then ds k for dq, and p^T dout and ds^T q for dv and dk."""
     D, Dv, (need_dq, need_dk, need_dv, *_) = q[3], v[3], rest[-1]
     return _scores(q, k) * (D + Dv + need_dq * D + (need_dk or need_dv) * (D + Dv))
@@ -43,7 +44,9 @@ def attention_qkv_backward_flops(
     dout: Shape | None, dlse: Shape | None, qkv: Shape, *rest: Any, **_: Any
 ) -> int:
     q_heads, k_heads, _ = rest[-3:]
-    return attention_backward_flops(dout, dlse, *_heads(qkv, q_heads, k_heads), (True, True, True))
+    return attention_backward_flops(
+        dout, dlse, None, None, *_heads(qkv, q_heads, k_heads), (True, True, True)
+    )
 
 
 @register_flop_formula(ops.linear_cross_entropy)

@@ -1,13 +1,28 @@
-"""Attention.  q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]."""
+"""Attention.  q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq].
+
+What happens to a score, in this order: scale, softcap, ALiBi, mask; then the softmax with the sink.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .states import compute_dtype, online_softmax_finish
+
+
+class Pairs(NamedTuple):
+    """Which queries and keys there are: i [Sq, 1] and j [1, Sk], counted within their sequences;
+    diagonal: by how much a key's index exceeds that of the query at its position; together: which are
+    of one sequence, None if all are."""
+
+    i: Tensor
+    j: Tensor
+    diagonal: Tensor | int
+    together: Tensor | None
 
 
 def causal_mask(Sq: int, Sk: int, offset: int, device: torch.device) -> Tensor:
@@ -16,9 +31,65 @@ def causal_mask(Sq: int, Sk: int, offset: int, device: torch.device) -> Tensor:
     offset = 0 aligns the mask top-left (torch's is_causal), offset = Sk - Sq bottom-right
     (flash-attention): the last query sees every key.
     """
+    i, j, _, _ = dense_pairs(Sq, Sk, device)
+    return j <= i + offset
+
+
+def dense_pairs(Sq: int, Sk: int, device: torch.device) -> Pairs:
+    """Of one sequence, whose last query is at the position of the last key."""
     i = torch.arange(Sq, device=device)[:, None]
     j = torch.arange(Sk, device=device)[None, :]
-    return j <= i + offset
+    return Pairs(i, j, Sk - Sq, None)
+
+
+def packed_pairs(Sq: int, Sk: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Pairs:
+    """Of sequences side by side, number s with the tokens cu_seqlens[s] ... cu_seqlens[s + 1] - 1.
+    Tokens behind the last one see nothing."""
+    count = cu_seqlens_q.shape[0] - 1
+
+    def places(S: int, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """The number of each token's sequence, and its index in it."""
+        token = torch.arange(S, device=starts.device)
+        starts = starts.long()
+        sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        return sequence, token - starts[sequence]
+
+    sequence_q, i = places(Sq, cu_seqlens_q)
+    sequence_k, j = places(Sk, cu_seqlens_k)
+    longer = (cu_seqlens_k.diff() - cu_seqlens_q.diff()).long()
+    diagonal = torch.cat([longer, longer.new_zeros(1)])[sequence_q]
+    together = (sequence_q[:, None] == sequence_k) & (sequence_k < count)
+    return Pairs(i[:, None], j[None, :], diagonal[:, None], together)
+
+
+def visible(
+    pairs: Pairs, causal: bool, offset: Tensor | int, left: int | None, first: int,
+    begin: Tensor | None, end: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """True where a query may see a key: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] where there are intervals.
+
+    causal: j <= i + offset.  left: j >= i + offset - left, or j < first.
+    begin, end [B | 1, H | 1, Sk]: begin[j] <= i < end[j].
+    """
+    i, j, _, together = pairs
+    seen = (j <= i + offset) if causal else (j >= 0) & (i >= 0)
+    if left is not None:
+        seen = seen & ((j >= i + offset - left) | (j < first))
+    if begin is not None and end is not None:
+        seen = seen & (begin[..., None, :] <= i) & (i < end[..., None, :])
+    return seen if together is None else seen & together
+
+
+def modified(
+    scores: Tensor, pairs: Pairs, softcap: float | None, alibi_slopes: Tensor | None
+) -> Tensor:
+    """Scaled scores as the variant changes them: softcap tanh(s / softcap) - slope |position - j|."""
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        distance = (pairs.i + pairs.diagonal - pairs.j).abs()
+        scores = scores - alibi_slopes.to(scores.dtype)[:, None, None] * distance
+    return scores
 
 
 def attention(
@@ -28,25 +99,60 @@ def attention(
     *,
     causal: bool = False,
     causal_offset: int | None = None,
+    left: int | None = None,
+    first: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    begin: Tensor | None = None,
+    end: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
+    return_aux: bool = False,
+) -> tuple[Tensor, ...]:
     """softmax(scale * q k^T) v, and the rows' logsumexp.
 
     k and v may have fewer heads than q (GQA): query head h reads key head h // (Hq // Hkv).
-    causal_offset defaults to Sk - Sq (bottom-right); scale to 1 / sqrt(D).  A query with no visible
-    key gives 0 and lse = -inf.  Returns out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq] in the
-    computing dtype.
+    causal_offset defaults to Sk - Sq (bottom-right); scale to 1 / sqrt(D).  What a query sees: see
+    `visible`; how scores change: see `modified`.  sinks [Hq] is one more score of each row, without a
+    value.  With cu_seqlens (of one batch entry) causal_offset counts from the bottom-right diagonal of
+    each sequence.  A query with no visible key gives 0 and lse = -inf, or its sink.
+    Returns out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq] in the computing dtype; with return_aux
+    also, for each row, the largest of scale * q k^T before softcap over the visible keys (-inf without
+    one), and the entropy of the keys' probabilities, the sink left out (0 without a key).
     """
     Sq, Sk, group = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = compute_dtype(q.dtype)
     k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
     scores = (q.to(dtype) @ k.mT) * scale  # [B, Hq, Sq, Sk]
-    if causal:
-        offset = Sk - Sq if causal_offset is None else causal_offset
-        scores = scores.masked_fill(~causal_mask(Sq, Sk, offset, q.device), -math.inf)
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        pairs = packed_pairs(Sq, Sk, cu_seqlens_q, cu_seqlens_k)
+        offset = pairs.diagonal + (causal_offset or 0)
+    else:
+        pairs = dense_pairs(Sq, Sk, q.device)
+        offset = pairs.diagonal if causal_offset is None else causal_offset
+    hidden = ~visible(pairs, causal, offset, left, first, begin, end)
+    max_score = largest(scores.masked_fill(hidden, -math.inf))
+    scores = modified(scores, pairs, softcap, alibi_slopes).masked_fill(hidden, -math.inf)
     # The softmax does not depend on the shift m, so m is a constant to every derivative.
-    m = scores.detach().amax(-1) if Sk else scores.new_full(scores.shape[:-1], -math.inf)
-    p = torch.exp(scores - torch.where(m == -math.inf, 0.0, m)[..., None])
-    lse, normaliser = online_softmax_finish(m, p.sum(-1))
-    return ((p @ v) * normaliser[..., None]).to(q.dtype), lse
+    m = largest(scores.detach())
+    if sinks is not None:
+        sink = sinks.to(dtype)[:, None].expand(m.shape)
+        m = torch.maximum(m, sink.detach())
+    shift = torch.where(m == -math.inf, 0.0, m)
+    shifted = scores - shift[..., None]
+    p = torch.exp(shifted)
+    l = p.sum(-1)
+    keys, _ = online_softmax_finish(torch.zeros_like(m), l)  # the logarithm of l
+    mean = (p * shifted.masked_fill(hidden, 0.0)).sum(-1) / torch.where(l == 0, 1.0, l)
+    entropy = torch.where(l == 0, 0.0, keys - mean)
+    lse, normaliser = online_softmax_finish(m, l if sinks is None else l + torch.exp(sink - shift))
+    out = ((p @ v) * normaliser[..., None]).to(q.dtype)
+    return (out, lse, max_score, entropy) if return_aux else (out, lse)
+
+
+def largest(x: Tensor) -> Tensor:
+    """The largest of the last dimension, -inf if it is empty."""
+    return x.amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -math.inf)

@@ -6,23 +6,41 @@ attention_forward.py says who they are and in which order they do this, and has 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from ..online_softmax import LN2
 from ..schedule import key_ranges
-from ..scores import modified
+from ..scores import BEGIN, END, FIRST, LEFT, MAX_SCORE, SINK, modified, of_head, unit_of
 from .attention_forward_work import (
     advance,
     end_of_row,
+    first_item,
     head_of_row,
+    items_of,
     make_mbarriers,
     query_of_row,
+    sequence_at,
+    tile_at,
     tile_of,
+    walk_of,
+    within,
     work_index,
 )
-from .online_softmax import UNSEEN, lanes, rescaled, softmax_finish, softmax_tile, unpack_halves
+from .gluon_names import barrier
+from .online_softmax import (
+    UNSEEN,
+    lane_maxima,
+    lanes,
+    rescaled,
+    softmax_finish,
+    softmax_tile,
+    softmax_with_sink,
+    unpack_halves,
+)
 from .warpgroups import (
     accumulator,
     bar_arrive,
@@ -36,38 +54,81 @@ from .warpgroups import (
     wide_rows,
 )
 
-# --- masks and turns -----------------------------------------------------------------------------
+# --- scores of a key tile ------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def along(layout, dim):
+    """The layout of one dimension of a four-dimensional tensor."""
+    for d in reversed(range(4)):
+        if d != dim:
+            layout = gl.SliceLayout(d, layout)
+    return layout
+
+
+@gluon.jit
+def by_column(x):
+    """x [64, C] as [64, C / 8, 4, 2], its column 8 i + 2 lane + j at [:, i, lane, j]."""
+    return x.reshape([64, x.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def columns(y):
+    """Of y [64, C / 8, 4, 2]: a thread's columns as constants, and the lane's part, 2 lane."""
+    L: gl.constexpr = y.type.layout
+    tile = gl.arange(0, y.shape[1], along(L, 1))
+    lane = gl.arange(0, 4, along(L, 2))
+    pair = gl.arange(0, 2, along(L, 3))
+    return tile[None, :, None, None] * 8 + pair[None, None, None, :], lane[None, None, :, None] * 2
+
+
+@gluon.jit
+def of_rows(a, y):
+    """a [64], one value for each row, in the layout of y [64, C / 8, 4, 2] and its shape."""
+    a = gl.convert_layout(a, along(y.type.layout, 0), assert_trivial=True)
+    return a[:, None, None, None]
 
 
 @gluon.jit
 def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
 
-    A thread holds columns 8 i + 2 lane + j.  The lane's part is moved into the limit, a row's last
-    visible column, so that the comparisons are with constants.
+    The lane's part of a column is moved into the limit, a row's last visible column, so that the
+    comparisons are with constants.
     """
-    BN: gl.constexpr = x.shape[1]
+    KIND: gl.constexpr = CFG.KIND
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
-    y = x.reshape([64, BN // 8, 4, 2])
-    L: gl.constexpr = y.type.layout
-    rows = gl.convert_layout(
-        limit, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L))), assert_trivial=True
-    )
-    tile = gl.arange(0, BN // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L))))
-    lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L))))
-    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L))))
-    seen = rows[:, None, None, None] - lane[None, None, :, None] * 2
-    y = gl.where(tile[None, :, None, None] * 8 + pair[None, None, None, :] <= seen, y, -float("inf"))
-    return gl.convert_layout(y.reshape([64, BN]), x.type.layout, assert_trivial=True)
+    if KIND.CAUSAL or KIND.TUNED:  # of which the full one has the offset Sk
+        limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
+    else:
+        limit = gl.full([64], Sk - 1 - col, gl.int32, R)
+    y = by_column(x)
+    column, lane = columns(y)
+    seen = column <= of_rows(limit, y) - lane
+    if KIND.WINDOW:
+        lowest = query_of_row(row + (offset - variables[LEFT] - col), R, CFG)
+        near = column >= of_rows(lowest, y) - lane
+        if KIND.FIRST:
+            near = near | (column < variables[FIRST] - col - lane)
+        seen = seen & near
+    if KIND.INTERVALS:
+        j = col + column + lane
+        i = of_rows(query_of_row(row, R, CFG), y)
+        begin = gl.load(variables[BEGIN] + j, j < Sk, 0)
+        end = gl.load(variables[END] + j, j < Sk, 0)
+        seen = seen & (begin <= i) & (i < end)
+    y = gl.where(seen, y, -float("inf"))
+    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def mask_key_tile(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexpr):
-    """Scores of key tile j, masked if it is not among the first `whole`, in uniform branches.
+def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
+    """Scores of key tile j, masked if it is not among those that all rows see, in uniform branches.
 
-    With SKIP `whole` and `end` count half tiles, and halves from `end` on are left as they are.
+    clear: whether it is, if KIND has INTERVALS; else ranges, of this consumer's rows, say so, see
+    key_ranges.  With SKIP they count half tiles, and halves from their end on are left as they are.
     """
+    _, clear_begin, whole, end = ranges
     if CFG.SKIP:
         H: gl.constexpr = CFG.BN // 2
         L: gl.constexpr = x.type.layout
@@ -79,10 +140,62 @@ def mask_key_tile(x, j, row, whole, end, Sk, offset, variables, CFG: gl.constexp
                 b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, variables, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
+    elif CFG.KIND.INTERVALS:
+        if clear == 0:
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
+    elif CFG.KIND.WINDOW:
+        if (j < clear_begin) | (j >= whole):
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     else:
         if j >= whole:
             x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     return x
+
+
+@gluon.jit
+def modify_scores(x, row, col, scale, variables, CFG: gl.constexpr):
+    """`modified` of x [64, BN], scores of queries from `row` on and keys from `col` on."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.ALIBI:
+        y = by_column(x)
+        column, lane = columns(y)
+        # As floats, of which a thread's columns are constants.
+        i = of_rows(query_of_row(row - col, gl.SliceLayout(1, x.type.layout), CFG), y) - lane
+        y = modified(y, scale, variables, KIND, i.to(gl.float32), column.to(gl.float32))
+        return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
+    else:
+        return modified(x, scale, variables, KIND)
+
+
+@gluon.jit
+def take_scores(
+    state, x, j, row, ranges, keys, offset, scale, variables, dt: gl.constexpr, MASKED: gl.constexpr,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Take in raw scores x of key tile j, as tile_at gives it; MASKED: whether it may need a mask.
+
+    state: (shift, l, top), `top` the largest raw score of each row and lane if KIND has MAX_SCORE.
+    Returns it, p and alpha, see softmax_tile.
+    """
+    shift, l, top = state
+    KIND: gl.constexpr = CFG.KIND
+    _, _, _, end = ranges
+    clear = 0
+    if KIND.INTERVALS:
+        clear = j & 1
+        j = j >> 1
+    if KIND.MAX_SCORE:
+        if MASKED:
+            x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
+        top = gl.maximum(top, lane_maxima(x))
+    x = modify_scores(x, row, j * CFG.BN, scale, variables, CFG)
+    if MASKED and (KIND.SOFTCAP or not KIND.MAX_SCORE):  # a softcap makes finite what was masked
+        x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
+    shift, l, p, alpha = softmax_tile(shift, l, x, unit_of(scale, KIND), end - 2 * j, dt, CFG.SKIP)
+    return (shift, l, top), p, alpha
+
+
+# --- turns ---------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -134,17 +247,37 @@ def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def clear_values(v, limit, CFG: gl.constexpr):
+    """Zeros in the rows of v [BN, D] from `limit` on.
+
+    They are tokens of another sequence, or of none, and need not be numbers, but then 0 times them is
+    none either.  Each consumer does this before it reads them.  Another one may read meanwhile: what it
+    sees written are the values that it has written itself.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CFG.D, CFG.D // 8], [4, 1], [1, 0])
+    BN: gl.constexpr = CFG.BN
+    for first in gl.static_range(0, BN, 16):
+        if first + 16 > limit:
+            part = v.slice(first, 16, dim=0)
+            values = part.load(L)
+            rows = first + gl.arange(0, 16, gl.SliceLayout(1, L))
+            part.store(gl.where((rows < limit)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    barrier()
+
+
 # --- stores --------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG: gl.constexpr):
-    """lse [64] of queries from `row` on."""
-    L: gl.constexpr = lse.type.layout
+def store_rows(values, ptr, b, h, row, H, GROUP, Sq, rows_of_head, CFG: gl.constexpr):
+    """values [64] of queries from `row` on, as lse lies in memory."""
+    L: gl.constexpr = values.type.layout
     rows = query_of_row(row, L, CFG)
     gl.store(
-        lse_ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * Sq + rows,
-        lse,
+        ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * rows_of_head + rows,
+        values,
         mask=rows < end_of_row(GROUP, Sq, L, CFG),
     )
 
@@ -179,7 +312,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
     variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
@@ -193,28 +326,46 @@ def attend(
     dt: gl.constexpr = vs.dtype
     KIND: gl.constexpr = CFG.KIND
     WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
-    _, _, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
+    given = variables
+    rows_of_head = Sq
+    first, token, _, Sq, keys, offset = sequence_at(row - CFG.CQ * c, Sq, keys, offset, given, CFG)
+    if KIND.VARLEN:
+        row = first + CFG.CQ * c
+        o_ptr += token.to(gl.int64) * so_s * 8
+    walk = walk_of(b, h, first, NT, keys, offset, given, CFG)
+    if not KIND.TUNED:
+        variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
+    begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
     if CFG.SKIP:
         end = gl.where(row < Sq, end, 0)
+    ranges = begin, clear, whole, end
     shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
     l = gl.zeros([64, 4], gl.float32, lanes())
+    top = gl.full([64, 4], -float("inf"), gl.float32, lanes()) if KIND.MAX_SCORE else l
+    state = shift, l, top
     acc = gl.zeros([64, D], gl.float32, O)
     bar_arrive(CFG.KB + kslot, CFG.ALL)
     if n == 1:
         static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     mbarrier.wait(k_full.index(kslot), kphase)
+    if KIND.VARLEN:
+        j = tile_at(n - 1, walk, CFG)
+        if (j + 1) * BN > keys:
+            mbarrier.wait(v_full.index(vslot), vphase)
+            clear_values(matrix(vs.index(vslot), BN, D), keys - j * BN, CFG)
     if CFG.OVERLAP:
-        x = modified(x, scale_log2, variables, KIND)
-        x = mask_key_tile(x, n - 1, row, whole, end, keys, offset, variables, CFG)
-        shift, l, p, _ = softmax_tile(shift, l, x, scale_log2, end - 2 * (n - 1), dt, CFG.SKIP)
+        j = tile_at(n - 1, walk, CFG)
+        state, p, _ = take_scores(
+            state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, True, CFG
+        )
         mbarrier.wait(v_full.index(vslot), vphase)
     for i in range(0, n - 1):
         if not CFG.OVERLAP:
-            x = modified(x, scale_log2, variables, KIND)
-            x = mask_key_tile(x, n - 1 - i, row, whole, end, keys, offset, variables, CFG)
-            seen = end - 2 * (n - 1 - i)
-            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
+            j = tile_at(n - 1 - i, walk, CFG)
+            state, p, alpha = take_scores(
+                state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, True, CFG
+            )
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
         pingpong_wait(c, CFG)
@@ -230,20 +381,20 @@ def attend(
         used = vslot
         vslot, vphase = advance(vslot, vphase, CFG.VS)
         if CFG.OVERLAP:
-            x = modified(x, scale_log2, variables, KIND)
-            if KIND.CAUSAL:  # otherwise only the rightmost tile is masked
-                x = mask_key_tile(x, n - 2 - i, row, whole, end, keys, offset, variables, CFG)
-            seen = end - 2 * (n - 2 - i)
-            shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, seen, dt, CFG.SKIP)
+            j = tile_at(n - 2 - i, walk, CFG)
+            state, p, alpha = take_scores(
+                state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, CFG.MASKS, CFG
+            )
             mbarrier.wait(v_full.index(vslot), vphase)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         bar_arrive(CFG.VB + used, CFG.ALL)
         if CFG.OVERLAP:
             acc = rescaled(acc, alpha)
     if not CFG.OVERLAP:
-        x = modified(x, scale_log2, variables, KIND)
-        x = mask_key_tile(x, 0, row, whole, end, keys, offset, variables, CFG)
-        shift, l, p, alpha = softmax_tile(shift, l, x, scale_log2, end, dt, CFG.SKIP)
+        j = tile_at(0, walk, CFG)
+        state, p, alpha = take_scores(
+            state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, True, CFG
+        )
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
     # The last P V of this work item, and behind it the first scores of the next one.
@@ -253,8 +404,16 @@ def attend(
     q_regs = queries_in_registers(q, CFG)
     x = scores(q, q_regs, ks, kslot, z, CFG)
     pingpong_signal(c, CFG)
-    lse, normaliser = softmax_finish(shift, l, gl.SliceLayout(1, z.type.layout))
-    store_lse(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
+    shift, l, top = state
+    R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
+    if KIND.SINKS:
+        lse, normaliser = softmax_with_sink(shift, l, variables[SINK], R)
+    else:
+        lse, normaliser = softmax_finish(shift, l, R)
+    store_rows(lse, lse_ptr + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
+    if KIND.MAX_SCORE:
+        top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)
+        store_rows(top, given[MAX_SCORE] + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
@@ -329,7 +488,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     output = o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out
 
     r = 0
-    t = work_index(0, work_table, total, CFG)
+    total, NT = items_of(total, NT, BH, variables, CFG)
+    t = first_item(work_table, total, CFG)
     following = work_index(1, work_table, total, CFG)
     b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
     kslot = 0
@@ -351,13 +511,13 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         # Work out early where the next item is: the divisions would hold up the last product.
         t = following
-        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
+        b1, h1, row1, n1 = tile_of(within(t, total, CFG), NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
             following = work_index(r + 1, work_table, total, CFG)
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
                     variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
@@ -366,7 +526,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 )
         else:
             x, q_regs, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, keys, offset, scale_log2,
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
                 variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1

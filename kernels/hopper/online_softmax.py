@@ -22,7 +22,7 @@ to its two rows: 4 i and 4 i + 1 to one, 4 i + 2 and 4 i + 3 to the row 8 below.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..online_softmax import online_softmax_finish
+from ..online_softmax import LOG2E, online_softmax_finish, online_softmax_merge
 
 UNSEEN = gl.constexpr(1e30)  # finite: -inf + UNSEEN is -inf, a row of masked scores sums to 0
 LIMIT = gl.constexpr("0f46000000")  # 2^13
@@ -58,6 +58,13 @@ def leading(a):
     if a.shape[2] == 2:
         a, _ = gl.split(a.reshape([64, 4, 1, 2]))
     return gl.convert_layout(a.reshape([64, 4]), lanes(), assert_trivial=True)
+
+
+@gluon.jit
+def lane_maxima(x):
+    """The largest of each row and lane of the accumulator x [64, C], [64, 4]."""
+    y = x.reshape([64, x.shape[1] // 8, 4, 2])
+    return gl.convert_layout(gl.max(gl.max(y, 3), 1), lanes(), assert_trivial=True)
 
 
 # --- one tile ---------------------------------------------------------------------------------------
@@ -306,3 +313,13 @@ def softmax_finish(shift, l, R: gl.constexpr):
     l = gl.convert_layout(gl.sum(l, 1), R)
     shift = gl.convert_layout(gl.max(shift, 1), R)
     return online_softmax_finish(-shift, l, 1.0)
+
+
+@gluon.jit
+def softmax_with_sink(shift, l, sink, R: gl.constexpr):
+    """As softmax_finish, with one more score `sink` that has no value."""
+    l = gl.convert_layout(gl.sum(l, 1), R)
+    shift = gl.convert_layout(gl.max(shift, 1), R)
+    m, l, weight, _ = online_softmax_merge(-shift, l, sink * LOG2E, 1.0, 1.0)
+    lse, normaliser = online_softmax_finish(m, l, 1.0)
+    return lse, weight * normaliser

@@ -1,0 +1,474 @@
+"""Masks as values: what a query may see, for the argument `mask` of the attention functions.
+
+    from flashproto import masks
+
+    mask = masks.causal() & masks.documents(ids)
+    out = flashproto.attention(q, k, v, mask=mask)
+
+`a & b` lets a query see what both let it see.  Nothing of size Sq x Sk is ever made: a mask is a band
+around the diagonal, which is a few numbers, and for each key the interval of queries that may see it,
+which is two vectors.  Tiles that no query sees are skipped, tiles that all see take no mask.
+
+Query i of Sq stands at position i + Sk - Sq, so that the last query is at the last key (bottom-right).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .checks import (
+    check_flag,
+    check_integer,
+    described,
+    is_readable,
+    refuse,
+)
+
+ALWAYS = 2**31 - 1  # the end of an interval behind all queries
+LONGEST = 2**30
+TILE = 128  # for the share of tiles that a mask visits
+EXAMPLE = 4096  # the length for which a mask without one says that share
+
+
+class Band(NamedTuple):
+    """Keys from position - left to position + right, None for no bound, and the first keys as far as
+    `right` lets them be seen.  top_left: query i stands at position i."""
+
+    left: int | None
+    right: int | None
+    first: int
+    top_left: bool
+
+    def __str__(self) -> str:
+        if self == Band(None, 0, 0, self.top_left):
+            return "causal(top_left=True)" if self.top_left else "causal()"
+        first = f", first={self.first}" if self.first else ""
+        return f"window({self.left}, {self.right}{first})"
+
+
+class Intervals(NamedTuple):
+    """Key j is seen by the queries begin[j] ... end[j] - 1; int32 [B | 1, H | 1, Sk].
+
+    by_position: queries are counted by position, not by their rows.
+    queries: for how many queries it was made, None if for any number.
+    """
+
+    words: str
+    begin: Tensor
+    end: Tensor
+    by_position: bool
+    queries: int | None
+
+    def __str__(self) -> str:
+        return self.words
+
+    def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+        if not self.by_position:
+            return self.begin, self.end
+        return self.begin - (Sk - Sq), self.end - (Sk - Sq)
+
+
+class Lengths(NamedTuple):
+    """padding: keys below lengths [B | 1, 1] are seen by all, others by none; prefix: others by the
+    queries from their position on."""
+
+    lengths: Tensor
+    prefix: bool
+
+    def __str__(self) -> str:
+        return f"{'prefix' if self.prefix else 'padding'}({described(self.lengths)})"
+
+    def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+        key = torch.arange(Sk, dtype=torch.int32, device=self.lengths.device)
+        early = key < self.lengths[..., None]
+        zero = torch.zeros_like(key)
+        if self.prefix:
+            begin = torch.where(early, zero, key - (Sk - Sq))
+            return begin, torch.full_like(begin, ALWAYS)
+        return zero.expand(early.shape), torch.where(early, ALWAYS, zero)
+
+
+class Diagonals(NamedTuple):
+    """The bands of a mask for given lengths: j <= i + high, and j >= i + low or j < first."""
+
+    high: int | None
+    low: int | None
+    first: int
+
+
+class Mask:
+    """What a query may see; see the functions of this module, which make masks.
+
+    `a & b`: what both let it see.  print(mask): what it is, and the share of tiles that it visits.
+    """
+
+    __slots__ = ("bands", "parts")
+
+    def __init__(
+        self, bands: tuple[Band, ...] = (), parts: tuple[Intervals | Lengths, ...] = ()
+    ) -> None:
+        self.bands = bands
+        self.parts = parts
+
+    def __and__(self, other: Mask) -> Mask:
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Mask(self.bands + other.bands, self.parts + other.parts)
+
+    def __repr__(self) -> str:
+        return " & ".join(map(str, (*self.bands, *self.parts))) or "everything"
+
+    def __str__(self) -> str:
+        Sq, Sk, known = self._lengths()
+        share = f"visits {self.share(Sq, Sk):.1%} of the tiles of {TILE} x {TILE}"
+        return f"{self!r}: {share}, {'' if known else 'say '}of {Sq} queries and {Sk} keys"
+
+    def _lengths(self) -> tuple[int, int, bool]:
+        for part in self.parts:
+            if isinstance(part, Intervals):
+                Sk = part.begin.shape[-1]
+                return Sk if part.queries is None else part.queries, Sk, True
+        return EXAMPLE, EXAMPLE, False
+
+    # --- for given lengths ---
+
+    def diagonals(self, Sq: int, Sk: int, operator: str = "mask") -> Diagonals:
+        """All bands as one."""
+        return joined(operator, self.bands, Sk - Sq)
+
+    def intervals(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor] | None:
+        """(begin, end) of all parts, int32 [B | 1, H | 1, Sk]; None without one."""
+        found: tuple[Tensor, Tensor] | None = None
+        for part in self.parts:
+            begin, end = part.vectors(Sq, Sk)
+            if found is not None:
+                begin, end = torch.maximum(begin, found[0]), torch.minimum(end, found[1])
+            found = begin, end
+        return found
+
+    def visible(self, Sq: int, Sk: int, rows: range | None = None) -> Tensor:
+        """Boolean, True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with intervals;
+        to look at, and for small tests.  rows: these queries alone."""
+        high, low, first = self.diagonals(Sq, Sk)
+        found = self.intervals(Sq, Sk)
+        device = None if found is None else found[0].device
+        rows = range(Sq) if rows is None else rows
+        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+        j = torch.arange(Sk, device=device)[None, :]
+        seen = (i >= 0) & (j >= 0)
+        if high is not None:
+            seen = seen & (j <= i + high)
+        if low is not None:
+            seen = seen & ((j >= i + low) | (j < first))
+        if found is not None:
+            begin, end = found
+            seen = seen & (begin[..., None, :] <= i) & (i < end[..., None, :])
+        return seen
+
+    def share(self, Sq: int, Sk: int, tile: int = TILE) -> float:
+        """The share of tiles of tile x tile pairs in which a query sees a key."""
+        seen = total = 0
+        for start in range(0, Sq, tile):
+            keys = self.visible(Sq, Sk, range(start, min(start + tile, Sq))).any(-2)
+            met = torch.nn.functional.pad(keys, (0, -Sk % tile)).unflatten(-1, (-1, tile)).any(-1)
+            seen += int(met.sum())
+            total += met.numel()
+        return seen / max(total, 1)
+
+
+def joined(operator: str, bands: tuple[Band, ...], diagonal: Any) -> Diagonals:
+    """The & of bands; diagonal: Sk - Sq."""
+    high = low = None
+    first = 0
+    for band in bands:
+        at = 0 if band.top_left else diagonal
+        if band.right is not None:
+            other = at + band.right
+            high = other if high is None else min(high, other)
+        if band.left is not None:
+            other = at - band.left
+            if low is None:
+                low, first = other, band.first
+                continue
+            near, far = sorted(((low, first), (other, band.first)), key=lambda x: x[0], reverse=True)
+            if far[1] < near[1] and far[0] != near[0]:
+                refuse(
+                    operator, "mask", f"& of windows, the narrower with first={near[1]}",
+                    f"at most the {far[1]} of the wider one",
+                    "Give both windows the same first.",
+                )  # fmt: skip
+            low, first = near[0], min(near[1], far[1])
+    return Diagonals(high, low, first)
+
+
+# --- bands ------------------------------------------------------------------------------------------
+
+
+def causal(top_left: bool = False) -> Mask:
+    """Query i sees the keys up to its position, i + Sk - Sq.
+
+    Args: top_left: instead up to key i, as torch's is_causal.
+    Raises: TypeError: top_left is no bool.
+    Example: masks.causal() & masks.documents(ids)
+    """
+    return Mask((Band(None, 0, 0, check_flag("masks.causal", "top_left", top_left)),))
+
+
+def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
+    """Query i sees the keys from its position - left to its position + right, both included.
+
+    Args:
+        left, right: 0 or more, None for no bound (flash-attn's -1).
+        first: the first keys of the sequence that stay in sight, as far as `right` lets them be seen
+            (attention sinks of StreamingLLM).
+
+    Raises: TypeError, ValueError: no integers of 0 or more.
+    Example: masks.window(1023) lets a query see itself and the 1023 keys before.
+    """
+    return Mask((window_band("masks.window", left, right, first),))
+
+
+def window_band(operator: str, left: Any, right: Any, first: Any, argument: str = "") -> Band:
+    """argument: what errors name, where left and right are given as one."""
+    takes, do = "an integer of 0 or more", "Pass 0 for none."
+    first = check_integer(operator, "first", first, 0, LONGEST, takes, do)
+
+    def bound(side: str, x: Any) -> int | None:
+        do, takes = "Pass None for no bound.", "an integer of 0 or more, or None"
+        return (
+            None if x is None else check_integer(operator, argument or side, x, 0, LONGEST, takes, do)
+        )
+
+    left, right = bound("left", left), bound("right", right)
+    return Band(left, right, first if left is not None else 0, False)
+
+
+# --- intervals --------------------------------------------------------------------------------------
+
+
+def check_vector(operator: str, name: str, x: object, shapes: str, least: int, most: int) -> Tensor:
+    """A tensor of int32 or int64 with `least` to `most` dimensions."""
+    if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
+        got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
+        refuse(
+            operator, name, got, f"an int32 or int64 tensor {shapes}",
+            f"Convert it: {name}.int().", TypeError,
+        )  # fmt: skip
+    if not least <= x.ndim <= most:
+        refuse(operator, name, f"of shape {list(x.shape)}", f"a tensor {shapes}", "Reshape it.")
+    return x
+
+
+def by_head(x: Tensor) -> Tensor:
+    """[S], [B, S] or [B, H, S] as int32 [B | 1, H | 1, S]."""
+    x = x[None] if x.ndim == 1 else x
+    x = x[:, None] if x.ndim == 2 else x
+    return x.to(torch.int32)
+
+
+def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
+    """A query sees the keys of its own document: sequences packed side by side.
+
+    Args:
+        ids: [S] or [B, S], int32 or int64: the document of each token.  A document is a run of equal
+            ids: one that comes back later is another document.
+        ids_k: [Sk] or [B, Sk], of the keys, where queries and keys are not the same tokens; then ids
+            are of the queries, and of equal ids there is one run.
+
+    Raises: TypeError, ValueError: no such tensors.
+    Example: masks.causal() & masks.documents(torch.tensor([0, 0, 0, 1, 1]))
+    """
+    name = "masks.documents"
+    ids = check_vector(name, "ids", ids, "[S] or [B, S]", 1, 2)
+    words = f"documents({described(ids)}"
+    if ids_k is None:
+        changes = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0))
+        runs = changes.cumsum(-1)
+        begin = torch.searchsorted(runs, runs)
+        end = torch.searchsorted(runs, runs, right=True)
+    else:
+        ids_k = check_vector(name, "ids_k", ids_k, "[Sk] or [B, Sk]", 1, 2)
+        words += f", {described(ids_k)}"
+        if ids.device != ids_k.device or ids.ndim != ids_k.ndim or ids.shape[:-1] != ids_k.shape[:-1]:
+            refuse(
+                name, "ids_k", f"of shape {list(ids_k.shape)} on {ids_k.device}",
+                f"the batch and device of ids, of shape {list(ids.shape)} on {ids.device}",
+                "Expand or move it.",
+            )  # fmt: skip
+        ordered, order = ids.sort(stable=True)
+        ids_k = ids_k.to(ids.dtype).contiguous()
+        low = torch.searchsorted(ordered, ids_k)
+        high = torch.searchsorted(ordered, ids_k, right=True)
+        order = torch.nn.functional.pad(order, (0, 1))  # there may be no query
+        begin = order.gather(-1, low)
+        end = begin + (high - low)
+    return Mask(parts=(Intervals(f"{words})", by_head(begin), by_head(end), False, ids.shape[-1]),))
+
+
+def padding(lengths: Tensor) -> Mask:
+    """Every query of batch entry b sees the keys below lengths[b].
+
+    Args: lengths: [B], int32 or int64.  Raises: TypeError, ValueError: no such tensor.
+    Example: masks.padding(torch.tensor([5, 3])) for two prompts, padded on the right.
+    """
+    lengths = check_vector("masks.padding", "lengths", lengths, "[B]", 1, 1)
+    return Mask(parts=(Lengths(lengths[:, None], False),))
+
+
+def prefix(lengths: Tensor) -> Mask:
+    """Every query of batch entry b sees the keys below lengths[b], and others up to its position
+    (prefix-LM).
+
+    Args: lengths: [B], int32 or int64.  Raises: TypeError, ValueError: no such tensor.
+    Example: masks.prefix(torch.tensor([100, 30]))
+    """
+    lengths = check_vector("masks.prefix", "lengths", lengths, "[B]", 1, 1)
+    return Mask(parts=(Lengths(lengths[:, None], True),))
+
+
+def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
+    """A token sees itself and its ancestors: sequences that share prefixes, each prefix there once.
+
+    Tokens are in depth-first order, so that those below token t, and it itself, are t ... leave[t] - 1.
+
+    Args:
+        parents: tree(parents) takes [S] or [B, S], int32 or int64: the index of each token's parent, -1
+            of one without.
+        leave: tree(enter, leave) takes for each key the first position that sees it (itself) and the
+            position behind the last one.
+
+    With fewer queries than keys the queries are the last tokens.
+
+    Raises: TypeError, ValueError: no such tensors; on a CPU also tokens that are not in this order.
+    Example: tree(torch.tensor([-1, 0, 1, 1, 3])): two branches, of one and two tokens, behind two.
+    """
+    name, enter = "masks.tree", parents
+    if leave is None:
+        parents = check_vector(name, "parents", parents, "[S] or [B, S]", 1, 2)
+        words = f"tree({described(parents)})"
+        S = parents.shape[-1]
+        enter = torch.arange(S, device=parents.device).expand(parents.shape)
+        leave = subtrees(parents.long(), enter + 1, "amax")
+        if is_readable(parents):
+            size = subtrees(parents.long(), torch.ones_like(enter), "sum")
+            wrong = (parents >= enter) | (parents < -1) | (leave != enter + size)
+            if wrong.any():
+                t = int(wrong.nonzero()[0, -1])
+                refuse(
+                    name, "parents", f"not in depth-first order at token {t}",
+                    "for each token an earlier one, or -1, and all below a token side by side",
+                    "Put each branch behind its prefix before the next branch begins.",
+                )  # fmt: skip
+    else:
+        enter = check_vector(name, "enter", enter, "[S], [B, S] or [B, H, S]", 1, 3)
+        leave = check_vector(name, "leave", leave, "[S], [B, S] or [B, H, S]", 1, 3)
+        words = f"tree({described(enter)}, {described(leave)})"
+        check_pair(name, "enter", enter, "leave", leave)
+    return Mask(parts=(Intervals(words, by_head(enter), by_head(leave), True, None),))
+
+
+def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
+    """The reduction of `values` [..., S] over each token and all below it, in log2(S) steps: after step
+    n over those that are less than 2^n below it."""
+    S = parents.shape[-1]
+    # One more token, above all: what goes up from a root ends there.
+    ancestors = torch.nn.functional.pad(torch.where(parents < 0, S, parents), (0, 1), value=S)
+    made = torch.nn.functional.pad(values, (0, 1))
+    for _ in range(math.ceil(math.log2(max(S, 1))) + 1):
+        made = made.scatter_reduce(-1, ancestors.clamp(max=S), made, reduce)
+        ancestors = ancestors.gather(-1, ancestors.clamp(max=S))
+    return made[..., :S]
+
+
+def intervals(begin: Tensor, end: Tensor) -> Mask:
+    """Key j is seen by the queries begin[j] ... end[j] - 1, counted by their rows.
+
+    Args: begin, end: [Sk], [B, Sk] or [B | 1, Hq | 1, Sk], int32 or int64.
+    Raises: TypeError, ValueError: no such tensors.
+    Example: intervals(torch.arange(S), torch.full((S,), S)) is causal.
+    """
+    name = "masks.intervals"
+    begin = check_vector(name, "begin", begin, "[Sk], [B, Sk] or [B, H, Sk]", 1, 3)
+    end = check_vector(name, "end", end, "[Sk], [B, Sk] or [B, H, Sk]", 1, 3)
+    check_pair(name, "begin", begin, "end", end)
+    words = f"intervals({described(begin)}, {described(end)})"
+    return Mask(parts=(Intervals(words, by_head(begin), by_head(end), False, None),))
+
+
+def check_pair(operator: str, name: str, x: Tensor, other: str, y: Tensor) -> None:
+    if x.shape != y.shape or x.device != y.device:
+        refuse(
+            operator, other, f"of shape {list(y.shape)} on {y.device}",
+            f"the shape and device of {name}, {list(x.shape)} on {x.device}", "Expand or move it.",
+        )  # fmt: skip
+
+
+# --- to look at -------------------------------------------------------------------------------------
+
+
+def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
+    """A picture of a mask: queries down, keys across, dark where a query sees a key.
+
+    Args:
+        mask: a mask; of one with several batch entries or heads the first is drawn.
+        Sq, Sk: the numbers of queries and keys.
+        path: where to save the picture, None for nowhere.
+
+    Returns: the matplotlib Figure.
+    Raises: ImportError: without matplotlib (pip install matplotlib); ValueError: lengths that are not
+        the mask's.
+    Example: masks.draw(masks.window(7), 32, 32, "window.png")
+    """
+    from matplotlib.figure import Figure
+
+    for name, n in (("Sq", Sq), ("Sk", Sk)):
+        check_integer("masks.draw", name, n, 1, LONGEST, "a positive integer", "Pass 32, say.")
+    check_mask_lengths("masks.draw", mask, Sq, Sk)
+    seen = mask.visible(Sq, Sk)
+    while seen.ndim > 2:
+        seen = seen[0]
+    figure = Figure(figsize=(0.4 + 2.6 * Sk / max(Sq, Sk), 0.7 + 2.6 * Sq / max(Sq, Sk)))
+    axes = figure.add_subplot()
+    axes.imshow(seen.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest")
+    axes.set_xlabel("keys")
+    axes.set_ylabel("queries")
+    axes.set_xticks([])
+    axes.set_yticks([])
+    figure.tight_layout()
+    if path is not None:
+        figure.savefig(path, dpi=100)
+    return figure
+
+
+def check_mask(operator: str, mask: object) -> Mask:
+    """A Mask."""
+    if not isinstance(mask, Mask):
+        refuse(
+            operator, "mask", described(mask), "a mask of flashproto.masks, or None",
+            "Pass masks.causal(), say; a boolean tensor is scaled_dot_product_attention's attn_mask.",
+            TypeError,
+        )  # fmt: skip
+    return mask
+
+
+def check_mask_lengths(operator: str, mask: object, Sq: int, Sk: int) -> None:
+    """A mask for Sq queries and Sk keys."""
+    for part in check_mask(operator, mask).parts:
+        if not isinstance(part, Intervals):
+            continue
+        if part.begin.shape[-1] != Sk:
+            got = f"{part.words}, of {part.begin.shape[-1]} keys"
+            refuse(operator, "mask", got, lambda: f"one of {Sk} keys", "Make it for these keys.")
+        if part.queries is not None and part.queries != Sq:
+            got = f"{part.words}, of {part.queries} queries"
+            do = "Pass documents(ids, ids_k) for queries that are not the keys' tokens."
+            refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
+
+
+__all__ = [
+    "Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window",
+]  # fmt: skip

@@ -1,0 +1,261 @@
+"""Attention's variants: definitions, random problems against float64, and how they compose."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_problem import Problem, draw
+from rows import poison
+from variant_problem import (
+    FEATURES,
+    PAIRS,
+    Call,
+    assert_within_bound,
+    covering,
+    drawn,
+    exact_and_eager,
+    make,
+    make_packed,
+    run,
+)
+
+import flashproto
+from flashproto import masks
+
+ON_GPU = torch.cuda.is_available()
+PLAIN = Problem(torch.float64, 2, 4, 2, 19, 19, 8, 8, causal=False)
+SHAPES = {
+    "square": PLAIN,
+    "more keys": replace(PLAIN, Sk=31, Dv=12),
+    "more queries": replace(PLAIN, Sq=27, Sk=9, Hkv=4),
+}
+
+# --- definitions ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("names", [(), *((name,) for name in FEATURES), *PAIRS], ids="+".join)
+def test_the_reference_follows_the_definitions(names: tuple[str, ...], shape: str, seed: int) -> None:
+    """In float64, gradients included."""
+    call = drawn(random.Random(seed), SHAPES[shape], names, "cpu")
+    inputs, gradients = make(call, "cpu")
+    doubled = {name: x.detach().double().requires_grad_() for name, x in call.parameters.items()}
+    got = run(call, inputs, gradients, "reference", **doubled)
+    exact, _ = exact_and_eager(call, inputs, gradients)
+    for name, value in got.items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+LENGTHS = {
+    "sequences": [(5, 5), (0, 3), (11, 4), (2, 9), (3, 0)],
+    "no sequence": [],
+    "empty ones": [(0, 0), (7, 7), (0, 0)],
+}
+PACKED = [name for name, feature in FEATURES.items() if feature.packed]
+
+
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize("name", ["", *PACKED])
+def test_the_reference_of_sequences_is_each_by_itself(name: str, lengths: str, seed: int) -> None:
+    call = drawn(random.Random(seed), PLAIN, [name] if name else [], "cpu")
+    inputs, gradients = make_packed(call, LENGTHS[lengths], (2, 3), "cpu")
+    doubled = {name: x.detach().double().requires_grad_() for name, x in call.parameters.items()}
+    got = run(call, inputs, gradients, "reference", LENGTHS[lengths], **doubled)
+    exact, _ = exact_and_eager(call, inputs, gradients, LENGTHS[lengths])
+    for name, value in got.items():
+        torch.testing.assert_close(value, exact[name], rtol=1e-9, atol=1e-10, msg=name)
+
+
+def grid(mask: masks.Mask, Sq: int, Sk: int) -> list[str]:
+    return ["".join(".x"[int(x)] for x in row) for row in mask.visible(Sq, Sk)[..., :, :].view(Sq, Sk)]
+
+
+T = torch.tensor
+DRAWN = {
+    "causal": (masks.causal(), 3, 4, ["xx..", "xxx.", "xxxx"]),
+    "causal, more queries": (masks.causal(), 3, 2, ["..", "x.", "xx"]),
+    "top left": (masks.causal(top_left=True), 3, 4, ["x...", "xx..", "xxx."]),
+    "window": (masks.window(1), 4, 4, ["x...", "xx..", ".xx.", "..xx"]),
+    "both sides": (masks.window(1, 1), 4, 4, ["xx..", "xxx.", ".xxx", "..xx"]),
+    "right": (masks.window(None, 1), 3, 3, ["xx.", "xxx", "xxx"]),
+    "left": (masks.window(0, None), 3, 3, ["xxx", ".xx", "..x"]),
+    "first": (masks.window(0, 0, first=2), 4, 4, ["x...", "xx..", "xxx.", "xx.x"]),
+    "window, more keys": (masks.window(1), 2, 4, [".xx.", "..xx"]),
+    "& of windows": (masks.window(2, None) & masks.window(1, 3), 3, 3, ["xxx", "xxx", ".xx"]),
+    "& of top left": (
+        masks.causal(top_left=True) & masks.window(2, 0), 2, 4, ["x...", ".x.."]
+    ),
+    "documents": (masks.documents(T([7, 7, 1])), 3, 3, ["xx.", "xx.", "..x"]),
+    "a document that comes back": (masks.documents(T([7, 1, 7])), 3, 3, ["x..", ".x.", "..x"]),
+    "documents of both": (
+        masks.documents(T([1, 1, 0]), T([0, 2, 1, 1])), 3, 4, ["..xx", "..xx", "x..."]
+    ),
+    "padding": (masks.padding(T([2])), 3, 3, ["xx.", "xx.", "xx."]),
+    "prefix": (masks.prefix(T([2])), 4, 4, ["xx..", "xx..", "xxx.", "xxxx"]),
+    "prefix, more keys": (masks.prefix(T([3])), 2, 4, ["xxx.", "xxxx"]),
+    "tree": (masks.tree(T([-1, 0, 1, 0, 3])), 5, 5, ["x....", "xx...", "xxx..", "x..x.", "x..xx"]),
+    "tree by what is below": (
+        masks.tree(T([0, 1, 2, 3]), T([4, 3, 3, 4])), 4, 4, ["x...", "xx..", "xxx.", "x..x"]
+    ),
+    "the last tokens of a tree": (masks.tree(T([-1, 0, 0])), 2, 3, ["xx.", "x.x"]),
+    "intervals": (masks.intervals(T([0, 1, 3]), T([2, 2, 2])), 3, 3, ["x..", "xx.", "..."]),
+    "&": (masks.causal() & masks.documents(T([0, 0, 1, 1])), 4, 4, ["x...", "xx..", "..x.", "..xx"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_masks_are_what_they_are_drawn_as(name: str) -> None:
+    mask, Sq, Sk, picture = DRAWN[name]
+    assert grid(mask, Sq, Sk) == picture
+    seen = torch.tensor([[x == "x" for x in row] for row in picture])
+    q, k, v = (torch.randn(1, 1, S, 8, dtype=torch.float64) for S in (Sq, Sk, Sk))
+    got = flashproto.attention(q, k, v, mask=mask, impl="reference")
+    scores = (q @ k.mT * 8**-0.5).masked_fill(~seen, -math.inf)
+    wanted = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+    torch.testing.assert_close(got, wanted)
+
+
+def test_a_tree_of_several_rows_and_long_branches() -> None:
+    parents = torch.stack([torch.arange(-1, 99), torch.full((100,), -1)])
+    begin, end = masks.tree(parents).intervals(100, 100)
+    assert begin.shape == end.shape == (2, 1, 100) and begin.dtype == torch.int32
+    assert (end[0] == 100).all() and (end[1, 0] == torch.arange(1, 101)).all()
+
+
+def test_masks_say_what_they_are() -> None:
+    mask = masks.causal() & masks.documents(torch.arange(512) // 128)
+    assert repr(mask) == "causal() & documents(a tensor of shape [512])"
+    assert str(mask) == f"{mask!r}: visits 25.0% of the tiles of 128 x 128, of 512 queries and 512 keys"
+    assert repr(masks.window(3, None, first=2)) == "window(3, None, first=2)"
+    assert "51.6% of the tiles" in str(masks.causal())
+    assert masks.window(128, 0).share(1024, 1024) == 15 / 64
+
+
+def test_masks_are_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mask.png"
+    figure = masks.draw(masks.window(1), 4, 5, path)
+    assert path.stat().st_size > 0
+    image = figure.axes[0].images[0].get_array()
+    assert torch.equal(torch.from_numpy(image.data), masks.window(1).visible(4, 5))
+
+
+def test_documents_of_no_query_have_no_keys() -> None:
+    begin, end = masks.documents(torch.zeros(1, 0).long(), torch.zeros(1, 3).long()).intervals(0, 3)
+    assert (begin >= end).all()
+
+
+# --- kernels ----------------------------------------------------------------------------------------
+
+COVERING = covering(random.Random(os.environ["FLASHPROTO_TEST_SEED"]), 60 if ON_GPU else 0)
+SHAPES_OF_EACH = 5 if ON_GPU else 1
+LONGEST, MOST_HEADS = (2048, 8) if ON_GPU else (80, 3)
+
+
+def problem_of(generator: random.Random) -> Problem:
+    problem = replace(draw(generator, LONGEST, MOST_HEADS), causal=False)
+    return problem if ON_GPU else replace(problem, D=min(problem.D, 32), Dv=min(problem.Dv, 32))
+
+
+def check(call: Call, device: str, impl: str, lengths=None, behind=(0, 0)) -> None:
+    print(call, lengths, behind)
+    made = make(call, device) if lengths is None else make_packed(call, lengths, behind, device)
+    exact, plain = exact_and_eager(call, *made, lengths)
+    assert_within_bound(run(call, *made, impl, lengths), exact, plain, call)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_each_feature_against_float64(name: str, device: str, seed: int, monkeypatch) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    check(drawn(generator, problem_of(generator), [name], device), device, "triton")
+
+
+@pytest.mark.parametrize("index", range(SHAPES_OF_EACH))
+@pytest.mark.parametrize("names", COVERING, ids="+".join)
+def test_features_compose(
+    names: tuple[str, ...], index: int, device: str, seed: int, monkeypatch
+) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    check(drawn(generator, problem_of(generator), names, device), device, "triton")
+
+
+def random_lengths(generator: random.Random) -> tuple[list[tuple[int, int]], tuple[int, int]]:
+    longest = 400 if ON_GPU else 40
+
+    def length() -> int:
+        return generator.choice((0, 1, generator.randrange(longest), generator.randrange(longest)))
+
+    lengths = [(length(), length()) for _ in range(generator.randrange(1, 7))]
+    return lengths, (generator.randrange(1, 40), generator.randrange(40))
+
+
+PACKED_SETS = sorted({tuple(n for n in names if n in PACKED) for names in COVERING})
+
+
+@pytest.mark.parametrize("names", [(), *PACKED_SETS], ids="+".join)
+def test_sequences_side_by_side_against_float64(
+    names: tuple[str, ...], device: str, seed: int, monkeypatch
+) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    lengths, behind = random_lengths(generator)
+    problem = replace(problem_of(generator), Sq=40, Sk=40)
+    check(drawn(generator, problem, names, device), device, "triton", lengths, behind)
+
+
+# --- what is refused --------------------------------------------------------------------------------
+
+Q, IDS = torch.zeros(2, 4, 8, 16), torch.zeros(8, dtype=torch.int64)
+REFUSED = {
+    "a window of one number": (lambda: flashproto.attention(Q, Q, Q, window=3), "window is 3"),
+    "a window of -1": (lambda: flashproto.attention(Q, Q, Q, window=(-1, 0)), "window is -1"),
+    "a window of True": (lambda: flashproto.attention(Q, Q, Q, window=(True, 0)), "window is True"),
+    "left": (lambda: masks.window(-1), "left is -1"),
+    "first": (lambda: masks.window(1, first=-1), "first is -1"),
+    "softcap": (lambda: flashproto.attention(Q, Q, Q, softcap=0.0), "softcap is 0.0"),
+    "sinks": (lambda: flashproto.attention(Q, Q, Q, sinks=Q[0, :3, 0, 0]), "sinks is of shape"),
+    "slopes": (lambda: flashproto.attention(Q, Q, Q, alibi_slopes=IDS), "alibi_slopes is of dtype"),
+    "aux": (lambda: flashproto.attention(Q, Q, Q, return_aux=("lse",)), "return_aux is"),
+    "aux twice": (
+        lambda: flashproto.attention(Q, Q, Q, return_aux=("entropy",) * 2), "each name once"
+    ),
+    "a boolean mask": (lambda: flashproto.attention(Q, Q, Q, mask=Q[0, 0] > 0), "attn_mask"),
+    "other keys": (lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS[1:])), "of 7 keys"),
+    "other queries": (
+        lambda: flashproto.attention(Q[:, :, 1:], Q, Q, mask=masks.documents(IDS)), "of 8 queries"
+    ),
+    "another batch": (
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.expand(3, -1))), "a batch of 3"
+    ),
+    "elsewhere": (
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.to("meta"))), "mask is on meta"
+    ),
+    "ids of floats": (lambda: masks.documents(Q[0, 0]), "ids is of dtype torch.float32"),
+    "lengths of two dimensions": (lambda: masks.padding(IDS[None]), "lengths is of shape"),
+    "ids of two batches": (lambda: masks.documents(IDS, IDS[None]), "ids_k is of shape"),
+    "intervals of two lengths": (lambda: masks.intervals(IDS, IDS[1:]), "end is of shape"),
+    "a parent that comes later": (lambda: masks.tree(T([1, -1])), "depth-first order at token 0"),
+    "branches in turns": (lambda: masks.tree(T([-1, 0, 0, 1])), "depth-first order at token 1"),
+    "windows of which the narrower keeps more": (
+        lambda: flashproto.attention(
+            Q, Q, Q, mask=masks.window(5, first=1) & masks.window(2, first=3)
+        ),
+        "the narrower with first=3",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_is_refused(case: str) -> None:
+    call, text = REFUSED[case]
+    with pytest.raises((TypeError, ValueError), match=text) as caught:
+        call()
+    message = str(caught.value)
+    assert "; it takes " in message and message.endswith(".") and "tensor(" not in message

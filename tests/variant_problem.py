@@ -1,0 +1,442 @@
+"""Every feature of attention as a row of one table, random problems of any of them together, and what
+they are by definition, written down once more in plain PyTorch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from attention_problem import ATOL, Problem, error, lay_out
+from torch import Tensor
+
+import flashproto
+from flashproto import masks
+
+Predicate = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+class Drawn(NamedTuple):
+    """options: what attention is given.  sees(o, b, h, i, j): which pairs it lets see each other, o
+    being Sk - Sq.
+    mask: a value for the argument `mask`."""
+
+    options: dict[str, Any]
+    sees: Predicate | None = None
+    mask: masks.Mask | None = None
+
+
+@dataclass(frozen=True)
+class Feature:
+    """draw(generator, problem, device): one way to ask for it.
+
+    square: whether it needs as many queries as keys.  packed: whether attention_varlen takes it.
+    """
+
+    name: str
+    draw: Callable[[random.Random, Problem, str], Drawn]
+    square: bool = False
+    packed: bool = True
+
+
+def bounds(generator: random.Random, p: Problem) -> tuple[int, int]:
+    return generator.randrange(p.Sk + 2), generator.randrange(p.Sk + 2)
+
+
+def causal(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"causal": True}, lambda o, b, h, i, j: j <= i + o)
+
+
+def top_left(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({}, lambda o, b, h, i, j: j <= i, masks.causal(top_left=True))
+
+
+def window(generator: random.Random, p: Problem, device: str) -> Drawn:
+    left, right = bounds(generator, p)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (i + o - left <= j) & (j <= i + o + right)
+
+    return Drawn({"window": (left, right)}, sees)
+
+
+def left_window(generator: random.Random, p: Problem, device: str) -> Drawn:
+    left, _ = bounds(generator, p)
+    return Drawn({"window": [left, None]}, lambda o, b, h, i, j: j >= i + o - left)
+
+
+def right_window(generator: random.Random, p: Problem, device: str) -> Drawn:
+    _, right = bounds(generator, p)
+    return Drawn({"window": (None, right)}, lambda o, b, h, i, j: j <= i + o + right)
+
+
+def first_keys(generator: random.Random, p: Problem, device: str) -> Drawn:
+    left, right = bounds(generator, p)
+    first = generator.randrange(1, p.Sk + 2)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return ((i + o - left <= j) | (j < first)) & (j <= i + o + right)
+
+    return Drawn({}, sees, masks.window(left, right, first=first))
+
+
+def runs(generator: random.Random, rows: int, length: int, device: str) -> Tensor:
+    """[rows, length] of runs of equal numbers."""
+    made = []
+    for _ in range(rows):
+        row: list[int] = []
+        while len(row) < length:
+            row += [len(row)] * generator.randrange(1, max(length // 2, 2))
+        made.append(row[:length])
+    return torch.tensor(made, device=device)
+
+
+def documents(generator: random.Random, p: Problem, device: str) -> Drawn:
+    rows = generator.choice((1, p.B))
+    if p.Sq == p.Sk:
+        ids = runs(generator, rows, p.Sk, device)
+        mask = masks.documents(ids[0] if rows == 1 else ids)
+        ids = ids.expand(p.B, -1)
+        return Drawn({}, lambda o, b, h, i, j: ids[b, i] == ids[b, j], mask)
+    ids, ids_k = (runs(generator, rows, n, device) for n in (p.Sq, p.Sk))
+    mask = masks.documents(ids, ids_k)
+    ids, ids_k = ids.expand(p.B, -1), ids_k.expand(p.B, -1)
+    return Drawn({}, lambda o, b, h, i, j: ids[b, i] == ids_k[b, j], mask)
+
+
+def padding(generator: random.Random, p: Problem, device: str) -> Drawn:
+    lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
+    return Drawn({}, lambda o, b, h, i, j: j < lengths[b], masks.padding(lengths))
+
+
+def prefix(generator: random.Random, p: Problem, device: str) -> Drawn:
+    lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j < lengths[b]) | (j <= i + o)
+
+    return Drawn({}, sees, masks.prefix(lengths))
+
+
+def tree(generator: random.Random, p: Problem, device: str) -> Drawn:
+    parents, ancestors = [], torch.zeros(p.B, p.Sk, p.Sk, dtype=torch.bool)
+    for b in range(p.B):
+        path: list[int] = []  # from the root to the token before
+        row = []
+        for t in range(p.Sk):
+            if generator.random() < 0.3:
+                path = path[: generator.randrange(len(path) + 1)]
+            row.append(path[-1] if path else -1)
+            path.append(t)
+            ancestors[b, t, path] = True
+        parents.append(row)
+    mask = masks.tree(torch.tensor(parents, device=device))
+    ancestors = ancestors.to(device)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = i + o
+        return ancestors[b, at.clamp(0, p.Sk - 1), j] & (at >= 0)
+
+    return Drawn({}, sees, mask)
+
+
+def intervals(generator: random.Random, p: Problem, device: str) -> Drawn:
+    heads = generator.choice((1, p.Hq))
+    shape = (generator.choice((1, p.B)), heads, p.Sk)
+
+    def rows() -> Tensor:
+        numbers = [generator.randrange(-1, p.Sq + 2) for _ in range(math.prod(shape))]
+        return torch.tensor(numbers, device=device).view(shape)
+
+    begin, end = rows(), rows()
+    mask = masks.intervals(begin, end)
+    begin, end = (x.expand(p.B, p.Hq, p.Sk) for x in (begin, end))
+    return Drawn({}, lambda o, b, h, i, j: (begin[b, h, j] <= i) & (i < end[b, h, j]), mask)
+
+
+def softcap(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"softcap": generator.choice((0.5, 3.0, 30.0))})
+
+
+def by_head(p: Problem, device: str) -> Tensor:
+    return torch.randn(p.Hq, device=device)
+
+
+def sinks(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"sinks": by_head(p, device).requires_grad_()})
+
+
+def alibi(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"alibi_slopes": (by_head(p, device).abs() * 0.3).requires_grad_()})
+
+
+def max_score(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"return_aux": ("max_score",)})
+
+
+def entropy(generator: random.Random, p: Problem, device: str) -> Drawn:
+    return Drawn({"return_aux": ("entropy",)})
+
+
+FEATURES = {
+    feature.name: feature
+    for feature in (
+        Feature("causal", causal),
+        Feature("top_left", top_left, packed=False),
+        Feature("window", window),
+        Feature("left_window", left_window),
+        Feature("right_window", right_window),
+        Feature("first_keys", first_keys),
+        Feature("documents", documents, packed=False),
+        Feature("padding", padding, packed=False),
+        Feature("prefix", prefix, packed=False),
+        Feature("tree", tree, packed=False),
+        Feature("intervals", intervals, packed=False),
+        Feature("softcap", softcap),
+        Feature("sinks", sinks),
+        Feature("alibi", alibi),
+        Feature("max_score", max_score),
+        Feature("entropy", entropy),
+    )
+}
+# They are one argument, or one of them is refused beside the other (masks.window has the reason).
+WINDOWS = ("window", "left_window", "right_window")
+
+
+def compatible(names: Sequence[str]) -> bool:
+    windows = [n for n in names if n in WINDOWS]
+    return len(windows) < 2 and not (windows and windows != ["right_window"] and "first_keys" in names)
+
+
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
+
+
+def covering(generator: random.Random, count: int, most: int = 8) -> list[tuple[str, ...]]:
+    """`count` sets of up to `most` features, or as many more as it takes for each pair to be in one."""
+    made: list[tuple[str, ...]] = []
+    left = set(PAIRS)
+    while left or len(made) < count:
+        names = list(generator.choice(sorted(left) or PAIRS))
+        others = [n for n in FEATURES if n not in names]
+        generator.shuffle(others)
+        for name in others:
+            if len(names) < most and compatible((*names, name)):
+                names.append(name)
+        chosen = tuple(name for name in FEATURES if name in names)
+        left -= set(itertools.combinations(chosen, 2))
+        made.append(chosen)
+    return made
+
+
+@dataclass(frozen=True)
+class Call:
+    """A problem and the features that are drawn for it."""
+
+    problem: Problem
+    names: tuple[str, ...]
+    options: dict[str, Any] = field(default_factory=dict)
+    sees: tuple[Predicate, ...] = ()
+
+    @property
+    def aux(self) -> tuple[str, ...]:
+        return self.options.get("return_aux", ())
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Beside q, k and v, what has gradients."""
+        return {n: self.options[n] for n in ("sinks", "alibi_slopes") if n in self.options}
+
+    def visible(self, device: torch.device) -> Tensor:
+        """[B, Hq, Sq, Sk]."""
+        p = self.problem
+        sizes = (p.B, p.Hq, p.Sq, p.Sk)
+        places = torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")
+        seen = torch.ones(sizes, dtype=torch.bool, device=device)
+        for sees in self.sees:
+            seen = seen & sees(p.offset, *places)
+        return seen
+
+
+def drawn(generator: random.Random, problem: Problem, names: Sequence[str], device: str) -> Call:
+    """A call of attention with these features, drawn anew."""
+    options: dict[str, Any] = {"scale": problem.scale, "causal": problem.causal}
+    sees: list[Predicate] = []
+    if problem.causal:
+        sees.append(lambda o, b, h, i, j: j <= i + o)
+    for name in names:
+        made = FEATURES[name].draw(generator, problem, device)
+        for option, value in made.options.items():
+            value = (
+                (*options["return_aux"], *value)
+                if option in ("return_aux",) & options.keys()
+                else value
+            )
+            options[option] = value
+        if made.sees is not None:
+            sees.append(made.sees)
+        if made.mask is not None:
+            options["mask"] = options["mask"] & made.mask if "mask" in options else made.mask
+    return Call(problem, tuple(names), options, tuple(sees))
+
+
+# --- by definition --------------------------------------------------------------------------------
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], call: Call
+) -> dict[str, Tensor]:
+    """All results, operator by operator in the dtype of q."""
+    p, options = call.problem, call.options
+    group = p.Hq // p.Hkv
+    k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+    s = (q @ k.mT) * (p.D**-0.5 if p.scale is None else p.scale)
+    seen = call.visible(q.device)
+    top = s.masked_fill(~seen, -math.inf).amax(-1)
+    if "softcap" in options:
+        s = options["softcap"] * torch.tanh(s / options["softcap"])
+    if "alibi_slopes" in parameters:
+        i = torch.arange(p.Sq, device=q.device)[:, None] + p.offset
+        distance = (i - torch.arange(p.Sk, device=q.device)).abs().to(q.dtype)
+        s = s - parameters["alibi_slopes"].to(q.dtype)[:, None, None] * distance
+    s = s.masked_fill(~seen, -math.inf)
+    keyless = ~seen.any(-1, keepdim=True)
+    keys = torch.softmax(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless, 0.0)
+    entropy = torch.special.entr(keys).sum(-1)
+    if "sinks" in parameters:
+        sink = parameters["sinks"].to(q.dtype)[:, None, None].expand(p.B, -1, p.Sq, 1)
+        s = torch.cat([s, sink], -1)
+        return {
+            "out": torch.softmax(s, -1)[..., :-1] @ v, "lse": torch.logsumexp(s, -1),
+            "max_score": top, "entropy": entropy,
+        }  # fmt: skip
+    lse = torch.logsumexp(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless[..., 0], -math.inf)
+    return {"out": keys @ v, "lse": lse, "max_score": top, "entropy": entropy}
+
+
+def eager_packed(
+    q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], call: Call,
+    lengths: Sequence[tuple[int, int]],
+) -> dict[str, Tensor]:  # fmt: skip
+    """The same of sequences side by side [T, H, D], one after another."""
+    made: list[dict[str, Tensor]] = []
+    at = [0, 0]
+    for Sq, Sk in (*lengths, (q.shape[0] - sum(n for n, _ in lengths), 0)):
+        parts = q[at[0] : at[0] + Sq], *(x[at[1] : at[1] + Sk] for x in (k, v))
+        at = [at[0] + Sq, at[1] + Sk]
+        if Sq and Sk:
+            one = replace(call, problem=replace(call.problem, B=1, Sq=Sq, Sk=Sk))
+            made.append(eager(*(x.transpose(0, 1)[None] for x in parts), parameters, one))
+        elif Sq:
+            rows = q.new_zeros(1, q.shape[1], Sq)
+            none = torch.full_like(rows, -math.inf)
+            lse = parameters["sinks"][None, :, None].expand_as(rows) if "sinks" in parameters else none
+            out = rows[..., None].expand(*rows.shape, v.shape[2])
+            made.append({"out": out, "lse": lse.to(q.dtype), "max_score": none, "entropy": rows})
+    found = {name: torch.cat([x[name] for x in made], 2)[0] for name in made[0]}
+    none = sum(x[:0].sum() for x in (q, k, v, *parameters.values()))  # so that all have gradients
+    return found | {"out": found["out"].transpose(0, 1) + none, "lse": found["lse"] + none}
+
+
+# --- results and their errors ---------------------------------------------------------------------
+
+
+def make(call: Call, device: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Random q, k and v, and gradients of out and lse."""
+    p = call.problem
+    shapes = ((p.B, p.Hq, p.Sq, p.D), (p.B, p.Hkv, p.Sk, p.D), (p.B, p.Hkv, p.Sk, p.Dv))
+    inputs = [
+        lay_out(torch.randn(s, device=device).to(p.dtype), p.strides).detach().requires_grad_()
+        for s in shapes
+    ]
+    dout = lay_out(torch.randn(p.B, p.Hq, p.Sq, p.Dv, device=device).to(p.dtype), p.strides)
+    return inputs, [dout, torch.randn(p.B, p.Hq, p.Sq, device=device) * p.lse_gradient]
+
+
+def with_gradients(
+    outputs: dict[str, Tensor], inputs: Sequence[Tensor], parameters: dict[str, Tensor],
+    gradients: Sequence[Tensor],
+) -> dict[str, Tensor]:  # fmt: skip
+    """outputs and the gradients of out and lse; rows without a key give lse none."""
+    out, lse = outputs["out"], outputs["lse"]
+    dout, dlse = gradients
+    dlse = torch.where(lse.isinf(), 0.0, dlse).to(lse.dtype)
+    leaves = {"dq": inputs[0], "dk": inputs[1], "dv": inputs[2]}
+    leaves |= {f"d{name}": x for name, x in parameters.items()}
+    grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout.to(out.dtype), dlse])
+    made = dict(zip(leaves, grads, strict=True))
+    return {name: x.detach() for name, x in outputs.items()} | made
+
+
+Lengths = Sequence[tuple[int, int]]
+
+
+def make_packed(
+    call: Call, lengths: Lengths, behind: tuple[int, int], device: str
+) -> tuple[list[Tensor], list[Tensor]]:
+    """As `make`, of sequences of `lengths` side by side and tokens behind them."""
+    p = call.problem
+    T, Tk = (sum(n[side] for n in lengths) + behind[side] for side in (0, 1))
+    shapes = ((T, p.Hq, p.D), (Tk, p.Hkv, p.D), (Tk, p.Hkv, p.Dv))
+    inputs = [torch.randn(s, device=device).to(p.dtype).requires_grad_() for s in shapes]
+    dout = torch.randn(T, p.Hq, p.Dv, device=device).to(p.dtype)
+    return inputs, [dout, torch.randn(p.Hq, T, device=device) * p.lse_gradient]
+
+
+def starts(lengths: Lengths, device: str) -> list[Tensor]:
+    """cu_seqlens of queries and of keys."""
+    return [
+        torch.tensor([0, *(n[side] for n in lengths)], device=device).cumsum(0, dtype=torch.int32)
+        for side in (0, 1)
+    ]
+
+
+def run(
+    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None,
+    lengths: Lengths | None = None, **others: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """All results of flashproto.attention, or with `lengths` of attention_varlen."""
+    options = call.options | others | {"return_lse": True, "impl": impl}
+    if lengths is None:
+        made = flashproto.attention(*inputs, **options)
+    else:
+        made = flashproto.attention_varlen(*inputs, *starts(lengths, inputs[0].device), **options)
+    parameters = {name: options[name] for name in call.parameters}
+    named = dict(zip(("out", "lse", *call.aux), made, strict=True))
+    return with_gradients(named, inputs, parameters, gradients)
+
+
+def exact_and_eager(
+    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], lengths: Lengths | None = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """By definition, in float64 and in the dtype of the problem."""
+    found = []
+    for dtype in (torch.float64, call.problem.dtype):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
+        keep = torch.float64 if dtype == torch.float64 else torch.float32
+        parameters = {n: x.detach().to(keep).requires_grad_() for n, x in call.parameters.items()}
+        if lengths is None:
+            outputs = eager(*leaves, parameters, call)
+        else:
+            outputs = eager_packed(*leaves, parameters, call, lengths)
+        outputs = {n: x for n, x in outputs.items() if n in ("out", "lse", *call.aux)}
+        found.append(with_gradients(outputs, leaves, parameters, gradients))
+    return found[0], found[1]
+
+
+def assert_within_bound(
+    got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], call: Call
+) -> None:
+    """No further off than twice what eager is, thrice with a softcap, and one unit in the last place:
+    at 1, and of what is summed over all rows at its own size."""
+    dtype, times = call.problem.dtype, 3 if "softcap" in call.options else 2
+    assert got.keys() == exact.keys()
+    for name, value in got.items():
+        assert value.shape == exact[name].shape, name
+        size = exact[name].abs().max().item() if name[1:] in call.parameters else 1.0
+        allowed = times * error(plain[name], exact[name]) + ATOL[dtype] * max(size, 1.0)
+        ours = error(value, exact[name])
+        assert ours <= allowed, f"{name}: error {ours:.3g}, allowed {allowed:.3g} ({call})"
