@@ -38,6 +38,10 @@ def tables(x: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def starts(x: Tensor) -> Tensor:
+    return torch.arange(0, 12, 5, device=x.device, dtype=torch.int32)
+
+
 def targets(x: Tensor) -> Tensor:
     return torch.arange(12, device=x.device)
 
@@ -45,6 +49,14 @@ def targets(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "attention": attention,
     "attention_qkv": lambda x, impl: flashproto.attention_qkv(x[None], 2, 1, causal=True, impl=impl),
+    "attention_varlen": lambda x, impl: flashproto.attention_varlen(
+        *x.view(12, 2, 16).split(1, 1),
+        x.view(12, 2, 16)[:, :1],
+        starts(x),
+        starts(x),
+        causal=True,
+        impl="reference" if impl == "torch" else impl,  # which has no such function
+    ),
     "layer_norm": lambda x, impl: flashproto.layer_norm(x, 32, impl=impl),
     "rms_norm": lambda x, impl: flashproto.rms_norm(x, 32, impl=impl),
     "add_layer_norm": lambda x, impl: sum(flashproto.add_layer_norm(x, x * x, 32, impl=impl)),
