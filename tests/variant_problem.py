@@ -398,14 +398,18 @@ def starts(lengths: Lengths, device: str) -> list[Tensor]:
 
 def run(
     call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None,
-    lengths: Lengths | None = None, **others: Any,
+    lengths: Lengths | None = None, wrap: Callable[[Any], Any] = lambda f: f, **others: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """All results of flashproto.attention, or with `lengths` of attention_varlen."""
+    """All results of flashproto.attention, or with `lengths` of attention_varlen.
+
+    wrap: makes of such a function the one that is called.
+    """
     options = call.options | others | {"return_lse": True, "impl": impl}
     if lengths is None:
-        made = flashproto.attention(*inputs, **options)
+        made = wrap(flashproto.attention)(*inputs, **options)
     else:
-        made = flashproto.attention_varlen(*inputs, *starts(lengths, inputs[0].device), **options)
+        cu_seqlens = starts(lengths, inputs[0].device)
+        made = wrap(flashproto.attention_varlen)(*inputs, *cu_seqlens, **options)
     parameters = {name: options[name] for name in call.parameters}
     named = dict(zip(("out", "lse", *call.aux), made, strict=True))
     return with_gradients(named, inputs, parameters, gradients)

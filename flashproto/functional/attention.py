@@ -106,7 +106,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call;
-        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for.
+        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for (under
+        torch.compile they are constants, as after .detach()).
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).  Press et
     al., "Train Short, Test Long" (2021, ALiBi); Xiao et al., "Efficient Streaming Language Models with
@@ -399,7 +400,12 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, read
     returns = (0, 1) if return_lse else (0,)
     if aux:
         returns += tuple(2 + AUX.index(name) for name in aux)
-    return run((q, k, v, *tensors), settings, returns)
+    made = run((q, k, v, *tensors), settings, returns)
+    if aux and torch.compiler.is_compiling():
+        # What is traced has a gradient of everything that might have one: it may not raise.
+        first = len(made) - len(aux)
+        made = *made[:first], *[x.detach() for x in made[first:]]
+    return made
 
 
 def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
@@ -469,8 +475,8 @@ def scaled_dot_product_attention(
     broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
     attention(causal=True) when L != S.  A boolean attn_mask that is the same for all queries, [..., 1,
     S] or expanded from it (padding of any pattern), runs on the kernels, beside is_causal too, which
-    torch does not take.  Other masks and dropout_p > 0 run on torch's own operator; where another backend was
-    made the default by name they raise BackendError.
+    torch does not take.  Other masks and dropout_p > 0 run on torch's own operator; where another
+    backend was made the default by name they raise BackendError.
 
     Raises: TypeError, ValueError: an argument does not fit.
     Example: scaled_dot_product_attention(q, k, v, is_real[:, None, None, :]), is_real [B, S] boolean
