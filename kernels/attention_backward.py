@@ -211,10 +211,16 @@ def query_gradients_from_tiles(
         j0 = tile * BLOCK_N
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
-        i = i0 + tl.arange(0, BLOCK_M)[:, None]
-        j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
+        # Indices behind p, where only the mask takes them: before it ptxas would order the loop anew.
+        if KIND.ALIBI:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
+            p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
+        else:
+            p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], unit)
         if MASKED:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
             p = tl.where(visible(i, j, Sk, offset, variables, KIND), p, 0.0)
         v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
