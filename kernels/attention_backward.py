@@ -249,7 +249,7 @@ def attention_backward_queries_kernel(
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum for the gradient of
     its head's slope, where that is wanted."""
     given = variables
-    head, i0, Sq, Sk, offset, token, key, row = problem_of_queries(
+    head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
     )  # fmt: skip
     b = (head // Hq).to(tl.int64)
@@ -266,6 +266,9 @@ def attention_backward_queries_kernel(
         dout_base += token.to(tl.int64) * stride_gs
         dq_base += token.to(tl.int64) * stride_dqs
     variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
+    row = head.to(tl.int64) * rows
+    if KIND.VARLEN:
+        row += token
     i = i0 + tl.arange(0, BLOCK_M)
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
