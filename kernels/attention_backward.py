@@ -211,10 +211,16 @@ def query_gradients_from_tiles(
         j0 = tile * BLOCK_N
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
-        i = i0 + tl.arange(0, BLOCK_M)[:, None]
-        j = j0 + tl.arange(0, BLOCK_N)[None, :]
-        p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
+        # Indices behind p, where only the mask takes them: before it ptxas would order the loop anew.
+        if KIND.ALIBI:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
+            p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
+        else:
+            p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], unit)
         if MASKED:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
             p = tl.where(visible(i, j, Sk, offset, variables, KIND), p, 0.0)
         v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
@@ -243,7 +249,7 @@ def attention_backward_queries_kernel(
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum for the gradient of
     its head's slope, where that is wanted."""
     given = variables
-    head, i0, Sq, Sk, offset, token, key, row = problem_of_queries(
+    head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
     )  # fmt: skip
     b = (head // Hq).to(tl.int64)
@@ -260,6 +266,9 @@ def attention_backward_queries_kernel(
         dout_base += token.to(tl.int64) * stride_gs
         dq_base += token.to(tl.int64) * stride_dqs
     variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
+    row = head.to(tl.int64) * rows
+    if KIND.VARLEN:
+        row += token
     i = i0 + tl.arange(0, BLOCK_M)
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]

@@ -97,7 +97,7 @@ def attention_forward_kernel(
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
     given = variables
-    head, i0, Sq, Sk, offset, token, key, row = problem_of_queries(
+    head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
     )  # fmt: skip
     b = (head // Hq).to(tl.int64)
@@ -159,12 +159,9 @@ def attention_forward_kernel(
         )  # fmt: skip
 
     m, l, acc, top, weighted = state
-    i = i0 + tl.arange(0, BLOCK_M)
-    if KIND.MAX_SCORE:
-        tl.store(given[MAX_SCORE] + row + i, top * (scale * LN2), i < Sq)
-    if KIND.ENTROPY:
-        tl.store(given[ENTROPY] + row + i, entropy_finish(weighted, l), i < Sq)
     unit = unit_of(scale, KIND)
+    if KIND.ENTROPY:
+        entropy = entropy_finish(weighted, l)
     if KIND.SINKS:
         m, l, alpha, _ = online_softmax_merge(m, l, variables[SINK] * LOG2E / unit, 1.0, unit)
         acc *= alpha[:, None]
@@ -173,4 +170,12 @@ def attention_forward_kernel(
         out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq,
         BLOCK_M, BLOCK_DV, DV, WIDE,
     )  # fmt: skip
+    row = head.to(tl.int64) * rows
+    if KIND.VARLEN:
+        row += token
+    i = i0 + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + row + i, lse, i < Sq)
+    if KIND.MAX_SCORE:
+        tl.store(given[MAX_SCORE] + row + i, top * (scale * LN2), i < Sq)
+    if KIND.ENTROPY:
+        tl.store(given[ENTROPY] + row + i, entropy, i < Sq)

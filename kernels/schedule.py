@@ -244,10 +244,10 @@ def tokens_of(s, cu_seqlens_ptr, sequences, total, BEHIND: tl.constexpr):
 
 @triton.jit
 def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """What this program does with a tile of queries: (head, i0, Sq, Sk, offset, token, key, row).
+    """What this program does with a tile of queries: (head, i0, Sq, Sk, offset, token, key, rows).
 
     head: of all batch entries; i0: its first query; token, key: where its sequence's queries and keys
-    begin; row: the number of its sequence's first row among those of lse.
+    begin; rows: of lse for a head.
     """
     if KIND.VARLEN:
         sequences, queries, keys = counts(given)
@@ -260,21 +260,20 @@ def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: t
         i0 = tile * BLOCK_M
         offset += Sk - Sq
         Sk = tl.where(i0 < Sq, Sk, 0)
-        row = head.to(tl.int64) * queries + token
+        rows = queries
     else:
         n_tiles = tl.cdiv(Sq, BLOCK_M)
         head = tl.program_id(0) // n_tiles
         i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
-        token, key = 0, 0
-        row = head.to(tl.int64) * Sq
-    return head, i0, Sq, Sk, offset, token, key, row
+        token, key, rows = 0, 0, Sq
+    return head, i0, Sq, Sk, offset, token, key, rows
 
 
 @triton.jit
 def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     """What this program does with a tile of keys: (head, j0, Sq, Sk, offset, token, key, rows).
 
-    head: of the key heads of all batch entries; rows: between the rows of lse of two heads.
+    head: of the key heads of all batch entries; rows: of lse for a query head.
     """
     if KIND.VARLEN:
         sequences, queries, keys = counts(given)

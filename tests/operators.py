@@ -112,6 +112,11 @@ def heads(n: int, *counts: int, D: int = 16) -> list[Tensor]:
     return [R(1, n, h, D).transpose(1, 2) for h in counts]
 
 
+def starts(n: int) -> Tensor:
+    """cu_seqlens of two sequences and an empty one, which leave a token behind them."""
+    return torch.tensor([0, n // 2, n // 2, n - 1], dtype=torch.int32)
+
+
 @contextlib.contextmanager
 def default_backend(impl: str | None) -> Iterator[None]:
     before = backends.get_default()
@@ -302,6 +307,35 @@ CASES = [
     Case("attention, negative scale, other width of v", "attention_forward",
          lambda impl, q, k, v: fp.attention(q, k, v, scale=-0.5, impl=impl),
          lambda n: (R(1, 1, n, 16), R(1, 1, n, 16), R(1, 1, n, 24))),
+    Case("attention, window, softcap, sinks, slopes", "attention_forward",
+         lambda impl, q, k, v, sinks, slopes: fp.attention(
+             q, k, v, window=(3, 1), softcap=2.0, sinks=sinks, alibi_slopes=slopes, impl=impl
+         ),
+         lambda n: (*heads(n, 2, 1, 1), R(2), R(2))),
+    Case("attention, documents, first keys", "attention_forward",
+         lambda impl, q, k, v, ids: fp.attention(
+             q, k, v, mask=fp.masks.documents(ids) & fp.masks.window(2, first=1), impl=impl
+         ),
+         lambda n: (*heads(n, 2, 1, 1), torch.arange(n) // 3)),
+    Case("attention, statistics", "attention_forward",
+         lambda impl, q, k, v, sinks: [
+             x.detach() if i > 1 else x
+             for i, x in enumerate(fp.attention(
+                 q, k, v, causal=True, sinks=sinks, return_lse=True,
+                 return_aux=("entropy", "max_score"), impl=impl,
+             ))
+         ],
+         lambda n: (*heads(n, 2, 1, 1), R(2))),
+    Case("attention_varlen, causal, sinks, lse", "attention_forward",
+         lambda impl, q, k, v, sinks, cu: fp.attention_varlen(
+             q, k, v, cu, cu, causal=True, sinks=sinks, return_lse=True, impl=impl
+         ),
+         lambda n: (R(n, 2, 16), R(n, 1, 16), R(n, 1, 16), R(2), starts(n))),
+    Case("attention_qkv, window, sinks, tree", "attention_qkv_forward",
+         lambda impl, qkv, sinks, parents: fp.attention_qkv(
+             qkv, 2, 1, window=(5, None), sinks=sinks, mask=fp.masks.tree(parents), impl=impl
+         ),
+         lambda n: (R(1, n, 64), R(2), torch.arange(-1, n - 1))),
     Case("attention_qkv, causal, groups of heads", "attention_qkv_forward",
          lambda impl, qkv: fp.attention_qkv(qkv, 2, 1, causal=True, impl=impl),
          lambda n: (R(1, n, 64),), hopper=True),

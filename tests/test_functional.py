@@ -9,13 +9,14 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from operators import launches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashproto
-from flashproto import reference
+from flashproto import backends, reference
 from flashproto.ops import private
 from flashproto.variant import Kind, Variant, pack
 
@@ -38,6 +39,10 @@ def tables(x: Tensor) -> tuple[Tensor, Tensor]:
     return angles.cos(), angles.sin()
 
 
+def starts(x: Tensor) -> Tensor:
+    return torch.arange(0, 12, 5, device=x.device, dtype=torch.int32)
+
+
 def targets(x: Tensor) -> Tensor:
     return torch.arange(12, device=x.device)
 
@@ -45,6 +50,14 @@ def targets(x: Tensor) -> Tensor:
 FUNCTIONS: dict[str, Callable[[Tensor, str], Tensor]] = {
     "attention": attention,
     "attention_qkv": lambda x, impl: flashproto.attention_qkv(x[None], 2, 1, causal=True, impl=impl),
+    "attention_varlen": lambda x, impl: flashproto.attention_varlen(
+        *x.view(12, 2, 16).split(1, 1),
+        x.view(12, 2, 16)[:, :1],
+        starts(x),
+        starts(x),
+        causal=True,
+        impl="reference" if impl == "torch" else impl,  # which has no such function
+    ),
     "layer_norm": lambda x, impl: flashproto.layer_norm(x, 32, impl=impl),
     "rms_norm": lambda x, impl: flashproto.rms_norm(x, 32, impl=impl),
     "add_layer_norm": lambda x, impl: sum(flashproto.add_layer_norm(x, x * x, 32, impl=impl)),
@@ -362,6 +375,63 @@ def test_sdpa_gqa_masks_and_dropout(device: str) -> None:
     got = flashproto.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True)
     torch.testing.assert_close(got, F.scaled_dot_product_attention(q, k, k, mask, enable_gqa=True))
     assert flashproto.scaled_dot_product_attention(q, q, q, dropout_p=0.5).shape == q.shape
+
+
+MASKS_OF_KEYS = {
+    "one for all": ("2 4 9 16", (7,), (1, 7)),
+    "by batch": ("2 4 9 16", (2, 1, 1, 7), None),
+    "by head": ("2 4 9 16", (4, 1, 7), None),
+    "by both, expanded": ("2 4 9 16", (2, 4, 1, 7), (2, 4, 9, 7)),
+    "of two dimensions": ("9 16", (1, 7), (9, 7)),
+    "of three dimensions": ("4 9 16", (4, 1, 7), None),
+    "of five dimensions": ("3 2 4 9 16", (2, 1, 1, 7), None),
+    "of five dimensions, batched": ("3 2 4 9 16", (3, 1, 4, 1, 7), None),
+    "the same for all keys": ("2 4 9 16", (2, 1, 1, 1), None),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("case", MASKS_OF_KEYS)
+def test_sdpa_runs_masks_of_keys_on_the_kernels(case: str, causal: bool, device: str) -> None:
+    sizes, shape, expanded = MASKS_OF_KEYS[case]
+    *lead, L, E = map(int, sizes.split())
+    q, k, v = (torch.randn(*lead, n, E, device=device, requires_grad=True) for n in (L, 7, 7))
+    mask = torch.rand(shape, device=device) > 0.4
+    mask = mask if expanded is None else mask.expand(expanded)
+    whole = mask & torch.ones(L, 7, dtype=torch.bool, device=device).tril() if causal else mask
+    with launches() as seen:
+        got = flashproto.scaled_dot_product_attention(q, k, v, mask, is_causal=causal)
+    assert "attention_forward_kernel" in [launch.kernel for launch in seen]
+    scores = (q @ k.mT * E**-0.5).masked_fill(~whole, -math.inf)
+    keyless = ~whole.any(-1, keepdim=True)
+    expected = torch.softmax(scores.masked_fill(keyless, 0.0), -1).masked_fill(keyless, 0.0) @ v
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    dy = torch.randn_like(got)
+    gradients = [torch.autograd.grad(y, [q, k, v], dy) for y in (got, expected)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_sdpa_leaves_other_masks_to_torch(device: str) -> None:
+    q = torch.randn(2, 4, 9, 16, device=device)
+    for mask in (torch.rand(9, 9, device=device) > 0.3, torch.randn(1, 9, device=device)):
+        with launches() as seen:
+            got = flashproto.scaled_dot_product_attention(q, q, q, mask)
+        assert "attention_forward_kernel" not in [launch.kernel for launch in seen]
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, mask))
+        with pytest.raises(ValueError, match="attn_mask is given beside is_causal"):
+            flashproto.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+
+
+@pytest.mark.parametrize("impl", ["torch", "reference"])
+def test_sdpa_takes_masks_of_keys_on_every_backend(impl: str, monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_default", impl)
+    q, mask = torch.randn(2, 4, 9, 16), torch.rand(2, 1, 1, 9) > 0.3
+    mask[..., 0] = True
+    for causal in (False, True):
+        got = flashproto.scaled_dot_product_attention(q, q, q, mask, is_causal=causal)
+        whole = mask & torch.ones(9, 9, dtype=torch.bool).tril() if causal else mask
+        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, whole))
 
 
 SCALES = (0.0, -0.0, -0.2, 0.3, 1e-46, -1e-46, 1e-40)

@@ -20,6 +20,7 @@ from flashproto import backends, hooks, nn
 from flashproto.functional.attention import _attention_reasons
 from flashproto.variant import Kind, Variant
 
+fp = flashproto
 IMPLS = ("triton", "torch", "reference")
 LENGTHS = (5, 8, 11)
 Shape = tuple[int, ...]
@@ -68,6 +69,15 @@ def longer_keys(S: int) -> Sequence[Shape]:
     return (2, 4, S, 16), (2, 2, S + 3, 16), (2, 2, S + 3, 16)
 
 
+def prefix(q: Tensor) -> fp.masks.Mask:
+    return fp.masks.prefix(torch.full(q.shape[:1], 3, device=q.device))
+
+
+def thirds(q: Tensor) -> Tensor:
+    """cu_seqlens of two sequences, and tokens behind them."""
+    return torch.arange(3, device=q.device, dtype=torch.int32) * (q.shape[0] // 3)
+
+
 def with_tables(shapes: Callable[[int], Sequence[Shape]]) -> Callable[[int], Sequence[Shape]]:
     return lambda S: (*shapes(S), (S + 5, 4), (S + 5, 4))
 
@@ -76,7 +86,6 @@ def packed(S: int) -> Sequence[Shape]:
     return ((2, S, 64),)
 
 
-fp = flashproto
 FUNCTIONS: dict[str, Function] = {
     "attention": Function(lambda q, k, v, **o: fp.attention(q, k, v, causal=True, **o), attends),
     "attention, longer keys": Function(
@@ -86,6 +95,36 @@ FUNCTIONS: dict[str, Function] = {
     "attention, transposed": Function(
         lambda q, k, v, **o: fp.attention(q.mT, k.mT, v.mT, **o),
         lambda S: ((2, 4, 12, S), (2, 2, 12, S), (2, 2, 12, S)),
+    ),
+    "attention, variants": Function(
+        lambda q, k, v, sinks, slopes, **o: total(
+            fp.attention(
+                q, k, v, window=(5, 1), softcap=3.0, sinks=sinks, alibi_slopes=slopes,
+                return_lse=True, **o,
+            )
+        ),
+        lambda S: (*attends(S), (4,), (4,)), torch=False,
+    ),
+    "attention, documents": Function(
+        lambda q, k, v, ids, **o: fp.attention(
+            q, k, v, mask=fp.masks.causal() & fp.masks.documents(ids.cumsum(-1)), **o
+        ),
+        lambda S: (*attends(S), (2, S)), 3, torch=False,
+    ),
+    "attention, statistics": Function(
+        lambda q, k, v, **o: total(
+            tuple(
+                x.detach() if i else x
+                for i, x in enumerate(
+                    fp.attention(q, k, v, return_aux=("max_score", "entropy"), mask=prefix(q), **o)
+                )
+            )
+        ),
+        longer_keys, torch=False,
+    ),
+    "attention_varlen": Function(
+        lambda q, k, v, **o: fp.attention_varlen(q, k, v, *[thirds(q)] * 2, causal=True, **o),
+        lambda S: ((S, 4, 16), (S, 2, 16), (S, 2, 24)), torch=False,
     ),
     "attention_qkv": Function(lambda x, **o: fp.attention_qkv(x, 2, 1, causal=True, **o), packed),
     "scaled_dot_product_attention": Function(

@@ -44,7 +44,9 @@ class Feature:
 
 
 def bounds(generator: random.Random, p: Problem) -> tuple[int, int]:
-    return generator.randrange(p.Sk + 2), generator.randrange(p.Sk + 2)
+    """Narrow or wide, so that several masks together leave something to see."""
+    left, right = (generator.choice((generator.randrange(p.Sk + 2), p.Sk)) for _ in range(2))
+    return left, right
 
 
 def causal(generator: random.Random, p: Problem, device: str) -> Drawn:
@@ -90,7 +92,7 @@ def runs(generator: random.Random, rows: int, length: int, device: str) -> Tenso
     for _ in range(rows):
         row: list[int] = []
         while len(row) < length:
-            row += [len(row)] * generator.randrange(1, max(length // 2, 2))
+            row += [len(row)] * generator.randrange(1, length + 1)
         made.append(row[:length])
     return torch.tensor(made, device=device)
 
@@ -109,12 +111,12 @@ def documents(generator: random.Random, p: Problem, device: str) -> Drawn:
 
 
 def padding(generator: random.Random, p: Problem, device: str) -> Drawn:
-    lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
+    lengths = torch.tensor([generator.randint(0, p.Sk) for _ in range(p.B)], device=device)
     return Drawn({}, lambda o, b, h, i, j: j < lengths[b], masks.padding(lengths))
 
 
 def prefix(generator: random.Random, p: Problem, device: str) -> Drawn:
-    lengths = torch.tensor([generator.randrange(p.Sk + 1) for _ in range(p.B)], device=device)
+    lengths = torch.tensor([generator.randint(0, p.Sk) for _ in range(p.B)], device=device)
 
     def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (j < lengths[b]) | (j <= i + o)
@@ -148,11 +150,11 @@ def intervals(generator: random.Random, p: Problem, device: str) -> Drawn:
     heads = generator.choice((1, p.Hq))
     shape = (generator.choice((1, p.B)), heads, p.Sk)
 
-    def rows() -> Tensor:
-        numbers = [generator.randrange(-1, p.Sq + 2) for _ in range(math.prod(shape))]
+    def rows(low: int, high: int) -> Tensor:
+        numbers = [generator.randrange(low, high) for _ in range(math.prod(shape))]
         return torch.tensor(numbers, device=device).view(shape)
 
-    begin, end = rows(), rows()
+    begin, end = rows(-1, p.Sq // 2 + 2), rows(p.Sq // 3, p.Sq + 2)
     mask = masks.intervals(begin, end)
     begin, end = (x.expand(p.B, p.Hq, p.Sk) for x in (begin, end))
     return Drawn({}, lambda o, b, h, i, j: (begin[b, h, j] <= i) & (i < end[b, h, j]), mask)
@@ -215,7 +217,7 @@ def compatible(names: Sequence[str]) -> bool:
 PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if compatible(pair)]
 
 
-def covering(generator: random.Random, count: int, most: int = 8) -> list[tuple[str, ...]]:
+def covering(generator: random.Random, count: int, most: int = 6) -> list[tuple[str, ...]]:
     """`count` sets of up to `most` features, or as many more as it takes for each pair to be in one."""
     made: list[tuple[str, ...]] = []
     left = set(PAIRS)
@@ -396,14 +398,18 @@ def starts(lengths: Lengths, device: str) -> list[Tensor]:
 
 def run(
     call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None,
-    lengths: Lengths | None = None, **others: Any,
+    lengths: Lengths | None = None, wrap: Callable[[Any], Any] = lambda f: f, **others: Any,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """All results of flashproto.attention, or with `lengths` of attention_varlen."""
+    """All results of flashproto.attention, or with `lengths` of attention_varlen.
+
+    wrap: makes of such a function the one that is called.
+    """
     options = call.options | others | {"return_lse": True, "impl": impl}
     if lengths is None:
-        made = flashproto.attention(*inputs, **options)
+        made = wrap(flashproto.attention)(*inputs, **options)
     else:
-        made = flashproto.attention_varlen(*inputs, *starts(lengths, inputs[0].device), **options)
+        cu_seqlens = starts(lengths, inputs[0].device)
+        made = wrap(flashproto.attention_varlen)(*inputs, *cu_seqlens, **options)
     parameters = {name: options[name] for name in call.parameters}
     named = dict(zip(("out", "lse", *call.aux), made, strict=True))
     return with_gradients(named, inputs, parameters, gradients)

@@ -106,7 +106,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call;
-        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for.
+        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for (under
+        torch.compile they are constants, as after .detach()).
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).  Press et
     al., "Train Short, Test Long" (2021, ALiBi); Xiao et al., "Efficient Streaming Language Models with
@@ -399,7 +400,12 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, read
     returns = (0, 1) if return_lse else (0,)
     if aux:
         returns += tuple(2 + AUX.index(name) for name in aux)
-    return run((q, k, v, *tensors), settings, returns)
+    made = run((q, k, v, *tensors), settings, returns)
+    if aux and torch.compiler.is_compiling():
+        # What is traced has a gradient of everything that might have one: it may not raise.
+        first = len(made) - len(aux)
+        made = *made[:first], *[x.detach() for x in made[first:]]
+    return made
 
 
 def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
@@ -469,17 +475,13 @@ def scaled_dot_product_attention(
 
     Same signature and meaning: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], with
     broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
-    attention(causal=True) when L != S.  attn_mask and dropout_p > 0 run on torch's own operator; where
-    another backend was made the default by name they raise BackendError.
+    attention(causal=True) when L != S.  A boolean attn_mask that is the same for all queries, [..., 1,
+    S] or expanded from it (padding of any pattern), runs on the kernels, beside is_causal too, which
+    torch does not take.  Other masks and dropout_p > 0 run on torch's own operator; where another
+    backend was made the default by name they raise BackendError.
 
     Raises: TypeError, ValueError: an argument does not fit.
-
-    Example:
-        >>> q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
-        >>> out = flashproto.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        >>> torch.allclose(out, expected, atol=1e-5)
-        True
+    Example: scaled_dot_product_attention(q, k, v, is_real[:, None, None, :]), is_real [B, S] boolean
     """
     name = "scaled_dot_product_attention"
     for argument, x in (("query", query), ("key", key), ("value", value)):
@@ -508,8 +510,21 @@ def scaled_dot_product_attention(
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v, ("query", "key", "value"))
+    keys = None
     if attn_mask is not None:
-        _check_mask(name, attn_mask, is_causal, q, k)
+        keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
+    if attn_mask is not None and keys is not None:
+        end = torch.where(keys, masks.ALWAYS, 0).to(torch.int32)
+        tensors = {"begin": torch.zeros_like(end), "end": end}
+        variant = _variant(name, q, (is_causal, 0, None, 0), None, tensors, ())
+        backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
+        if backend != "torch":
+            out = _attention(name, q, k, v, variant, scale, False, backend, ())
+            return out.reshape((*lead, *query.shape[-3:-1], out.shape[-1]))
+        if is_causal:
+            shape = (q.shape[2], k.shape[2])
+            attn_mask = attn_mask & torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+            is_causal = False
     if attn_mask is not None or dropout_p > 0.0:
         backends.choose(name, None, (query,), _mask_reasons)
         query, scale = _with_positive_scale(query, scale)
@@ -522,8 +537,12 @@ def scaled_dot_product_attention(
     return out.reshape(shape)
 
 
-def _check_mask(operator: str, mask: Tensor, is_causal: bool, q: Tensor, k: Tensor) -> None:
-    """A boolean or floating-point tensor for scores [..., Sq, Sk], not beside is_causal."""
+def _check_mask(
+    operator: str, mask: Tensor, is_causal: bool, dropout_p: float, q: Tensor, k: Tensor,
+    lead: Sequence[int],
+) -> Tensor | None:  # fmt: skip
+    """A boolean or floating-point tensor for scores [..., Sq, Sk], beside is_causal only if kernels
+    take it.  Returns what they take, which keys are seen, [B | 1, H | 1, Sk]."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         check_tensor(operator, "attn_mask", mask)
     check_on(operator, "attn_mask", mask, q.device)
@@ -533,11 +552,37 @@ def _check_mask(operator: str, mask: Tensor, is_causal: bool, q: Tensor, k: Tens
             operator, "attn_mask", f"of shape {list(mask.shape)}",
             f"a shape that broadcasts to [..., {L}, {S}]", "Pass a mask [L, S] of queries and keys.",
         )  # fmt: skip
-    if is_causal:
+    keys = None if dropout_p > 0.0 else _keys_of(mask, q, S, lead)
+    if is_causal and keys is None:
         refuse(
             operator, "attn_mask", "given beside is_causal=True", "the place of is_causal",
             "Write the causal mask into attn_mask.",
         )  # fmt: skip
+    return keys
+
+
+def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | None:
+    """A boolean mask that is the same for all queries, as [B | 1, H | 1, S]; None for any other."""
+    if mask.dtype != torch.bool or not 2 <= mask.ndim <= len(lead) + 3:
+        return None
+    if mask.shape[-2] != 1 and mask.stride(-2) != 0:
+        return None
+    keys = mask[..., 0, :]
+    keys = keys if keys.ndim > 1 else keys[None]
+    heads, batch = keys.shape[-2], keys.shape[:-2]
+    if heads not in (1, q.shape[1]):
+        return None
+    if any(n not in (1, size) for n, size in zip(batch[::-1], lead[::-1], strict=False)):
+        return None
+    if all(n == 1 for n in batch):
+        return keys.reshape(1, heads, keys.shape[-1]).expand(1, heads, S)
+    return keys.expand(*lead, heads, S).reshape(-1, heads, S)
+
+
+def _keys_reasons(backend, variant, q, k, v) -> Iterator[Reason]:
+    """Of a mask of keys, which torch's own operator takes as a tensor."""
+    if backend != "torch":
+        yield from _attention_reasons(backend, variant, q, k, v, False)
 
 
 def _mask_reasons(backend: str) -> Iterator[Reason]:

@@ -75,9 +75,10 @@ def variables(
         n_tiles, rows = cdiv(Sk, block_n), batch * heads
         row_of_batch, row_of_head = heads if batch > 1 else 0, 1 if heads > 1 else 0
         tiles = recipe.make(New.contiguous((rows, 4, n_tiles), torch.int32, q.device))
-        recipe.launch(
-            intervals_kernel, rows * n_tiles, begin, end, tiles, Sk, BLOCK_N=block_n, num_warps=1
-        )  # fmt: skip
+        if rows * n_tiles:
+            recipe.launch(
+                intervals_kernel, rows * n_tiles, begin, end, tiles, Sk, BLOCK_N=block_n, num_warps=1
+            )  # fmt: skip
     if variant.kind.VARLEN:
         sequences = named["cu_seqlens_q"].shape[0] - 1
         # See `counts` of kernels/scores.py.
