@@ -104,6 +104,10 @@ class Mask:
     """What a query may see; see the functions of this module, which make masks.
 
     `a & b`: what both let it see.  print(mask): what it is, and the share of tiles that it visits.
+
+    Example:
+        >>> masks.causal() & masks.window(1023)
+        causal() & window(1023, 0)
     """
 
     __slots__ = ("bands", "parts")
@@ -211,9 +215,15 @@ def joined(operator: str, bands: tuple[Band, ...], diagonal: Any) -> Diagonals:
 def causal(top_left: bool = False) -> Mask:
     """Query i sees the keys up to its position, i + Sk - Sq.
 
-    Args: top_left: instead up to key i, as torch's is_causal.
+    Args:
+        top_left: instead up to key i, as torch's is_causal.
+
     Raises: TypeError: top_left is no bool.
-    Example: masks.causal() & masks.documents(ids)
+
+    Example:
+        >>> masks.causal().visible(2, 3).int()
+        tensor([[1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
     """
     return Mask((Band(None, 0, 0, check_flag("masks.causal", "top_left", top_left)),))
 
@@ -227,7 +237,12 @@ def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
             (attention sinks of StreamingLLM).
 
     Raises: TypeError, ValueError: no integers of 0 or more.
-    Example: masks.window(1023) lets a query see itself and the 1023 keys before.
+
+    Example:
+        >>> masks.window(1).visible(3, 3).int()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 1, 1]], dtype=torch.int32)
     """
     return Mask((window_band("masks.window", left, right, first),))
 
@@ -280,7 +295,13 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
             are of the queries, and of equal ids there is one run.
 
     Raises: TypeError, ValueError: no such tensors.
-    Example: masks.causal() & masks.documents(torch.tensor([0, 0, 0, 1, 1]))
+
+    Example:
+        >>> mask = masks.causal() & masks.documents(torch.tensor([0, 0, 1]))
+        >>> mask.visible(3, 3).int().squeeze()
+        tensor([[1, 0, 0],
+                [1, 1, 0],
+                [0, 0, 1]], dtype=torch.int32)
     """
     name = "masks.documents"
     ids = check_vector(name, "ids", ids, "[S] or [B, S]", 1, 2)
@@ -312,8 +333,15 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
 def padding(lengths: Tensor) -> Mask:
     """Every query of batch entry b sees the keys below lengths[b].
 
-    Args: lengths: [B], int32 or int64.  Raises: TypeError, ValueError: no such tensor.
-    Example: masks.padding(torch.tensor([5, 3])) for two prompts, padded on the right.
+    Args:
+        lengths: [B], int32 or int64.
+
+    Raises: TypeError, ValueError: no such tensor.
+
+    Example:
+        >>> masks.padding(torch.tensor([3, 1])).visible(1, 3).int().squeeze()  # two prompts
+        tensor([[1, 1, 1],
+                [1, 0, 0]], dtype=torch.int32)
     """
     lengths = check_vector("masks.padding", "lengths", lengths, "[B]", 1, 1)
     return Mask(parts=(Lengths(lengths[:, None], False),))
@@ -323,8 +351,16 @@ def prefix(lengths: Tensor) -> Mask:
     """Every query of batch entry b sees the keys below lengths[b], and others up to its position
     (prefix-LM).
 
-    Args: lengths: [B], int32 or int64.  Raises: TypeError, ValueError: no such tensor.
-    Example: masks.prefix(torch.tensor([100, 30]))
+    Args:
+        lengths: [B], int32 or int64.
+
+    Raises: TypeError, ValueError: no such tensor.
+
+    Example:
+        >>> masks.prefix(torch.tensor([2])).visible(3, 3).int().squeeze()
+        tensor([[1, 1, 0],
+                [1, 1, 0],
+                [1, 1, 1]], dtype=torch.int32)
     """
     lengths = check_vector("masks.prefix", "lengths", lengths, "[B]", 1, 1)
     return Mask(parts=(Lengths(lengths[:, None], True),))
@@ -344,7 +380,14 @@ def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
     With fewer queries than keys the queries are the last tokens.
 
     Raises: TypeError, ValueError: no such tensors; on a CPU also tokens that are not in this order.
-    Example: tree(torch.tensor([-1, 0, 1, 1, 3])): two branches, of one and two tokens, behind two.
+
+    Example:
+        >>> parents = torch.tensor([-1, 0, 0, 2])  # two branches, of one and two tokens, behind one
+        >>> (masks.causal() & masks.tree(parents)).visible(4, 4).int().squeeze()
+        tensor([[1, 0, 0, 0],
+                [1, 1, 0, 0],
+                [1, 0, 1, 0],
+                [1, 0, 1, 1]], dtype=torch.int32)
     """
     name, enter = "masks.tree", parents
     if leave is None:
@@ -387,9 +430,15 @@ def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
 def intervals(begin: Tensor, end: Tensor) -> Mask:
     """Key j is seen by the queries begin[j] ... end[j] - 1, counted by their rows.
 
-    Args: begin, end: [Sk], [B, Sk] or [B | 1, Hq | 1, Sk], int32 or int64.
+    Args:
+        begin, end: [Sk], [B, Sk] or [B | 1, Hq | 1, Sk], int32 or int64.
+
     Raises: TypeError, ValueError: no such tensors.
-    Example: intervals(torch.arange(S), torch.full((S,), S)) is causal.
+
+    Example:
+        >>> mask = masks.intervals(torch.arange(3), torch.full((3,), 3))
+        >>> torch.equal(mask.visible(3, 3).squeeze(), masks.causal().visible(3, 3).squeeze())
+        True
     """
     name = "masks.intervals"
     begin = check_vector(name, "begin", begin, "[Sk], [B, Sk] or [B, H, Sk]", 1, 3)
@@ -421,7 +470,9 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
     Returns: the matplotlib Figure.
     Raises: ImportError: without matplotlib (pip install matplotlib); ValueError: lengths that are not
         the mask's.
-    Example: masks.draw(masks.window(7), 32, 32, "window.png")
+
+    Example:
+        >>> figure = masks.draw(masks.window(7), 32, 32)  # path="window.png" saves it
     """
     from matplotlib.figure import Figure
 

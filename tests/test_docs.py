@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import flashproto
-from flashproto import backends, hooks, nn
+from flashproto import backends, hooks, masks, nn
 from flashproto.bench import __main__ as bench
 from flashproto.bench import api, docs, plots, speed
 
@@ -179,7 +179,8 @@ def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, by the backend that is chosen there."""
     monkeypatch.setattr(hooks, "_hooks", dict(hooks._hooks))
     torch.manual_seed(0)
-    names = {"torch": torch, "flashproto": flashproto, "backends": backends, "hooks": hooks, "nn": nn}
+    names = {"torch": torch, "flashproto": flashproto}
+    names |= {"backends": backends, "hooks": hooks, "masks": masks, "nn": nn}
     things = [
         thing for other, thing in DOCUMENTED.items() if other == name or other.startswith(f"{name}.")
     ]

@@ -14,7 +14,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MODULES = ("flashproto", "flashproto.nn", "flashproto.hooks", "flashproto.backends")
+MODULES = (
+    "flashproto", "flashproto.masks", "flashproto.nn", "flashproto.hooks", "flashproto.backends",
+)  # fmt: skip
 BLOCK = re.compile(r"^(Args|Returns|Raises|Source|Shapes|Example)\b([^:\n]*):\s*(.*)$")
 WIDTH = 100
 
@@ -27,7 +29,7 @@ every example, with these lines before it:
 import torch
 
 import flashproto
-from flashproto import backends, hooks, nn
+from flashproto import backends, hooks, masks, nn
 ```
 
 `impl` of every function names a backend, None chooses: see [backends](#flashprotobackends).

@@ -113,7 +113,14 @@ def attention(
     al., "Train Short, Test Long" (2021, ALiBi); Xiao et al., "Efficient Streaming Language Models with
     Attention Sinks" (2023).
 
-    Example: attention(q, k, v, causal=True, window=(1023, 0), sinks=model.sinks)
+    Example:
+        >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
+        >>> out, lse = flashproto.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 4, 8, 16]), torch.Size([2, 4, 8]))
+        >>> same = flashproto.attention(q, k, v, causal=True, window=(7, 0), mask=masks.causal())
+        >>> torch.allclose(same, out, atol=1e-6)
+        True
     """
     name = "attention"
     q, k, v = autocast_low_precision(q, k, v)
@@ -190,7 +197,11 @@ def attention_qkv(
 
     Args: qkv [B, S, (n_heads + 2 n_kv_heads) D], the heads of q, then k, then v; others as attention.
     Returns: out [B, n_heads, S, D], in memory [B, S, n_heads, D].  Errors as attention.
-    Example: attention_qkv(project(x), 16, 4, causal=True, window=(1023, 0))
+
+    Example:
+        >>> qkv = torch.randn(2, 8, (4 + 2 * 2) * 16)
+        >>> flashproto.attention_qkv(qkv, 4, 2, causal=True, window=(3, 0)).shape
+        torch.Size([2, 4, 8, 16])
     """
     name = "attention_qkv"
     (qkv,) = autocast_low_precision(qkv)
@@ -284,8 +295,15 @@ def attention_varlen(
         Tokens behind the last sequence give what a query without a key gives.
 
     Raises: as attention.
-    Example: attention_varlen(q, k, v, cu, cu, causal=True) with cu = [0, 5, 5, 12] has sequences of 5,
-        0 and 7 tokens.
+
+    Example:
+        >>> q, k, v = torch.randn(12, 4, 16), torch.randn(12, 2, 16), torch.randn(12, 2, 16)
+        >>> cu = torch.tensor([0, 5, 5, 12], dtype=torch.int32)  # sequences of 5, 0 and 7 tokens
+        >>> out = flashproto.attention_varlen(q, k, v, cu, cu, causal=True)
+        >>> first = (x[:5].transpose(0, 1)[None] for x in (q, k, v))
+        >>> expected = flashproto.attention(*first, causal=True)[0].transpose(0, 1)
+        >>> torch.allclose(out[:5], expected, atol=1e-5)
+        True
     """
     name = "attention_varlen"
     q, k, v = autocast_low_precision(q, k, v)
@@ -481,7 +499,15 @@ def scaled_dot_product_attention(
     backend was made the default by name they raise BackendError.
 
     Raises: TypeError, ValueError: an argument does not fit.
-    Example: scaled_dot_product_attention(q, k, v, is_real[:, None, None, :]), is_real [B, S] boolean
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+        >>> is_real = torch.arange(8) < torch.tensor([[8], [5]])
+        >>> mask = is_real[:, None, None, :]
+        >>> out = flashproto.scaled_dot_product_attention(q, k, v, mask)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
     """
     name = "scaled_dot_product_attention"
     for argument, x in (("query", query), ("key", key), ("value", value)):
