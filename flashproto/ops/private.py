@@ -92,28 +92,23 @@ def has_tangent(x: object) -> bool:
     return isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None
 
 
-def one_by_one(
-    function: Callable[..., tuple[Any, ...]], tensors: Sequence[Any], level: int | None = None
-) -> tuple[Any, ...]:
+def one_by_one(function: Callable[..., tuple[Any, ...]], tensors: Sequence[Any]) -> tuple[Any, ...]:
     """function(*tensors), some tensors, where torch.autograd takes gradients of a batch by its own vmap
     (is_grads_batched, jacobian(vectorize=True)): of one gradient after another."""
-    if is_dynamo_compiling() or not any(x is not None and is_batched(x) for x in tensors):
+    batched = [] if is_dynamo_compiling() else [x for x in tensors if x is not None and is_batched(x)]
+    if not batched:
         return function(*tensors)
-    if level is None:  # of the innermost vmap
-        level = _C._vmapmode_increment_nesting() - 1
-        _C._vmapmode_decrement_nesting()
+    # The innermost of the vmaps, which a thread of autograd's own does not know: a tensor that is not of
+    # a vmap is expanded to the number of rows that is asked for, here none.
+    level = max(
+        level for level in range(1, 65)
+        if any(len(torch._remove_batch_dim(x, level, 0, 0)) for x in batched)
+    )  # fmt: skip
     # [n, ...] each, or [1, ...] of those that this vmap has no batch of.
     batches = [None if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in tensors]
     n = max(len(x) for x in batches if x is not None)
-    columns = zip(
-        *(
-            one_by_one(
-                function, [x if x is None else x[i if len(x) > 1 else 0] for x in batches], level - 1
-            )
-            for i in range(n)
-        ),
-        strict=True,
-    )
+    rows = ([x if x is None else x[i if len(x) > 1 else 0] for x in batches] for i in range(n))
+    columns = zip(*(one_by_one(function, row) for row in rows), strict=True)
     return tuple(
         None if x[0] is None else torch._add_batch_dim(torch.stack(x), 0, level) for x in columns
     )
