@@ -113,7 +113,7 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
-def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
+def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
     """The types of what a kernel of this kind is given, in the order of kernels/scores.py, and the
     places of what it is not given."""
     if kind.TUNED:
@@ -132,8 +132,9 @@ def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], Non
         ("*fp32", kind.MAX_SCORE),
         ("*fp32", False),
         ("*fp32", False),
+        ("i32", kernel is attention_backward_kernel),
     )
-    place = attention_forward_kernel.arg_names.index("variables")
+    place = kernel.arg_names.index("variables")
     absent = {(place, i): None for i, (_, used) in enumerate(given) if not used}
     return tuple(t if used else "constexpr" for t, used in given), absent
 
@@ -142,7 +143,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    variables, absent = variables_of(config.KIND)
+    variables, absent = variables_of(attention_forward_kernel, config.KIND)
     return case(
         config.name,
         attention_forward_kernel,
@@ -151,6 +152,27 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         {"q_desc": queries, "k_desc": keys, "v_desc": keys},
         FORWARD_STACK,
         max_registers=config.max_registers,
+        variables=variables,
+    )
+
+
+def backward_case(element: str, config: configs.HopperBackward) -> Case:
+    queries, keys = (heads(element, rows, config.D) for rows in (config.BM, config.BN))
+    variables, absent = variables_of(attention_backward_kernel, config.KIND)
+    return case(
+        config.name,
+        attention_backward_kernel,
+        element,
+        {"CFG": config} | absent,
+        {
+            "q_desc": queries,
+            "do_desc": queries,
+            "k_desc": keys,
+            "v_desc": keys,
+            "lse_delta_desc": lse_and_delta(config.BM),
+            "dq_desc": float32(128, 32),
+        },
+        64,
         variables=variables,
     )
 
@@ -164,21 +186,9 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 continue  # the same registers as bf16
             yield forward_case(element, config)
         for config in backward_configurations():
-            D, causal = config.D, config.KIND.CAUSAL
-            if element == "fp16" and not (D == 128 and causal):
+            if element == "fp16" and not (config.D == 128 and config.KIND.CAUSAL):
                 continue
-            queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
-            descriptors = {
-                "q_desc": queries,
-                "do_desc": queries,
-                "k_desc": keys,
-                "v_desc": keys,
-                "lse_delta_desc": lse_and_delta(config.BM),
-                "dq_desc": float32(128, 32),
-            }
-            yield case(
-                config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
-            )
+            yield backward_case(element, config)
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
