@@ -201,6 +201,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             "R": PREPROCESS_ROWS,
             "BM": config.BM,
             "PDL": True,
+            "lse2_ptr": None,
+            "delta_ptr": None,
         }
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}
