@@ -145,7 +145,7 @@ def stashed_item(stash):
 def tile_of_intervals(b, h, n, NB, given):
     """Where intervals_kernel's numbers of key tile n are for query head h; they are NB apart."""
     row = b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]
-    return given[TILES_OF_ALL] + row.to(gl.int64) * (4 * NB) + n
+    return given[TILES_OF_ALL] + row * (4 * NB) + n
 
 
 @gluon.jit
