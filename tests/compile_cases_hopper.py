@@ -82,11 +82,13 @@ def case(
     for argument in kernel.arg_names:
         if argument == "variables":
             signature[argument] = variables
+        elif argument in constexprs:
+            continue
         elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
-        elif argument not in signature and argument not in constexprs:
+        elif argument not in signature:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, t in signature.items() if isinstance(t, str) and t.startswith("*"))
     return Case(

@@ -19,8 +19,9 @@ from torch import Tensor
 from variant_problem import Call, assert_within_bound, drawn, exact_and_eager, make, run
 
 from flashproto import configs
-from flashproto.functional import attention as functional
+from flashproto.functional.attention import _band, _intervals, _variant
 from flashproto.kernels import schedule
+from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.ops import attention as attention_op
 from flashproto.variant import Kind, Variant, backward_backend, main_backward, pack, variant_of
@@ -157,6 +158,89 @@ def test_producer_and_consumers_visit_all_queries_that_see_a_key(
         assert Counter(items) == Counter(wanted)
 
 
+# --- what happens to a tile of scores ---------------------------------------------------------------
+
+
+class Tile(Tensor):
+    """A tensor as device code has it."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+
+@pytest.mark.parametrize("intervals", [False, True])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("BM", [64, 128])
+def test_masks_and_distances_of_a_tile(
+    BM: int, band: Kind, intervals: bool, seed: int, host: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As visible() and ALiBi are defined, for tiles at all places; what is not masked needs no mask."""
+    language = SimpleNamespace(
+        minimum=lambda a, b: min(int(a), int(b)),
+        maximum=lambda a, b: max(int(a), int(b)),
+        where=lambda c, x, y: torch.where(torch.as_tensor(c), x, torch.as_tensor(y)),
+        arange=lambda start, stop, layout: torch.arange(start, stop),
+        load=lambda pointer, mask=True, other=0: load(pointer, mask, other),
+        convert_layout=lambda x, layout, assert_trivial: x.as_subclass(Tile),
+        SliceLayout=lambda dim, parent: None,
+        float32=torch.float32,
+        int64=torch.int64,
+    )
+    monkeypatch.setattr(tile_masks, "gl", language)
+    monkeypatch.setattr(tile_masks, "accumulator", lambda N: None)
+    monkeypatch.setattr(tile_masks, "along", lambda layout, dim: None)
+    monkeypatch.setattr(tile_masks, "EVERYWHERE", tile_masks.EVERYWHERE.value)
+    monkeypatch.setattr(tile_masks, "clamp", lambda x, low, high: torch.clamp(x, low, high))
+    monkeypatch.setattr(tile_masks, "tile_of_intervals", work.tile_of_intervals)
+    monkeypatch.setattr(tile_masks, "modified", lambda s, scale, v, kind, i, j: s + (i - j + v[7]))
+    for name in ("mask", "mask_keys", "of_keys"):
+        monkeypatch.setattr(tile_masks, name, getattr(tile_masks, name).fn)
+    kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, INTERVALS=intervals, ALIBI=True)
+    generator = random.Random(seed)
+    whole = masked = 0
+    for _ in range(60):
+        Sq, Sk = generator.randrange(1, 700), generator.randrange(1, 700)
+        offset = generator.choice((Sk - Sq, 0, 200, -100)) if kind.CAUSAL or kind.WINDOW else Sk
+        left, first = generator.choice((10, 300, 700)), generator.randrange(1, 500)
+        begin = end = None
+        if intervals:
+            short = generator.random() < 0.5
+            begin = torch.randint(-1, Sq // 4 + 1, (1, 1, Sk))
+            begin[..., generator.randrange(Sk)] = 2**31 - 1 if short else -(2**31)
+            end = torch.randint(Sq // 2 if short else Sq, Sq + 2, (1, 1, Sk))
+        config = configs.attention_backward_hopper(64 if BM == 128 else 128, 4096, kind)
+        assert config.BM == BM
+        given = list(given_of(kind, left, first, begin, end, config.BN, 1))
+        if begin is not None and end is not None:
+            given[5], given[6] = Pointer(begin.view(-1)), Pointer(end.view(-1))
+        given[4], given[18] = Pointer(torch.tensor([0.5])), 2 * Sq + 1
+        row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
+        NB = -(-Sk // config.BN)
+        given[10] = given[11] = torch.tensor(0)
+        seen = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, tuple(given), Sk, offset, NB, config)
+        i, j = i0 + torch.arange(BM)[None, :], row + torch.arange(64)[:, None]
+        wanted = (j < Sk) & (i > -1)
+        if kind.CAUSAL:
+            wanted = wanted & (j <= i + offset)
+        if kind.WINDOW:
+            wanted = wanted & ((j >= i + offset - left) | (kind.FIRST & (j < first)))
+        if begin is not None and end is not None:
+            b, e = (x.view(-1)[j.clamp(max=Sk - 1)] for x in (begin, end))
+            wanted = wanted & (b <= i) & (i < e)
+        x = torch.zeros(64, BM).as_subclass(Tile)
+        place = i0 + offset - row
+        for function in (tile_masks.mask, tile_masks.mask_if_needed.fn):
+            got = function(x, Sk - 1 - row, place, seen, kind).as_subclass(Tensor) == 0
+            there = (i < Sq).expand(64, BM)
+            assert torch.equal(got & there, wanted & there)
+        whole += bool(got.all())
+        masked += not got.all()
+        distance = tile_masks.modify.fn(x, place, 1.0, seen, kind).as_subclass(Tensor)
+        assert torch.equal(distance, (i + (Sk - Sq) - j).float())
+    assert masked > 5 and (whole > 0 or kind.WINDOW), (masked, whole)
+
+
 # --- where gradients are computed -------------------------------------------------------------------
 
 
@@ -187,10 +271,10 @@ def variant_of_call(call: Call, q: Tensor, k: Tensor) -> Variant:
     options = call.options
     mask = options.get("mask")
     causal, window = options["causal"], options.get("window")
-    band = functional._band("attention", causal, window, mask, q.shape[2], k.shape[2])
-    begin, end = (None, None) if mask is None else functional._intervals("attention", mask, q, k)
+    band = _band("attention", causal, window, mask, q.shape[2], k.shape[2])
+    begin, end = (None, None) if mask is None else _intervals("attention", mask, q, k)
     tensors = {"begin": begin, "end": end} | {n: x.detach() for n, x in call.parameters.items()}
-    return functional._variant("attention", q, band, options.get("softcap"), tensors, ())
+    return _variant("attention", q, band, options.get("softcap"), tensors, ())
 
 
 def backward_of(

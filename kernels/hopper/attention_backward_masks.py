@@ -10,6 +10,7 @@ a walk down ends with them.  Where there are fewer keys, all steps need one.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..schedule import clamp
 from ..scores import (
     BEGIN,
     END,
@@ -69,13 +70,13 @@ def as_seen_from(row, b, h, given, Sk, offset, NB, CFG: gl.constexpr):
     if KIND.INTERVALS:
         Sq = given[QUERIES] >> 1
         at = tile_of_intervals(b, h, row // CFG.BN, NB, given)
-        whole_begin = gl.load(at + 2 * NB) + (offset - row)
+        whole_begin = clamp(gl.load(at + 2 * NB), 0, EVERYWHERE) + (offset - row)
         whole_end = gl.load(at + 3 * NB)
-        whole_end = gl.where(whole_end >= Sq, EVERYWHERE, whole_end + (offset - row))
+        whole_end = gl.where(whole_end >= Sq, EVERYWHERE, gl.maximum(whole_end, 0) + (offset - row))
         j = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator(CFG.BM)))
         line = (b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]).to(gl.int64) * Sk
-        begin = gl.load(given[BEGIN] + line + j, j < Sk, 0) + (offset - row)
-        end = gl.load(given[END] + line + j, j < Sk, 0) + (offset - row)
+        begin = clamp(gl.load(given[BEGIN] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
+        end = clamp(gl.load(given[END] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
     return left, first, softcap, 0.0, slope, begin, end, diagonal, whole_begin, whole_end
 
 
@@ -105,6 +106,14 @@ def modify(x, last_key, scale, variables, KIND: gl.constexpr):
 
 
 @gluon.jit
+def of_keys(a, y):
+    """a [64], one number for each key, for y [warp, half, row, tile, lane, pair]."""
+    L: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, y.type.layout)))
+    a = gl.convert_layout(a.reshape([4, 2, 8]), L, assert_trivial=True)
+    return a[:, :, :, None, None, None]
+
+
+@gluon.jit
 def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where key > limit, and where a query's place or window does not let it
     see the key.
@@ -130,6 +139,10 @@ def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
         if KIND.FIRST:
             near = near | (half * 8 < variables[FIRST] - low)
         seen = seen & near
+    if KIND.INTERVALS:
+        to = last_key + lane * 2
+        seen = seen & (tile * 8 + pair >= of_keys(variables[BEGIN], y) - to)
+        seen = seen & (tile * 8 + pair < of_keys(variables[END], y) - to)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
@@ -140,16 +153,11 @@ def mask(x, limit, last_key, variables, KIND: gl.constexpr):
 
     limit: the last key there is; last_key: the place of the tile's first query.
     """
-    if KIND.CAUSAL or KIND.WINDOW:
-        x = mask_keys(x, limit, last_key, variables, KIND)
+    if KIND.CAUSAL or KIND.WINDOW or KIND.INTERVALS:
+        return mask_keys(x, limit, last_key, variables, KIND)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
-        x = gl.where((keys <= limit)[:, None], x, -float("inf"))
-    if KIND.INTERVALS:
-        place = last_key + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))[None, :]
-        seen = (variables[BEGIN][:, None] <= place) & (place < variables[END][:, None])
-        x = gl.where(seen, x, -float("inf"))
-    return x
+        return gl.where((keys <= limit)[:, None], x, -float("inf"))
 
 
 @gluon.jit
