@@ -162,7 +162,7 @@ def kind_of(text: str) -> Kind:
 
 # Fields of Kind that the kernels of kernels/hopper have.
 HOPPER_FORWARD = (
-    "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE",
+    "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE", "VARLEN",
 )  # fmt: skip
 HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI")
 

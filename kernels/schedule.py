@@ -169,7 +169,7 @@ def next_run(
     return first, last, what == 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
 def visits_kernel(
     visits_ptr, Sq, Sk, offset, given,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
@@ -292,3 +292,53 @@ def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.const
         j0 = tl.program_id(0) % n_tiles * BLOCK_N
         token, key, rows = 0, 0, Sq
     return head, j0, Sq, Sk, offset, token, key, rows
+
+
+# What slots_kernel says of a slot, one word each: how many key tiles it visits, at least 1, or 0 for a
+# slot without queries; its first query; where its sequence's queries begin, and how many these are; the
+# same of keys.
+RECORD = tl.constexpr(8)
+
+
+@triton.jit(do_not_specialize=["offset"])
+def slots_kernel(
+    slots_ptr, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """Program: of one slot of queries, its record.  slots [slots, RECORD]."""
+    _, i0, Sq, Sk, offset, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
+    left, first = 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST]
+    variables = left, first
+    begin, _, _, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    tiles = tl.maximum(end - begin + first_tiles(begin, variables, BLOCK_N, KIND), 1)
+    to = slots_ptr + tl.program_id(0) * RECORD
+    tl.store(to, tl.where(i0 < Sq, tiles, 0))
+    tl.store(to + 1, i0)
+    tl.store(to + 2, token)
+    tl.store(to + 3, Sq)
+    tl.store(to + 4, key)
+    tl.store(to + 5, Sk)
+
+
+@triton.jit(do_not_specialize=["n_slots"])
+def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
+    """Program: one slot's record to its place among all, those with more key tiles first.
+
+    ordered [1 + slots, RECORD]; its first word: how many slots have queries.
+    """
+    slot = tl.program_id(0)
+    tiles = tl.load(slots_ptr + slot * RECORD)
+    rank, count = 0, 0
+    for at in range(0, n_slots, BLOCK):
+        other = at + tl.arange(0, BLOCK)
+        theirs = tl.load(slots_ptr + other * RECORD, other < n_slots, 0)
+        earlier = (theirs > tiles) | ((theirs == tiles) & (other < slot))
+        rank += tl.sum((earlier & (other < n_slots)).to(tl.int32), 0)
+        count += tl.sum((theirs > 0).to(tl.int32), 0)
+    word = tl.arange(0, RECORD)
+    record = tl.load(slots_ptr + slot * RECORD + word)
+    tl.store(ordered_ptr + (1 + rank) * RECORD + word, record)
+    tl.store(ordered_ptr, count, slot == 0)

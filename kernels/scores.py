@@ -35,7 +35,9 @@ TILES = tl.constexpr(8)  # pointer to what intervals_kernel says of the key tile
 CU_SEQLENS_Q = tl.constexpr(7)
 CU_SEQLENS_K = tl.constexpr(8)
 TILES_OF_ALL = tl.constexpr(9)
-VISITS = tl.constexpr(9)  # what visits_kernel says of them, where the Hopper forward takes that instead
+# In its place in the Hopper forward: what visits_kernel says of them, or order_kernel of slots.
+VISITS = tl.constexpr(9)
+SLOTS = tl.constexpr(9)
 ROW_OF_BATCH = tl.constexpr(10)  # which row of the intervals a head has
 ROW_OF_HEAD = tl.constexpr(11)
 COUNTS = tl.constexpr(12)  # of sequences, queries and keys, see `counts`

@@ -18,7 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
-from flashproto.variant import Kind
+from flashproto.variant import HOPPER_BACKWARD, Kind, Variant, main_backward
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -36,6 +36,19 @@ QUERIES = (
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
+# Kinds beside causal and full, and head dims; a mask may need a few words.
+VARIANTS = (
+    (128, Kind(CAUSAL=True, WINDOW=True)),
+    (64, Kind(SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SOFTCAP=1)),
+    (128, Kind(CAUSAL=True, SINKS=True, ALIBI=True)),
+    (128, Kind(CAUSAL=True, INTERVALS=True)),
+    (128, Kind(CAUSAL=True, VARLEN=True)),
+    (64, Kind(True, True, True, True, 1, True, True, True)),
+    (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
+)
+VARIANT_STACK = 192
+BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
 
@@ -128,7 +141,7 @@ def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[i
         ("*fp32", kind.ALIBI),
         *[("*i32", kind.INTERVALS)] * 2,
         *[("*i32", kind.VARLEN)] * 2,
-        ("*i32", kind.INTERVALS),
+        ("*i32", kind.INTERVALS or kind.VARLEN),
         *[("i32", kind.INTERVALS)] * 2,
         *[("i32", kind.VARLEN)] * 3,
         ("*fp32", kind.MAX_SCORE),
@@ -152,7 +165,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         element,
         {"CFG": config} | absent,
         {"q_desc": queries, "k_desc": keys, "v_desc": keys},
-        FORWARD_STACK,
+        FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
         variables=variables,
     )
@@ -174,7 +187,7 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
             "lse_delta_desc": lse_and_delta(config.BM),
             "dq_desc": float32(128, 32),
         },
-        64,
+        64 if config.KIND.TUNED else BACKWARD_VARIANT_STACK,
         variables=variables,
     )
 
@@ -191,6 +204,12 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             if element == "fp16" and not (config.D == 128 and config.KIND.CAUSAL):
                 continue
             yield backward_case(element, config)
+    for D, kind in VARIANTS:
+        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
+    for D, kind in VARIANTS:
+        kind = main_backward(Variant(kind)).kind
+        if not kind.beyond(HOPPER_BACKWARD):
+            yield backward_case("bf16", configs.attention_backward_hopper(D, 4096, kind))
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))

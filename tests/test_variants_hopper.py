@@ -17,13 +17,24 @@ from hypothesis import strategies as st
 from rows import poison
 from schedule_on_the_host import ranges_on_the_host
 from torch import Tensor
-from variant_problem import Call, assert_within_bound, drawn, eager, exact_and_eager, make, run
+from variant_problem import (
+    Call,
+    assert_within_bound,
+    drawn,
+    eager,
+    eager_packed,
+    exact_and_eager,
+    make,
+    make_packed,
+    run,
+    starts,
+)
 
 import flashproto
 from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
-from flashproto.kernels.schedule import intervals_kernel, visits_kernel
+from flashproto.kernels.schedule import intervals_kernel, order_kernel, slots_kernel, visits_kernel
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
 # --- which key tiles are visited --------------------------------------------------------------------
@@ -121,6 +132,46 @@ def test_lists_of_the_tiles_that_intervals_visit(
             assert [x // 2 for x in found] == (needed or [0])
 
 
+@pytest.mark.parametrize(
+    ("lengths", "behind"),
+    [([(70, 70), (0, 5), (200, 90), (33, 300), (64, 0)], (9, 2)), ([], (40, 0)), ([(1, 1)], (0, 0))],
+)
+@pytest.mark.parametrize("kind", [Kind(VARLEN=True), Kind(True, True, True, VARLEN=True)], ids=str)
+def test_slots_of_sequences_come_longest_first(
+    lengths: list[tuple[int, int]], behind: tuple[int, int], kind: Kind, device: str
+) -> None:
+    """Each tile of each sequence once, with what its sequence is, and of the key tiles it visits as
+    many as key_ranges says; tokens behind the last sequence see none."""
+    BM, BN, left, first = 64, 32, 70, 40
+    cu = starts(lengths, device)
+    totals = [int(x[-1]) + more for x, more in zip(cu, behind, strict=True)]
+    given = [left if kind.WINDOW else None, first if kind.FIRST else None, *[None] * 5, *cu]
+    counts = [2 * n + 1 for n in (len(lengths), *totals)]
+    slots = totals[0] // BM + len(lengths) + 1
+    made = torch.full((slots, 8), -7, dtype=torch.int32, device=device)
+    ordered = torch.full((1 + slots, 8), -7, dtype=torch.int32, device=device)
+    arguments = (*given, None, None, None, *counts, None, None, None)
+    slots_kernel[(slots,)](made, 0, arguments, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
+    order_kernel[(slots,)](made, ordered, slots, BLOCK=4)
+    wanted = []
+    at = [0, 0]
+    for Sq, Sk in (*lengths, (behind[0], 0)):
+        for i0 in range(0, Sq, BM):
+            high = min(i0 + BM + Sk - Sq, Sk) if kind.CAUSAL else Sk
+            end = -(-max(high, 0) // BN)
+            begin, early = 0, 0
+            if kind.WINDOW:
+                begin = min(max(i0 + Sk - Sq - left, 0) // BN, end)
+                early = min(-(-first // BN), begin)
+            wanted.append((max(end - begin + early, 1), i0, at[0], Sq, at[1], Sk))
+        at = [at[0] + Sq, at[1] + Sk]
+    count = int(ordered[0, 0])
+    found = [tuple(x[:6]) for x in ordered[1:].tolist()]
+    assert sorted(found[:count]) == sorted(wanted)
+    tiles = [x[0] for x in found]
+    assert tiles == sorted(tiles, reverse=True) and not any(tiles[count:])
+
+
 def runs_of(generator: random.Random, length: int) -> list[int]:
     """Numbers of documents, one behind the other."""
     made: list[int] = []
@@ -155,7 +206,7 @@ def test_costs_of_items_under_a_window_are_their_tiles(
 
 def test_kinds_that_the_kernels_have_and_those_they_have_not() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
-    have = Kind(True, True, True, True, 1, True, True, True)
+    have = Kind(True, True, True, True, 1, True, True, True, VARLEN=True)
     assert list(reasons("hopper", Variant(have), q, q, q, True)) == []
     for kind, text in ((Kind(ENTROPY=True), "no entropy"),):
         (reason,) = reasons("hopper", Variant(kind), q, q, q, True)
@@ -298,6 +349,82 @@ def test_documents_in_long_rows(hopper: None) -> None:
         return (ids[i] == ids[j]) & (j <= i)
 
     compare(Call(p, (), {"causal": True, "mask": masks.documents(ids)}, (sees,)))
+
+
+LENGTHS: dict[str, list[tuple[int, int]]] = {
+    "a few": [(300, 300), (0, 7), (1, 1), (129, 129), (40, 0), (700, 400)],
+    "none": [],
+    "many": [(n, n) for n in (128, 4000, 17, 256, 90, 1, 1000, 300, 64, 65) * 4],
+    "a short one": [(5, 900)],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("behind", [(0, 0), (33, 20)])
+@pytest.mark.parametrize("lengths", LENGTHS)
+@pytest.mark.parametrize(
+    "names",
+    [(), ("causal",), ("causal", "first_keys", "softcap", "sinks", "alibi", "max_score")],
+    ids="+".join,
+)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_sequences_against_float64(
+    D: int, names: tuple[str, ...], lengths: str, behind: tuple[int, int], seed: int, hopper: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """What is behind the last sequence is no number, and must not be met."""
+    if lengths == "none" and behind == (0, 0):
+        pytest.skip("no token")
+    poison(monkeypatch)
+    given = LENGTHS[lengths]
+    call = drawn(random.Random(seed), problem((1, 4, 2, 300, 300), D), names, "cuda")
+    print(call, lengths, behind)
+    inputs, _ = make_packed(call, given, behind, "cuda")
+    q, k, v = (x.detach() for x in inputs)
+    T, Tk = (sum(n[side] for n in given) for side in (0, 1))
+    with torch.no_grad():
+        exact, plain = (
+            eager_packed(*(x.to(dtype) for x in (q, k, v)), parameters_of(call, dtype), call, given)
+            for dtype in (torch.float64, BRAIN)
+        )
+        k[Tk:], v[Tk:], q[T:] = (torch.nan,) * 3
+        if k.shape[0] == 0:
+            pytest.skip("no key")
+        made = flashproto.attention_varlen(
+            q, k, v, *starts(given, "cuda"), **call.options, return_lse=True, impl="hopper"
+        )
+    got = dict(zip(("out", "lse", *call.aux), made, strict=True))
+    assert_within_bound(got, {n: exact[n] for n in got}, {n: plain[n] for n in got}, call)
+
+
+@pytest.mark.gpu
+def test_values_of_other_sequences_are_not_met(hopper: None) -> None:
+    q, k, v = (torch.randn(500, 2, 128, device="cuda", dtype=BRAIN) for _ in range(3))
+    cu = torch.tensor([0, 100, 330, 500], dtype=torch.int32, device="cuda")
+    wanted = flashproto.attention_varlen(q, k, v, cu, cu, impl="hopper")
+    k[100:330], v[100:330] = torch.nan, torch.inf
+    got = flashproto.attention_varlen(q, k, v, cu, cu, impl="hopper")
+    assert torch.equal(got[:100], wanted[:100]) and torch.equal(got[330:], wanted[330:])
+    assert got[100:330].isnan().all()
+
+
+@pytest.mark.gpu
+def test_other_lengths_in_a_graph(hopper: None) -> None:
+    q, k, v = (torch.randn(600, 4, 64, device="cuda", dtype=BRAIN) for _ in range(3))
+    lengths = [[0, 100, 330, 600], [0, 0, 600, 600], [0, 64, 128, 599]]
+    cu = torch.tensor(lengths[0], dtype=torch.int32, device="cuda")
+
+    def call() -> Tensor:
+        return flashproto.attention_varlen(q, k, v, cu, cu, causal=True, impl="hopper")
+
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    for own in lengths:
+        cu.copy_(torch.tensor(own))
+        graph.replay()
+        assert torch.equal(out, call())
 
 
 @pytest.mark.gpu

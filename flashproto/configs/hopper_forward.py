@@ -90,7 +90,8 @@ class HopperForward:
     def HAS_WORK_TABLE(self) -> bool:
         """Whether the order of work comes from balanced_work: where items are of different lengths
         that the host knows."""
-        return (self.KIND.CAUSAL and not self.KIND.INTERVALS) or self.IDLE
+        kind = self.KIND
+        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN)) or self.IDLE
 
     @property
     def MASKS(self) -> bool:

@@ -17,7 +17,7 @@ from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
-from ..kernels.schedule import visits_kernel
+from ..kernels.schedule import RECORD, order_kernel, slots_kernel, visits_kernel
 from ..kernels.scores import TILES_OF_ALL, VISITS
 from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, variables
@@ -41,7 +41,8 @@ def eighths(strides: Shape) -> tuple[int, int, int]:
 def diagonal(variant: Variant, Sk: int) -> int:
     """The offset of these kernels' masks: query i sees key j <= i + offset, all keys if there is no
     band."""
-    return variant.offset if variant.kind.CAUSAL or variant.kind.WINDOW else Sk
+    kind = variant.kind
+    return variant.offset if kind.CAUSAL or kind.WINDOW or kind.VARLEN else Sk
 
 
 # --- the order of work ---------------------------------------------------------------------------
@@ -102,6 +103,43 @@ def boxes_of_queries(
     return (B, Hq // group, Sq, group, head_dim), (b, group * h, s, h, one), box
 
 
+def slots_of(variant: Variant, tokens: int, block: int) -> int:
+    """How many tiles sequences of so many tokens may have, see sequence_of of kernels/schedule.py."""
+    return tokens // block + variant.named["cu_seqlens_q"].shape[0]
+
+
+def work_on_device(
+    recipe: Recipe, config: configs.HopperForward, variant: Variant, q: Operand, k: Operand,
+    max_score: Operand | None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
+    visited, where intervals or lengths on the device say so."""
+    kind, BM, BN = variant.kind, config.BQ, config.BN
+    given = variables(recipe, variant, q, k, BN, max_score, None, None)
+    Sq, Sk = q.shape[2], k.shape[2]
+    if kind.INTERVALS:
+        rows, tiles = given[TILES_OF_ALL.value].shape[0], cdiv(Sq, BM)
+        work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
+        recipe.launch(
+            visits_kernel, rows * tiles, work, Sq, Sk, diagonal(variant, Sk), given,
+            BLOCK_M=BM, BLOCK_N=BN, KIND=kind, num_warps=1,
+        )  # fmt: skip
+    elif kind.VARLEN:
+        slots = slots_of(variant, Sq, BM)
+        made, work = (
+            recipe.make(New.contiguous((n, RECORD.value), torch.int32, q.device))
+            for n in (slots, 1 + slots)
+        )
+        recipe.launch(
+            slots_kernel, slots, made, variant.offset, given,
+            BLOCK_M=BM, BLOCK_N=BN, KIND=kind, num_warps=1,
+        )  # fmt: skip
+        recipe.launch(order_kernel, slots, made, work, slots, BLOCK=256, num_warps=1)
+    else:
+        return given
+    return (*given[: VISITS.value], work, *given[VISITS.value + 1 :])
+
+
 def forward(
     recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, variant: Variant,
     scale: float, max_score: Operand | None = None,
@@ -114,6 +152,8 @@ def forward(
     config = configs.attention_forward_hopper(head_dim, Sk, variant.kind, Sq, B * Hkv, group, most)
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
+    if variant.kind.VARLEN:
+        tiles = slots_of(variant, Sq, config.BQ)
     total = tiles * B * heads
     programs = min(total, most * config.PROGRAMS)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
@@ -124,17 +164,7 @@ def forward(
         work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device, left)
         order = Table(work.on_device)
     keys = (1, 1, config.BN, config.D)
-    given = variables(recipe, variant, q, k, config.BN, max_score, None, None)
-    if variant.kind.INTERVALS:
-        rows = given[TILES_OF_ALL.value].shape[0]
-        visits = recipe.make(
-            New.contiguous((rows, tiles, 1 + cdiv(Sk, config.BN)), torch.int32, q.device)
-        )
-        recipe.launch(
-            visits_kernel, rows * tiles, visits, Sq, Sk, offset, given,
-            BLOCK_M=config.BQ, BLOCK_N=config.BN, KIND=variant.kind, num_warps=1,
-        )  # fmt: skip
-        given = (*given[: VISITS.value], visits, *given[VISITS.value + 1 :])
+    given = work_on_device(recipe, config, variant, q, k, max_score)
     recipe.launch(
         attention_forward_kernel, programs,
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),

@@ -6,6 +6,7 @@ attention_forward.py says who they are and in which order they do this, and has 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -17,14 +18,19 @@ from ..scores import BEGIN, END, FIRST, LEFT, MAX_SCORE, SINK, modified, of_head
 from .attention_forward_work import (
     advance,
     end_of_row,
+    first_item,
     head_of_row,
+    items_of,
     make_mbarriers,
     query_of_row,
+    sequence_at,
     tile_at,
     tile_of,
     walk_of,
+    within,
     work_index,
 )
+from .gluon_names import barrier
 from .online_softmax import (
     UNSEEN,
     lane_maxima,
@@ -241,16 +247,36 @@ def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
         return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
 
 
+@gluon.jit
+def clear_values(v, limit, CFG: gl.constexpr):
+    """Zeros in the rows of v [BN, D] from `limit` on.
+
+    They are tokens of another sequence, or of none, and need not be numbers, but then 0 times them is
+    none either.  Each consumer does this before it reads them.  Another one may read meanwhile: what it
+    sees written are the values that it has written itself.
+    """
+    L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CFG.D, CFG.D // 8], [4, 1], [1, 0])
+    BN: gl.constexpr = CFG.BN
+    for first in gl.static_range(0, BN, 16):
+        if first + 16 > limit:
+            part = v.slice(first, 16, dim=0)
+            values = part.load(L)
+            rows = first + gl.arange(0, 16, gl.SliceLayout(1, L))
+            part.store(gl.where((rows < limit)[:, None], values, gl.zeros_like(values)))
+    fence_async_shared()
+    barrier()
+
+
 # --- stores --------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def store_rows(values, ptr, b, h, row, H, GROUP, Sq, CFG: gl.constexpr):
+def store_rows(values, ptr, b, h, row, H, GROUP, Sq, rows_of_head, CFG: gl.constexpr):
     """values [64] of queries from `row` on, as lse lies in memory."""
     L: gl.constexpr = values.type.layout
     rows = query_of_row(row, L, CFG)
     gl.store(
-        ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * Sq + rows,
+        ptr + head_of_row(b * H + h, GROUP, L, CFG).to(gl.int64) * rows_of_head + rows,
         values,
         mask=rows < end_of_row(GROUP, Sq, L, CFG),
     )
@@ -301,7 +327,12 @@ def attend(
     KIND: gl.constexpr = CFG.KIND
     WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
     given = variables
-    walk = walk_of(b, h, row - CFG.CQ * c, NT, keys, offset, given, CFG)
+    rows_of_head = Sq
+    first, token, _, Sq, keys, offset = sequence_at(row - CFG.CQ * c, Sq, keys, offset, given, CFG)
+    if KIND.VARLEN:
+        row = first + CFG.CQ * c
+        o_ptr += token.to(gl.int64) * so_s * 8
+    walk = walk_of(b, h, first, NT, keys, offset, given, CFG)
     if not KIND.TUNED:
         variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
     begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
@@ -318,6 +349,11 @@ def attend(
         static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     mbarrier.wait(k_full.index(kslot), kphase)
+    if KIND.VARLEN:
+        j = tile_at(n - 1, walk, CFG)
+        if (j + 1) * BN > keys:
+            mbarrier.wait(v_full.index(vslot), vphase)
+            clear_values(matrix(vs.index(vslot), BN, D), keys - j * BN, CFG)
     if CFG.OVERLAP:
         j = tile_at(n - 1, walk, CFG)
         state, p, _ = take_scores(
@@ -374,10 +410,10 @@ def attend(
         lse, normaliser = softmax_with_sink(shift, l, variables[SINK], R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
-    store_rows(lse, lse_ptr, b, h, row, H, GROUP, Sq, CFG)
+    store_rows(lse, lse_ptr + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
     if KIND.MAX_SCORE:
         top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)
-        store_rows(top, given[MAX_SCORE], b, h, row, H, GROUP, Sq, CFG)
+        store_rows(top, given[MAX_SCORE] + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
@@ -452,7 +488,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     output = o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out
 
     r = 0
-    t = work_index(0, work_table, total, CFG)
+    total, NT = items_of(total, NT, BH, variables, CFG)
+    t = first_item(work_table, total, CFG)
     following = work_index(1, work_table, total, CFG)
     b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
     kslot = 0
@@ -474,7 +511,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         # Work out early where the next item is: the divisions would hold up the last product.
         t = following
-        b1, h1, row1, n1 = tile_of(t, NT, H, BH, HG, keys, offset, variables, CFG)
+        b1, h1, row1, n1 = tile_of(within(t, total, CFG), NT, H, BH, HG, keys, offset, variables, CFG)
         if t < total:
             following = work_index(r + 1, work_table, total, CFG)
         if CFG.IDLE and c > 0:

@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..schedule import first_tiles, key_ranges
-from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, VISITS
+from ..schedule import RECORD, first_tiles, key_ranges
+from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, VISITS
 from .gluon_names import tma_load
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
@@ -33,11 +33,59 @@ def quotient(a, b):
 @gluon.jit
 def work_index(r, work_table, total, CFG: gl.constexpr):
     """This program's r-th work item, `total` when there is none.  It comes from work_table [rounds,
-    programs] under a causal mask and with IDLE; otherwise it is every num_programs-th item."""
+    programs] if there is one; otherwise it is every num_programs-th item, of sequences there and back:
+    who was first is last."""
+    KIND: gl.constexpr = CFG.KIND
     if CFG.HAS_WORK_TABLE:
         return gl.load(work_table + r * gl.num_programs(0) + gl.program_id(0))
+    elif KIND.VARLEN:
+        turn = gl.program_id(0) + (r & 1) * (gl.num_programs(0) - 1 - 2 * gl.program_id(0))
+        return gl.minimum(r * gl.num_programs(0) + turn, total)
     else:
         return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
+
+
+@gluon.jit
+def within(t, total, CFG: gl.constexpr):
+    """t, or the last work item where there is none, if what tile_of reads of it is in memory."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.INTERVALS or KIND.VARLEN:
+        return gl.minimum(t, total - 1)
+    else:
+        return t
+
+
+@gluon.jit
+def first_item(work_table, total, CFG: gl.constexpr):
+    """work_index of the first round.  Where sequences have fewer items than there are programs, some
+    take the last one too, and write the same."""
+    return within(work_index(0, work_table, total, CFG), total, CFG)
+
+
+@gluon.jit
+def items_of(total, NT, BH, variables, CFG: gl.constexpr):
+    """(total, NT): how many work items and query tiles of a head there are; of sequences the device
+    knows."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        NT = gl.load(variables[SLOTS])
+        return NT * BH, NT
+    else:
+        return total, NT
+
+
+@gluon.jit
+def sequence_at(row, Sq, Sk, offset, variables, CFG: gl.constexpr):
+    """What tile_of called `row` as (first query, token, key, Sq, Sk, offset); token, key: where the
+    sequence begins."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        record = variables[SLOTS] + (1 + row) * RECORD
+        row, token = gl.load(record + 1), gl.load(record + 2)
+        Sq, key, Sk = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
+        return row, token, key, Sq, Sk, offset + Sk - Sq
+    else:
+        return row, 0, 0, Sq, Sk, offset
 
 
 @gluon.jit
@@ -77,10 +125,11 @@ def tile_at(s, walk, CFG: gl.constexpr):
 
 @gluon.jit
 def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
-    """Work item t as (batch, head of H, first query, key tiles to visit, at least one)."""
+    """Work item t as (batch, head of H, first query, key tiles to visit, at least one).  Of sequences,
+    instead of the first query, which of the slots in their order it is, for sequence_at."""
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.HAS_WORK_TABLE:
+    if CFG.HAS_WORK_TABLE or KIND.VARLEN:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -88,7 +137,9 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = quotient(r, hg)
         bh = grp * HG + (r - mi * hg)
-        if not KIND.CAUSAL:
+        if KIND.VARLEN:
+            row = mi
+        elif not KIND.CAUSAL:
             row = mi * BQ
         elif CFG.PROGRAMS > 1:
             row = (NT - 1 - mi) * BQ
@@ -102,16 +153,20 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
         if KIND.CAUSAL:  # the longest first
             mi = NT - 1 - mi
         row = mi * BQ
-    _, _, _, end = key_ranges(row, Sk, offset, variables, BQ, CFG.BN, KIND)
-    if CFG.D == 256:
-        b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
+    if KIND.VARLEN:
+        b, h = 0, bh
+        end = gl.load(variables[SLOTS] + (1 + row) * RECORD)
     else:
-        b = quotient(bh, H)
-    h = bh - b * H
+        _, _, _, end = key_ranges(row, Sk, offset, variables, BQ, CFG.BN, KIND)
+        if CFG.D == 256:
+            b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
+        else:
+            b = quotient(bh, H)
+        h = bh - b * H
     if KIND.INTERVALS:
         visits, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end = gl.load(visits)
-    elif KIND.WINDOW:
+    elif KIND.WINDOW and not KIND.VARLEN:
         _, jump = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end -= jump
     return b, h, row, gl.maximum(end, 1)
@@ -204,14 +259,16 @@ def producer(args, CFG: gl.constexpr):
     vslot = 0
     loaded = 0
     r = 0
-    t = work_index(0, work_table, total, CFG)
+    total, NT = items_of(total, NT, BH, variables, CFG)
+    t = first_item(work_table, total, CFG)
     b_v = 0
     h_v = 0
     col_v = 0
     while t < total:
         b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
-        walk = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, variables, CFG)
+        walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG)
         r += 1
         t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
         for i in range(n):
@@ -219,7 +276,7 @@ def producer(args, CFG: gl.constexpr):
             tile = tile_at(n - 1 - i, walk, CFG)
             if CFG.KIND.INTERVALS:
                 tile = tile >> 1
-            col = tile * BN
+            col = key + tile * BN
             if loaded >= CFG.KS:
                 bar_sync(CFG.KB + kslot, CFG.ALL)
             mbarrier.expect(k_full.index(kslot), BN * D * 2)
@@ -231,7 +288,7 @@ def producer(args, CFG: gl.constexpr):
                 for c in gl.static_range(W):
                     if r > 1:
                         static_sync(CFG.QB + c, CFG.TWO)
-                    load_q(q_desc, b, h, row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
+                    load_q(q_desc, b, h, token + row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
             loaded += 1
             b_v = b
             h_v = hk
