@@ -402,7 +402,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         high = m1 * BM + offset - row
         outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        if CFG.KV_IN_REGS:
+        if CFG.K_IN_REGS or CFG.V_IN_REGS:
             rows = matrix((ks if CFG.K_IN_REGS else vs).index(at), BN, D).slice(64 * c, 64, 0)
             regs = rows.slice(0, CFG.K_IN_REGS + CFG.V_IN_REGS, 1).load(AT)
         else:
