@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -164,12 +164,24 @@ def kind_of(text: str) -> Kind:
 HOPPER_FORWARD = (
     "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE", "VARLEN",
 )  # fmt: skip
-HOPPER_BACKWARD = ("CAUSAL",)
+HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI")
 
 
-def backward_backend(backend: str, kind: Kind) -> str:
-    """Where the gradients of a forward on `backend` are computed."""
-    return "triton" if backend == "hopper" and kind.beyond(HOPPER_BACKWARD) else backend
+def main_backward(variant: Variant) -> Variant:
+    """Of a backward, what dQ, dK and dV depend on beside lse: not sinks and statistics."""
+    kind = replace(variant.kind, SINKS=False, MAX_SCORE=False, ENTROPY=False)
+    if kind.TUNED or kind == variant.kind:
+        return Variant(kind, variant.offset) if kind.TUNED else variant
+    tensors = (None if name == "sinks" else variant.named.get(name) for name in TENSORS)
+    return variant._replace(kind=kind, tensors=tuple(tensors))
+
+
+def backward_backend(backend: str, kind: Kind, ordered: bool = False, slopes: bool = False) -> str:
+    """Where the gradients of a forward on `backend` are computed; ordered: the same bits every time;
+    slopes: those of alibi_slopes too."""
+    kind = main_backward(Variant(kind)).kind
+    missing = slopes or (ordered and not kind.TUNED) or kind.beyond(HOPPER_BACKWARD)
+    return "triton" if backend == "hopper" and missing else backend
 
 
 def reasons(

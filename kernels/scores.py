@@ -44,6 +44,7 @@ COUNTS = tl.constexpr(12)  # of sequences, queries and keys, see `counts`
 MAX_SCORE = tl.constexpr(15)  # pointers to what is made, as lse
 ENTROPY = tl.constexpr(16)
 SLOPE_SUMS = tl.constexpr(17)
+QUERIES = tl.constexpr(18)  # for the Hopper backward: Sq, as `counts` has it
 
 
 @triton.jit

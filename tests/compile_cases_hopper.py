@@ -18,7 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
-from flashproto.variant import Kind
+from flashproto.variant import HOPPER_BACKWARD, Kind, Variant, main_backward
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -36,7 +36,7 @@ QUERIES = (
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
-# Kinds of the forward beside causal and full, and head dims; a mask may need a few words.
+# Kinds beside causal and full, and head dims; a mask may need a few words.
 VARIANTS = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
     (64, Kind(SOFTCAP=1)),
@@ -48,6 +48,7 @@ VARIANTS = (
     (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
 )
 VARIANT_STACK = 192
+BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
 
@@ -94,11 +95,13 @@ def case(
     for argument in kernel.arg_names:
         if argument == "variables":
             signature[argument] = variables
+        elif argument in constexprs:
+            continue
         elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
-        elif argument not in signature and argument not in constexprs:
+        elif argument not in signature:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, t in signature.items() if isinstance(t, str) and t.startswith("*"))
     return Case(
@@ -125,7 +128,7 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
-def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
+def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
     """The types of what a kernel of this kind is given, in the order of kernels/scores.py, and the
     places of what it is not given."""
     if kind.TUNED:
@@ -144,8 +147,9 @@ def variables_of(kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], Non
         ("*fp32", kind.MAX_SCORE),
         ("*fp32", False),
         ("*fp32", False),
+        ("i32", kernel is attention_backward_kernel),
     )
-    place = attention_forward_kernel.arg_names.index("variables")
+    place = kernel.arg_names.index("variables")
     absent = {(place, i): None for i, (_, used) in enumerate(given) if not used}
     return tuple(t if used else "constexpr" for t, used in given), absent
 
@@ -154,7 +158,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    variables, absent = variables_of(config.KIND)
+    variables, absent = variables_of(attention_forward_kernel, config.KIND)
     return case(
         config.name,
         attention_forward_kernel,
@@ -163,6 +167,27 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         {"q_desc": queries, "k_desc": keys, "v_desc": keys},
         FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
+        variables=variables,
+    )
+
+
+def backward_case(element: str, config: configs.HopperBackward) -> Case:
+    queries, keys = (heads(element, rows, config.D) for rows in (config.BM, config.BN))
+    variables, absent = variables_of(attention_backward_kernel, config.KIND)
+    return case(
+        config.name,
+        attention_backward_kernel,
+        element,
+        {"CFG": config} | absent,
+        {
+            "q_desc": queries,
+            "do_desc": queries,
+            "k_desc": keys,
+            "v_desc": keys,
+            "lse_delta_desc": lse_and_delta(config.BM),
+            "dq_desc": float32(128, 32),
+        },
+        64 if config.KIND.TUNED else BACKWARD_VARIANT_STACK,
         variables=variables,
     )
 
@@ -176,23 +201,15 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 continue  # the same registers as bf16
             yield forward_case(element, config)
         for config in backward_configurations():
-            D, causal = config.D, config.KIND.CAUSAL
-            if element == "fp16" and not (D == 128 and causal):
+            if element == "fp16" and not (config.D == 128 and config.KIND.CAUSAL):
                 continue
-            queries, keys = heads(element, config.BM, D), heads(element, config.BN, D)
-            descriptors = {
-                "q_desc": queries,
-                "do_desc": queries,
-                "k_desc": keys,
-                "v_desc": keys,
-                "lse_delta_desc": lse_and_delta(config.BM),
-                "dq_desc": float32(128, 32),
-            }
-            yield case(
-                config.name, attention_backward_kernel, element, {"CFG": config}, descriptors, 64
-            )
+            yield backward_case(element, config)
     for D, kind in VARIANTS:
         yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
+    for D, kind in VARIANTS:
+        kind = main_backward(Variant(kind)).kind
+        if not kind.beyond(HOPPER_BACKWARD):
+            yield backward_case("bf16", configs.attention_backward_hopper(D, 4096, kind))
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
@@ -205,6 +222,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             "R": PREPROCESS_ROWS,
             "BM": config.BM,
             "PDL": True,
+            "lse2_ptr": None,
+            "delta_ptr": None,
         }
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ}

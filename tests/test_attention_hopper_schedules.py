@@ -120,7 +120,7 @@ def producer_walk(
     m = start = work.first_tile.fn(col, m0, M, up, config)
     for _ in range((M - m0) * GROUP):
         yield h, m
-        h, m = work.next_tile.fn(h, m, h0, began, m0, start, up, GROUP, M, config)
+        h, m = work.next_tile.fn(h, m, h0, began, m0, M, start, up, GROUP, config)
 
 
 def consumer_walk(
@@ -144,7 +144,7 @@ def consumer_walk(
         for index in range(begin, end, config.STEP):
             yield tile, work.last_visible_key.fn(index, last_key, config), first
             tile = work.inner_step.fn(tile, M, config)
-        tile, last_key = work.outer_step.fn(tile, last_key, m0, M, up, GROUP, config)
+        tile, last_key = work.outer_step.fn(tile, last_key, m0, M, M, up, GROUP, config)
 
 
 def on_the_host(monkeypatch: pytest.MonkeyPatch, programs: int = 6) -> None:
@@ -240,7 +240,9 @@ def test_walks_in_waves(zeros: bool, GROUP: int, offset: int, monkeypatch: pytes
     heads, NB, M = 5, 6, 12
     for together in (1, 2, 4):
         for t in range(NB * heads):
-            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, (), config)
+            _, hk, col, m0, _, up = work.key_tile.fn(
+                t, NB, M, heads, GROUP, heads, together, offset, (), config
+            )
             n, h0 = col // config.BN, hk * GROUP
             assert up == t % (together * NB) // 6 % 2
             walk = list(producer_walk(config, hk, m0, M, GROUP, n, up))
@@ -264,7 +266,7 @@ def fetches(config: configs.HopperBackward, NB: int, heads: int, together: int, 
     steps: dict[int, list[tuple[int, int]]] = {}
     free = [0] * MULTIPROCESSORS
     for t in range(NB * heads):
-        _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, 0, (), config)
+        _, hk, col, m0, _, up = work.key_tile.fn(t, NB, M, heads, 1, heads, together, 0, (), config)
         program = free.index(min(free))
         for at in producer_walk(config, hk, m0, M, 1, col // config.BN, up):
             steps.setdefault(free[program], []).append(at)
@@ -350,16 +352,16 @@ def test_backward_items(causal: bool, ordered: bool, monkeypatch: pytest.MonkeyP
     for together in (1, 2, 4, 6):
         for offset in (0, 384, -100):
             items = [
-                work.key_tile.fn(t, NB, M, Hk, B * Hk, together, offset, (), config)
+                work.key_tile.fn(t, NB, M, Hk, 1, B * Hk, together, offset, (), config)
                 for t in range(NB * B * Hk)
             ]
             wanted = [(b, h, n * config.BN) for b in range(B) for h in range(Hk) for n in range(NB)]
             assert Counter(item[:3] for item in items) == Counter(wanted)
-            assert all(0 <= m0 < M for *_, m0, _ in items)
+            assert all(0 <= m0 < m1 == M for *_, m0, m1, _ in items)
             ups = 0
             for b in range(B):
                 for h in range(Hk):
-                    own = [(item[2] // config.BN, item[4]) for item in items if item[:2] == (b, h)]
+                    own = [(item[2] // config.BN, item[5]) for item in items if item[:2] == (b, h)]
                     up = own[0][1]
                     assert own == [(NB - 1 - n if up else n, up) for n in range(NB)]
                     ups += up
@@ -393,7 +395,9 @@ def test_places_in_order(
     for offset in (Sk - Sq, 0, -200):
         places: dict[tuple[int, int], list[int]] = {}
         for t in range(NB * heads):
-            _, hk, col, m0, up = work.key_tile.fn(t, NB, M, heads, heads, together, offset, (), config)
+            _, hk, col, m0, _, up = work.key_tile.fn(
+                t, NB, M, heads, GROUP, heads, together, offset, (), config
+            )
             n = col // config.BN
             walk = []
             for h, m in producer_walk(config, hk, m0, M, GROUP, n, up):

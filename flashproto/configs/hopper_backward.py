@@ -192,12 +192,14 @@ class HopperBackward:
     def K_IN_REGS(self) -> int:
         """Columns of the keys that stay in registers: under the causal mask, and without one where
         TERMS_FIRST."""
-        return 64 * (self.KV_IN_REGS and (self.KIND.CAUSAL or self.TERMS_FIRST))
+        causal = self.KIND.CAUSAL and not self.KIND.ALIBI
+        return 64 * (self.KV_IN_REGS and (causal or self.TERMS_FIRST))
 
     @property
     def V_IN_REGS(self) -> int:
-        """Columns of the values that stay in registers: where no columns of the keys do."""
-        return 64 * (self.KV_IN_REGS and not self.K_IN_REGS)
+        """Columns of the values that stay in registers: where no columns of the keys do.  ALiBi leaves
+        no registers for either: ptxas of Triton 3.6 would have each product wait for the one before."""
+        return 64 * (self.KV_IN_REGS and not self.K_IN_REGS and not self.KIND.ALIBI)
 
     @property
     def ITEM_IN_SMEM(self) -> bool:

@@ -46,11 +46,6 @@ class Settings(NamedTuple):
         return module_of(self.backend)
 
     @property
-    def backward_launches(self) -> ModuleType:
-        """The module with the launches of the backward."""
-        return module_of(backward_backend(self.backend, self.kind))
-
-    @property
     def kind(self) -> Kind:
         return kind_of(self.variant.split("/")[0])
 
@@ -190,7 +185,9 @@ def fill_gradients(
     variant = settings.unpacked(tensors)
     wanted = dict(zip(present(variant), by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
-    settings.backward_launches.backward(
+    ordered = torch.are_deterministic_algorithms_enabled()
+    backend = backward_backend(settings.backend, settings.kind, ordered, "alibi_slopes" in dheads)
+    module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )
 

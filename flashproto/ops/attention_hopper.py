@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from .. import configs
+from ..kernels.attention_backward import attention_backward_heads_kernel
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from ..kernels.schedule import RECORD, order_kernel, slots_kernel, visits_kernel
 from ..kernels.scores import TILES_OF_ALL, VISITS
-from ..variant import Variant
+from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, variables
 from .descriptors import boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
@@ -180,9 +181,10 @@ def forward(
 def backward(
     recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, dout: Operand,
     dlse: Operand | None, dq: Operand | None, dk: Operand | None, dv: Operand | None,
-    variant: Variant, scale: float,
+    variant: Variant, scale: float, sinks: Operand | None = None,
 ) -> None:  # fmt: skip
-    """Fill dq, dk and dv, of which dk and dv have the same strides; one that is None is not wanted.
+    """Fill dq, dk and dv, of which dk and dv have the same strides, and the gradient of the sinks; one
+    that is None is not wanted.
 
     dq is summed in a fixed order under torch.use_deterministic_algorithms(True).  What TMA cannot read
     is copied.
@@ -194,6 +196,7 @@ def backward(
     q, k, v, out, dout = map(readable, (q, k, v, out, dout))
     dlse = None if dlse is None else dlse.contiguous()
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
+    given_sinks, variant = variant.named.get("sinks"), main_backward(variant)
     offset, positive_scale = diagonal(variant, Sk), max(scale, SMALLEST_SCALE)
     ordered, most = torch.are_deterministic_algorithms_enabled(), multiprocessors(q.device)
     config = configs.attention_backward_hopper(head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv)
@@ -216,12 +219,19 @@ def backward(
     terms = scratch.part(4 * words[0], torch.bfloat16, rows, LD)
     counts = scratch.part(4 * sum(words[:3]), torch.int32, words[3])
     queries, keys = (1, 1, BM, D), (1, 1, BN, D)
+    given = variables(recipe, variant, q, k, BN, None, None, None)
+    if given:
+        given = (*given, 2 * Sq + 1)  # as `counts` of kernels/scores.py has it
+    lse2, delta = None, None
+    if sinks is not None:
+        lse2, delta = (recipe.make(New.contiguous(lse.shape, lse.dtype, lse.device)) for _ in range(2))
     recipe.launch(
         preprocess_kernel, rows // PREPROCESS_ROWS,
         out, dout, lse, lse if dlse is None else dlse, terms, sums, counts,
-        Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides), positive_scale,
+        Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
+        1 / LOG2E if variant.kind.SOFTCAP else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
-        num_warps=4,
+        lse2_ptr=lse2, delta_ptr=delta, num_warps=4,
     )  # fmt: skip
     recipe.launch(
         attention_backward_kernel, programs,
@@ -230,7 +240,7 @@ def backward(
         boxed(terms, terms.shape, terms.strides, (BM, LD)),
         boxed(sums, sums.shape, sums.strides, SUMS_BOX), sums, counts, dk, dv,
         key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset,
-        *eighths(dk.strides), head_dim, scale, positive_scale * LOG2E, variant.variables,
+        *eighths(dk.strides), head_dim, scale, positive_scale * LOG2E, given,
         CFG=config, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     recipe.launch(
@@ -239,3 +249,8 @@ def backward(
         Sq, padded // 64, Hq, Hq // Hkv, head_dim, *eighths(dq.strides), scale,
         D=D, N=config.NQ, num_warps=4, launch_pdl=True,
     )  # fmt: skip
+    if sinks is not None:
+        recipe.launch(
+            attention_backward_heads_kernel, Hq, delta, lse2, given_sinks, sinks, Hq, B, Sq, (),
+            KIND=variant.kind, SINKS=True, BLOCK=1024, num_warps=4,
+        )  # fmt: skip

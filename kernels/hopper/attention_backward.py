@@ -121,6 +121,7 @@ def load_keys(
     NB,
     M,
     Hk,
+    GROUP,
     BH,
     HG,
     offset,
@@ -130,7 +131,7 @@ def load_keys(
     """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
     if t < NB * BH:
-        b, h, col, _, _ = key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG)
+        b, h, col, _, _, _ = key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
         tma_load(k_desc, [b, h, col, 0], k_full.index(at), ks.index(at))
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
@@ -188,8 +189,8 @@ def producer(args, CFG: gl.constexpr):
     more = 1
     while more == 1:
         more = gl.where(t < total, 1, 0)
-        b, hk, col, m0, up = key_tile(
-            gl.minimum(t, total - 1), NB, M, H // GROUP, BH, HG, offset, variables, CFG
+        b, hk, col, m0, m1, up = key_tile(
+            gl.minimum(t, total - 1), NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG
         )
         n = col // CFG.BN
         h0 = hk * GROUP
@@ -205,7 +206,7 @@ def producer(args, CFG: gl.constexpr):
             if head1 >= 0:
                 count_item(turns_ptr, head1, PENDING, CFG)
             head, head1 = b * (H // GROUP) + hk, head
-        cnt = gl.where(more == 1, (M - m0) * GROUP, 2)
+        cnt = gl.where(more == 1, (m1 - m0) * GROUP, 2)
         for j in range(cnt):
             slot = g & 1
             begins = gl.where((j == 0) & (g > 0), t, -1)
@@ -268,6 +269,7 @@ def producer(args, CFG: gl.constexpr):
                     NB,
                     M,
                     H // GROUP,
+                    GROUP,
                     BH,
                     HG,
                     offset,
@@ -292,7 +294,7 @@ def producer(args, CFG: gl.constexpr):
             dq_rank1, dq_rank2 = dq_rank(m, n, up, NB, M, offset, CFG), dq_rank1
             began = begins
             g += 1
-            h, m = next_tile(h, m, h0, h1, m0, start, up, GROUP, M, CFG)
+            h, m = next_tile(h, m, h0, h1, m0, m1, start, up, GROUP, CFG)
         if more == 1:
             t = take_item(turns_ptr, CFG)
     if CFG.COUNTED:

@@ -9,16 +9,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..scores import probabilities, score_gradient
+from ..scores import modified_gradient, probabilities, score_gradient, unit_of
 from .attention_backward_masks import (
     AHEAD,
     ASKED,
     CLEAR,
     MASKED,
+    as_seen_from,
     clear_outer_steps,
     first_clear,
     mask,
     mask_if_needed,
+    modify,
 )
 from .attention_backward_rows import DELTA, LSE, select_columns
 from .attention_backward_sums import accumulate_dq
@@ -41,11 +43,42 @@ from .warpgroups import (
     left_operand,
     matrix,
     opaque_zero,
+    static_arrive,
     static_sync,
     wide_rows,
 )
 
 # --- the first two products ------------------------------------------------------------------------
+
+
+@gluon.jit
+def add_product(
+    x, rows, queries, regs, REGS: gl.constexpr, USE_ACC: gl.constexpr
+):  # fmt: skip
+    """Begin to add rows [64, D] queries^T [D, BM] to x, or to put it there: an asynchronous product, or
+    two with the first REGS columns of rows in registers."""
+    D: gl.constexpr = queries.shape[1]
+    if REGS:
+        first = queries.slice(0, REGS, 1)
+        x = warpgroup_mma(regs, first.permute((1, 0)), x, use_acc=USE_ACC, is_async=True)
+        rows = rows.slice(REGS, D - REGS, 1)
+        x = warpgroup_mma(rows, queries.slice(REGS, D - REGS, 1).permute((1, 0)), x, is_async=True)
+    else:
+        x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=USE_ACC, is_async=True)
+    return x
+
+
+@gluon.jit
+def add_term(
+    x, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, SHARED: gl.constexpr = False
+):  # fmt: skip
+    """Begin to add to each column of x [64, BM] its query's term, LSE or DELTA of lse_delta [BM,
+    COLUMNS]: see product_with_term."""
+    if SHARED:
+        ones = selector.index(TERM // 3)
+    else:
+        ones = select_columns(TERM, left_operand(LAYOUT))
+    return warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
 
 
 @gluon.jit
@@ -72,26 +105,15 @@ def product_with_term(
     `score_gradient` then have nothing to subtract.
     """
     BM: gl.constexpr = lse_delta.shape[0]
-    D: gl.constexpr = queries.shape[1]
     x = gl.zeros([64, BM], gl.float32, LAYOUT)
     if TERM_FIRST:
         gl.static_assert(SHARED)
         x = warpgroup_mma(
             selector.index(TERM // 3), lse_delta.permute((1, 0)), x, use_acc=False, is_async=True
         )
-    if REGS:
-        first = queries.slice(0, REGS, 1)
-        x = warpgroup_mma(regs, first.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
-        rows = rows.slice(REGS, D - REGS, 1)
-        x = warpgroup_mma(rows, queries.slice(REGS, D - REGS, 1).permute((1, 0)), x, is_async=True)
-    else:
-        x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=TERM_FIRST, is_async=True)
+    x = add_product(x, rows, queries, regs, REGS, TERM_FIRST)
     if not TERM_FIRST:
-        if SHARED:
-            ones = selector.index(TERM // 3)
-        else:
-            ones = select_columns(TERM, left_operand(LAYOUT))
-        x = warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
+        x = add_term(x, lse_delta, TERM, LAYOUT, selector, SHARED)
     return x
 
 
@@ -160,22 +182,40 @@ def inner_loop(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        x = product_with_term(
-            kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
-        )
+        if KIND.SOFTCAP:
+            x = add_product(gl.zeros([64, BM], gl.float32, ST), kc, q, regs, CFG.K_IN_REGS, False)
+        else:
+            x = product_with_term(
+                kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS,
+                CFG.TERMS_FIRST,
+            )  # fmt: skip
         if CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
         dp = product_with_term(
             vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
-        # Wait for all but the products that make dP.
-        x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
+        if KIND.SOFTCAP:
+            # lse stands outside of the cap, and so is added after it.  P is a factor of dS, so that the
+            # cap's derivative may be one of dP, before the scores give way to P.
+            x, dp = warpgroup_mma_wait(0, deps=(x, dp))
+            dp = modified_gradient(dp, x, scale_log2, variables, KIND)
+            x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
+            x = add_term(x, lse_delta, LSE, ST, selector, CFG.KV_IN_REGS)
+            x = warpgroup_mma_wait(0, deps=(x,))
+        else:
+            # Wait for all but the products that make dP.
+            x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
+            if KIND.ALIBI:
+                x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
         if MASK == ASKED:
             x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
             x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
-        p = probabilities(x, 0.0, scale_log2)
-        if CFG.KV_IN_REGS:
+        p = probabilities(x, 0.0, unit_of(scale_log2, KIND))
+        if KIND.SOFTCAP:
+            ds = score_gradient(p, dp, 0.0).to(dt)
+            dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
+        elif CFG.KV_IN_REGS:
             if KIND.CAUSAL:
                 # It is there already.  This keeps ptxas from moving the exponentials behind the wait
                 # for dP.
@@ -237,9 +277,15 @@ def outer_loop(
 ):
     """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and last_key."""
-    col, m0, up, NB, M, GROUP, offset = walk
+    col, m0, m1, up, NB, M, GROUP, offset, b, h0 = walk
     _, _, _, _, limit = own
+    KIND: gl.constexpr = CFG.KIND
     for i in range(start, stop):
+        if KIND.TUNED:
+            seen = variables
+        else:  # whose walk goes head by head
+            row = col + 64 * c
+            seen = as_seen_from(row, b, h0 + i, variables, limit + 1 + row, offset, NB, CFG)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -258,7 +304,7 @@ def outer_loop(
                 last_key,
                 M,
                 scale_log2,
-                variables,
+                seen,
                 CFG,
             )
             dk, dv, it, tile = inner_loop(
@@ -276,7 +322,7 @@ def outer_loop(
                 last_key,
                 M,
                 scale_log2,
-                variables,
+                seen,
                 CFG,
             )
         else:
@@ -295,10 +341,10 @@ def outer_loop(
                 last_key,
                 M,
                 scale_log2,
-                variables,
+                seen,
                 CFG,
             )
-        tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
+        tile, last_key = outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG)
     return dk, dv, it, tile, last_key
 
 
@@ -338,7 +384,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         mbarrier.wait(do_full.index(0), 0)
     t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
@@ -353,16 +399,16 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         limit = Sk - 1 - row
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - row
-        high = M * BM + offset - row
-        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
+        high = m1 * BM + offset - row
+        outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
-        if CFG.KV_IN_REGS:
+        if CFG.K_IN_REGS or CFG.V_IN_REGS:
             rows = matrix((ks if CFG.K_IN_REGS else vs).index(at), BN, D).slice(64 * c, 64, 0)
             regs = rows.slice(0, CFG.K_IN_REGS + CFG.V_IN_REGS, 1).load(AT)
         else:
             regs = 0
         own = at, kc, vc, regs, limit
-        walk = col, m0, up, NB, M, GROUP, offset
+        walk = col, m0, m1, up, NB, M, GROUP, offset, b, hk * GROUP
         if CFG.PEELED and CFG.DOWN:
             clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
@@ -446,7 +492,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         following = get_item(turns_ptr, r + 1)
         # Read and worked out again, so that they take no registers in the loop.
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
@@ -467,7 +513,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c at head_dim 256: both own the same 64 keys and half the columns of dK, dV and dQ.
 
     The first makes P, the second makes dP and dS.  They exchange these in shared memory (PS: P is
-    written).
+    written).  With a softcap the first also writes the cap's derivative to where dS will be, once the
+    second has no more use for dS of the step before (ODD).
     """
     (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
@@ -489,18 +536,22 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     t = get_item(turns_ptr, 0)
     mbarrier.wait(k_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
         limit = Sk - 1 - col
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
         low = m0 * BM + offset - col
-        high = M * BM + offset - col
-        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
+        high = m1 * BM + offset - col
+        outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, offset, CFG)
+            if KIND.TUNED:
+                seen = variables
+            else:  # whose walk goes head by head
+                seen = as_seen_from(col, b, hk * GROUP + i, variables, Sk, offset, NB, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 ps = dss.index(slot)
@@ -510,23 +561,40 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
+                    if KIND.SOFTCAP:
+                        x = add_product(gl.zeros([64, BM], gl.float32, ST), k, q, 0, 0, False)
+                    else:
+                        x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    x = mask_if_needed(
-                        x, limit, last_visible_key(index, last_key, CFG), variables, KIND
-                    )
-                    ps.store(probabilities(x, 0.0, scale_log2).to(dt))
+                    if KIND.SOFTCAP or KIND.ALIBI:
+                        place = last_visible_key(index, last_key, CFG)
+                        if KIND.SOFTCAP:
+                            ones = gl.full([64, BM], 1.0, gl.float32, ST)
+                            slope = modified_gradient(ones, x, scale_log2, seen, KIND)
+                            static_sync(CFG.ODD, 256)
+                            dsw.store(slope.to(dt))
+                            x = modify(x, place, scale_log2, seen, KIND)
+                            x = add_term(x, lse_deltas.index(slot), LSE, ST)
+                            x = warpgroup_mma_wait(0, deps=(x,))
+                        else:
+                            x = modify(x, place, scale_log2, seen, KIND)
+                    x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), seen, KIND)
+                    ps.store(probabilities(x, 0.0, unit_of(scale_log2, KIND)).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
+                    if KIND.SOFTCAP:
+                        static_arrive(CFG.ODD, 256)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     dp = product_with_term(v, do, lse_deltas.index(slot), DELTA, ST)
                     dp = warpgroup_mma_wait(0, deps=(dp,))
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
+                    if KIND.SOFTCAP:
+                        dp *= dsw.load(ST).to(gl.float32)
                     dsw.store(score_gradient(p, dp, 0.0).to(dt))
                     fence_async_shared()
                 static_sync(CFG.DS, 256)
@@ -544,10 +612,10 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma_wait(0, deps=(dk,))
                 bar_arrive(CFG.QB + slot, 384)
                 tile = inner_step(tile, M, CFG)
-            tile, last_key = outer_step(tile, last_key, m0, M, up, GROUP, CFG)
+            tile, last_key = outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
         store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)

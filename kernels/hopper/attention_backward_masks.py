@@ -10,6 +10,22 @@ a walk down ends with them.  Where there are fewer keys, all steps need one.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..schedule import clamp
+from ..scores import (
+    BEGIN,
+    END,
+    FIRST,
+    LEFT,
+    QUERIES,
+    ROW_OF_BATCH,
+    ROW_OF_HEAD,
+    SLOPE,
+    SOFTCAP,
+    modified,
+)
+from .attention_backward_work import tile_of_intervals
+from .warpgroups import accumulator
+
 # What is known of the steps of a piece: none needs a mask (CLEAR); each gets one (MASKED); the first
 # ones get one, and the others need none (AHEAD); nothing, so each asks (ASKED).
 CLEAR, MASKED, AHEAD, ASKED = (gl.constexpr(kind) for kind in range(4))
@@ -24,10 +40,83 @@ def along(layout, dim):
     return layout
 
 
+# --- places ----------------------------------------------------------------------------------------
+# Keys are counted from the warpgroup's first one.  A query's place is the last key that it sees under
+# the causal mask, counted so too.  The place of the first query of a tile is `last_key`.
+
+# Of what `as_seen_from` gives, behind the `variables` of kernels/scores.py.
+WHOLE_BEGIN = gl.constexpr(8)  # queries from the place [8] on and before [9] see the tile's keys
+WHOLE_END = gl.constexpr(9)
+EVERYWHERE = gl.constexpr(2**30)
+
+
 @gluon.jit
-def mask_keys(x, limit, last_key):
-    """x [64 keys, BM] with -inf where key > min(query + last_key, limit), counted from the tile's
-    first.
+def as_seen_from(row, b, h, given, Sk, offset, NB, CFG: gl.constexpr):
+    """What `given` has for query head h, as `variables` of kernels/scores.py, in places seen from key
+    `row`: FIRST is a key, BEGIN and END [64] are places, DIAGONAL is what a key at a query's position
+    is beyond its place."""
+    KIND: gl.constexpr = CFG.KIND
+    left, first, softcap, slope, diagonal = 0, 0, 0.0, 0.0, 0
+    begin, end, whole_begin, whole_end = 0, 0, 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST] - row
+    if KIND.SOFTCAP:
+        softcap = given[SOFTCAP]
+    if KIND.ALIBI:
+        slope = gl.load(given[SLOPE] + h).to(gl.float32)
+        diagonal = Sk - (given[QUERIES] >> 1) - offset
+    if KIND.INTERVALS:
+        Sq = given[QUERIES] >> 1
+        at = tile_of_intervals(b, h, row // CFG.BN, NB, given)
+        whole_begin = clamp(gl.load(at + 2 * NB), 0, EVERYWHERE) + (offset - row)
+        whole_end = gl.load(at + 3 * NB)
+        whole_end = gl.where(whole_end >= Sq, EVERYWHERE, gl.maximum(whole_end, 0) + (offset - row))
+        j = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator(CFG.BM)))
+        line = (b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]).to(gl.int64) * Sk
+        begin = clamp(gl.load(given[BEGIN] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
+        end = clamp(gl.load(given[END] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
+    return left, first, softcap, 0.0, slope, begin, end, diagonal, whole_begin, whole_end
+
+
+@gluon.jit
+def modify(x, last_key, scale, variables, KIND: gl.constexpr):
+    """`modified` of raw scores x [64 keys, BM]."""
+    if KIND.ALIBI:
+        BM: gl.constexpr = x.shape[1]
+        y = x.reshape([4, 2, 8, BM // 8, 4, 2])  # as in mask_keys
+        L: gl.constexpr = y.type.layout
+        warp = gl.arange(0, 4, along(L, 0))[:, None, None, None, None, None]
+        half = gl.arange(0, 2, along(L, 1))[None, :, None, None, None, None]
+        row = gl.arange(0, 8, along(L, 2))[None, None, :, None, None, None]
+        tile = gl.arange(0, BM // 8, along(L, 3))[None, None, None, :, None, None]
+        lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
+        pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
+        # As floats, of which all but a lane's part are constants.
+        i = (last_key + lane * 2 - warp * 16 - row).to(gl.float32)
+        j = (half * 8 - tile * 8 - pair).to(gl.float32)
+        y = modified(y, scale, variables, KIND, i, j)
+        return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
+    else:
+        return modified(x, scale, variables, KIND)
+
+
+# --- masks -----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def of_keys(a, y):
+    """a [64], one number for each key, for y [warp, half, row, tile, lane, pair]."""
+    L: gl.constexpr = gl.SliceLayout(3, gl.SliceLayout(4, gl.SliceLayout(5, y.type.layout)))
+    a = gl.convert_layout(a.reshape([4, 2, 8]), L, assert_trivial=True)
+    return a[:, :, :, None, None, None]
+
+
+@gluon.jit
+def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
+    """x [64 keys, BM] with -inf where key > limit, and where a query's place or window does not let it
+    see the key.
 
     Each lane's part is moved to one side of the comparison, so that the other side is a constant.
     """
@@ -41,7 +130,19 @@ def mask_keys(x, limit, last_key):
     lane = gl.arange(0, 4, along(L, 4))[None, None, None, None, :, None]
     pair = gl.arange(0, 2, along(L, 5))[None, None, None, None, None, :]
     low = warp * 16 + row
-    seen = (half * 8 - tile * 8 - pair <= last_key - low + lane * 2) & (half * 8 <= limit - low)
+    if KIND.CAUSAL:
+        seen = (half * 8 - tile * 8 - pair <= last_key - low + lane * 2) & (half * 8 <= limit - low)
+    else:
+        seen = half * 8 <= limit - low
+    if KIND.WINDOW:
+        near = half * 8 - tile * 8 - pair >= last_key - variables[LEFT] - low + lane * 2
+        if KIND.FIRST:
+            near = near | (half * 8 < variables[FIRST] - low)
+        seen = seen & near
+    if KIND.INTERVALS:
+        to = last_key + lane * 2
+        seen = seen & (tile * 8 + pair >= of_keys(variables[BEGIN], y) - to)
+        seen = seen & (tile * 8 + pair < of_keys(variables[END], y) - to)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
@@ -50,11 +151,10 @@ def mask_keys(x, limit, last_key):
 def mask(x, limit, last_key, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where a query may not see a key.
 
-    limit: the last key there is; last_key: the last key that the tile's first query sees; both counted
-    from the warpgroup's first.
+    limit: the last key there is; last_key: the place of the tile's first query.
     """
-    if KIND.CAUSAL:
-        return mask_keys(x, limit, last_key)
+    if KIND.CAUSAL or KIND.WINDOW or KIND.INTERVALS:
+        return mask_keys(x, limit, last_key, variables, KIND)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
         return gl.where((keys <= limit)[:, None], x, -float("inf"))
@@ -64,11 +164,16 @@ def mask(x, limit, last_key, variables, KIND: gl.constexpr):
 def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
     """`mask` in a uniform branch, as most tiles are whole."""
     if KIND.CAUSAL:
-        if gl.minimum(limit, last_key) < 63:
-            x = mask(x, limit, last_key, variables, KIND)
+        needed = gl.minimum(limit, last_key) < 63
     else:
-        if limit < 63:
-            x = mask(x, limit, last_key, variables, KIND)
+        needed = limit < 63
+    if KIND.WINDOW:
+        needed = needed | (last_key + (x.shape[1] - 1) > variables[LEFT])
+    if KIND.INTERVALS:
+        needed = needed | (last_key < variables[WHOLE_BEGIN])
+        needed = needed | (last_key + x.shape[1] > variables[WHOLE_END])
+    if needed:
+        x = mask(x, limit, last_key, variables, KIND)
     return x
 
 

@@ -63,7 +63,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, up = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         dk0 = gl.zeros([64, D], gl.float32, AC)
         dv0 = gl.zeros([64, D], gl.float32, AC)
@@ -72,8 +72,8 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         # the last key there is; like last_key counted from the first block's first
         limit = Sk - 1 - row
         low = m0 * BM + offset - row
-        high = M * BM + offset - row
-        outer, begin, end, last_key = loops(low, high, m0, M, up, GROUP, CFG)
+        high = m1 * BM + offset - row
+        outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for _ in range(outer):
             for index in range(begin, end, CFG.STEP):
@@ -128,11 +128,11 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
                 dk1 = warpgroup_mma_wait(0, deps=(dk1,))
                 bar_arrive(CFG.QB + slot, 384)
-            _, last_key = outer_step(0, last_key, m0, M, up, GROUP, CFG)
+            _, last_key = outer_step(0, last_key, m0, m1, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         # Read and worked out again, so that they take no registers in the loop.
         t = get_item(turns_ptr, r)
-        b, hk, col, m0, _ = key_tile(t, NB, M, H // GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, _, _, _ = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         far = base + s_s.to(gl.int64) * (8 * 128)

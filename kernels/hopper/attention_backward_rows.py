@@ -9,7 +9,8 @@ see wait_for_items.
 lse and delta go to the main kernel as 16 bfloat16 numbers for each query.  The kernel adds them to the
 scores and to dP by a product with ones:
 
-    LSE ... LSE + 2         -lse / scale, which makes raw scores the logarithms of P
+    LSE ... LSE + 2         -lse / scale, which makes raw scores the logarithms of P; with a softcap,
+                            which lies between the two, -lse in base 2
     DELTA ... DELTA + 2     -delta
     the others              zeros
 
@@ -23,6 +24,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..online_softmax import LOG2E
 from .attention_backward_sums import register_offsets
 from .attention_backward_work import FIRST_TURN
 from .dependent_launches import wait_for_launch_before
@@ -58,9 +60,12 @@ def preprocess_kernel(
     scale,  # of the scores, positive
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
+    lse2_ptr=None, delta_ptr=None,
 ):  # fmt: skip
     """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
-    the first queries.  R rows a program.  PDL: the next launch is a dependent one."""
+    the first queries.  R rows a program.  PDL: the next launch is a dependent one.
+
+    lse2, delta [B, H, Sq] float32: lse in base 2 and delta, for the gradients of sinks, or None."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -88,6 +93,10 @@ def preprocess_kernel(
     if HAS_DLSE:
         delta -= tl.load(dlse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, 0.0)
     empty = lse == -float("inf")
+    if delta_ptr is not None:
+        row = bh.to(tl.int64) * Sq + r
+        tl.store(lse2_ptr + row, tl.where(empty, float("inf"), lse * LOG2E), r < Sq)
+        tl.store(delta_ptr + row, delta, r < Sq)
     logarithm = tl.where(empty, NOTHING, -lse / scale)
     column = tl.arange(0, COLUMNS)[None, :]
     term = tl.where(column < DELTA, logarithm[:, None], tl.where(empty, 0.0, -delta)[:, None])

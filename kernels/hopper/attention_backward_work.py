@@ -69,7 +69,8 @@ first to store.  For both:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..schedule import query_range
+from ..schedule import clamp, query_range
+from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, TILES_OF_ALL
 from .warpgroups import opaque_zero
 
 # What turns_ptr points at.  [0]: the counter of work items; from FIRST_NUMBER on: the numbers of each
@@ -141,11 +142,31 @@ def stashed_item(stash):
 
 
 @gluon.jit
-def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
-    """Work item t as (batch, key head, first key, first query tile that sees it, 1 if its walk goes up
-    and else 0).
+def tile_of_intervals(b, h, n, NB, given):
+    """Where intervals_kernel's numbers of key tile n are for query head h; they are NB apart."""
+    row = b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]
+    return given[TILES_OF_ALL] + row * (4 * NB) + n
 
-    Keys that no query sees get the last query tile, fully masked, so that no item is empty.
+
+@gluon.jit
+def queries_of_tile(b, hk, n, NB, GROUP, given):
+    """(begin, end): outside of it no query of the heads of key head hk sees a key of key tile n."""
+    at = tile_of_intervals(b, hk * GROUP, n, NB, given)
+    begin, end = gl.load(at), gl.load(at + NB)
+    if given[ROW_OF_HEAD] != 0:
+        for member in range(1, GROUP):
+            at = tile_of_intervals(b, hk * GROUP + member, n, NB, given)
+            begin = gl.minimum(begin, gl.load(at))
+            end = gl.maximum(end, gl.load(at + NB))
+    return begin, end
+
+
+@gluon.jit
+def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
+    """Work item t as (batch, key head, first key, first query tile that sees it, end of these, 1 if its
+    walk goes up and else 0).
+
+    Keys that no query sees get a query tile, fully masked, so that no item is empty.
     """
     KIND: gl.constexpr = CFG.KIND
     up = 0
@@ -173,9 +194,19 @@ def key_tile(t, NB, M, Hk, BH, HG, offset, variables, CFG: gl.constexpr):
     else:
         bh = t // NB
         col = (t - bh * NB) * CFG.BN
-    m0, _ = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND)
+    m0, m1 = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND, CFG.BN)
     b = bh // Hk
-    return b, bh - b * Hk, col, gl.minimum(m0, M - 1), up
+    hk = bh - b * Hk
+    if KIND.INTERVALS:
+        begin, end = queries_of_tile(b, hk, col // CFG.BN, NB, GROUP, variables)
+        m0 = gl.maximum(m0, clamp(begin, 0, M * CFG.BM) // CFG.BM)
+        m1 = gl.minimum(m1, gl.cdiv(clamp(end, 0, M * CFG.BM), CFG.BM))
+    m0 = gl.minimum(m0, M - 1)
+    if KIND.WINDOW or KIND.INTERVALS:
+        m1 = gl.maximum(m1, m0 + 1)
+    else:
+        m1 = M
+    return b, hk, col, m0, m1, up
 
 
 @gluon.jit
@@ -226,7 +257,7 @@ def first_head(h0, col, GROUP, CFG: gl.constexpr):
 
 
 @gluon.jit
-def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
+def next_tile(h, m, h0, began, m0, m1, start, up, GROUP, CFG: gl.constexpr):
     """The (head, query tile) after query tile m of head h.  h0: the first head of the group; began: the
     head with which the walk began; start: the first tile of each head."""
     if CFG.DOWN:
@@ -235,7 +266,7 @@ def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
         m = gl.where(h == began, m + 2 * up - 1, m)
     else:
         m += 1
-        m = gl.where(m == M, m0, m)
+        m = gl.where(m == m1, m0, m)
         h = gl.where(m == start, h + 1, h)
     return h, m
 
@@ -247,13 +278,13 @@ def next_tile(h, m, h0, began, m0, start, up, GROUP, M, CFG: gl.constexpr):
 
 
 @gluon.jit
-def loops(low, high, m0, M, up, GROUP, CFG: gl.constexpr):
+def loops(low, high, m0, m1, up, GROUP, CFG: gl.constexpr):
     """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first
     last_key)."""
     if CFG.BOTH:
-        return M - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
+        return m1 - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
-        return M - m0, 0, GROUP, high - CFG.BM
+        return m1 - m0, 0, GROUP, high - CFG.BM
     else:
         return GROUP, low, high, low
 
@@ -278,9 +309,12 @@ def inner_step(tile, M, CFG: gl.constexpr):
 
 
 @gluon.jit
-def outer_step(tile, last_key, m0, M, up, GROUP, CFG: gl.constexpr):
+def outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG: gl.constexpr):
+    KIND: gl.constexpr = CFG.KIND
     if CFG.DOWN:
         by = 2 * up - 1
         return tile - GROUP * M + by, last_key + by * CFG.BM
+    elif KIND.WINDOW or KIND.INTERVALS:
+        return tile + (M - m1 + m0), last_key
     else:
         return tile + m0, last_key
