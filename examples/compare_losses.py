@@ -67,9 +67,18 @@ def train(impl: str, seed: int, given: Sequence[str]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         out, script = Path(folder) / "run", Path(__file__).with_name("train_gpt.py")
         command = [
-            sys.executable, str(script), "--steps", str(STEPS), *given,
-            "--impl", impl, "--seed", str(seed), "--out", str(out),
-        ]  # fmt: skip
+            sys.executable,
+            str(script),
+            "--steps",
+            str(STEPS),
+            *given,
+            "--impl",
+            impl,
+            "--seed",
+            str(seed),
+            "--out",
+            str(out),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"compare_losses.py: {impl}, seed {seed}: {done.stderr.strip()}")
@@ -78,11 +87,15 @@ def train(impl: str, seed: int, given: Sequence[str]) -> dict[str, Any]:
     means = [statistics.fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
     speed = re.search(r"^speed +([\d,]+) tokens/s", done.stdout, re.MULTILINE)
     return {
-        "impl": impl, "seed": seed, "steps": len(losses), "windows": means,
-        "mean": statistics.fmean(losses), "last": statistics.fmean(losses[-WINDOW:]),
+        "impl": impl,
+        "seed": seed,
+        "steps": len(losses),
+        "windows": means,
+        "mean": statistics.fmean(losses),
+        "last": statistics.fmean(losses[-WINDOW:]),
         "validation": rows[-1]["validation"],
         "tokens_s": int(speed[1].replace(",", "")) if speed else None,
-    }  # fmt: skip
+    }
 
 
 def differences(runs: Sequence[dict[str, Any]], a: str, b: str, quantity: str) -> list[float]:

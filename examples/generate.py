@@ -29,9 +29,11 @@ from flashproto.nn import GPT
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     p = OneLineParser(
-        "generate.py", description=__doc__, allow_abbrev=False,
+        "generate.py",
+        description=__doc__,
+        allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    )
     add = p.add_argument
     add("--run", help="folder of the run (the newest under runs/)", metavar="FOLDER")
     add("--prompt", help="text to continue (a newline, where the model knows it)", metavar="TEXT")
@@ -73,9 +75,13 @@ def main(argv: list[str] | None = None) -> int:
         prompt = vocabulary.opening() if options.prompt is None else options.prompt
         ids = encode_prompt(prompt, vocabulary)
         drawn = stream(
-            model.to(device), ids.to(device), options.tokens, options.temperature, options.top_k,
+            model.to(device),
+            ids.to(device),
+            options.tokens,
+            options.temperature,
+            options.top_k,
             torch.Generator(device).manual_seed(options.seed),
-        )  # fmt: skip
+        )
         print(prompt, end="", flush=True)
         show(vocabulary.pieces(drawn))
         return 0

@@ -12,9 +12,16 @@ from flashproto.nn import GPT
 
 # Dense bfloat16 tensor-core peak in FLOP/s by a part of the device's name, from the data sheets.
 PEAK_FLOPS = {
-    "GB200": 2500e12, "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12,
-}  # fmt: skip
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 
 
 def device_name(device: str) -> str:

@@ -188,9 +188,12 @@ def not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
 def parse(argv: list[str] | None, description: str | None) -> dict:
     """The options given on the command line, and only those; exits with code 2 for a bad one."""
     p = OneLineParser(
-        "train_gpt.py", description=description, allow_abbrev=False,
-        argument_default=argparse.SUPPRESS, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        "train_gpt.py",
+        description=description,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     defaults = Settings()
 
     def add(name: str, help: str, **how: Any) -> None:
@@ -214,10 +217,20 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--minutes", "save and stop after so long", type=positive(float), metavar="X")
     add("--save-every", "steps between checkpoints", type=positive(int), metavar="N")
     add("--validate-every", "steps between validations", type=positive(int), metavar="N")
-    add("--validate-tokens", "at most so many a validation, spread over the last tenth",
-        type=positive(int), metavar="N")  # fmt: skip
+    add(
+        "--validate-tokens",
+        "at most so many a validation, spread over the last tenth",
+        type=positive(int),
+        metavar="N",
+    )
     add("--out", "folder of the run (runs/gpt-N, the next free N)", metavar="FOLDER")
     add("--init-from", "begin with the weights of the run in that folder", type=absolute, metavar="RUN")
-    add("--resume", "go on with the run in --out (the newest under runs/); auto: or begin it",
-        nargs="?", const=True, choices=("auto",), metavar="auto")  # fmt: skip
+    add(
+        "--resume",
+        "go on with the run in --out (the newest under runs/); auto: or begin it",
+        nargs="?",
+        const=True,
+        choices=("auto",),
+        metavar="auto",
+    )
     return vars(p.parse_args(argv))

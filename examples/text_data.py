@@ -111,9 +111,15 @@ class Corpus:
         if level == "char":
             n_bytes += sum(int((predicted >= limit).sum()) for limit in (0x80, 0x800, 0x10000))
         return cls(
-            name, hashlib.sha256(text).hexdigest(), vocabulary, vocabulary.encode(train),
-            vocabulary.encode(validation), windows, targets, n_bytes,
-        )  # fmt: skip
+            name,
+            hashlib.sha256(text).hexdigest(),
+            vocabulary,
+            vocabulary.encode(train),
+            vocabulary.encode(validation),
+            windows,
+            targets,
+            n_bytes,
+        )
 
     @property
     def unseen(self) -> int:

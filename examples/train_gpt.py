@@ -191,11 +191,15 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
     for name in ("steps", "learning_rate"):
         before, now = getattr(began, name), getattr(run.settings, name)
         if before != now:
-            print(f"note: {option(name)} is {now}, and was {before}: the learning rate follows the "
-                  f"new schedule from step {run.step + 1} on")  # fmt: skip
+            print(
+                f"note: {option(name)} is {now}, and was {before}: the learning rate follows the "
+                f"new schedule from step {run.step + 1} on"
+            )
     if began_on != machine(run.settings):
-        print(f"note: this run began on {began_on} and goes on on {machine(run.settings)}: "
-              f"its losses may differ in the last digits")  # fmt: skip
+        print(
+            f"note: this run began on {began_on} and goes on on {machine(run.settings)}: "
+            f"its losses may differ in the last digits"
+        )
 
 
 def train_step(run: Run, forward: Callable) -> tuple[float, float]:
@@ -229,16 +233,23 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     began, saved_at = time.monotonic(), run.step
     durations: list[float] = []
     bar = tqdm(
-        total=s.steps, initial=run.step, unit="step", dynamic_ncols=True, file=sys.stdout,
+        total=s.steps,
+        initial=run.step,
+        unit="step",
+        dynamic_ncols=True,
+        file=sys.stdout,
         mininterval=0.5 if sys.stdout.isatty() else 10.0,
-    )  # fmt: skip
+    )
 
     def check(row: dict) -> None:
         """Add the validation of its step to a row of the log."""
         row |= validate(model, run.corpus, s, stop) or {}
         if "validation" in row:
-            bar.write(f"step {run.step}: validation {row['validation']:.4f} nats per {s.level}, "
-                      f"{row['bits_per_byte']:.4f} bits per byte", file=sys.stdout)  # fmt: skip
+            bar.write(
+                f"step {run.step}: validation {row['validation']:.4f} nats per {s.level}, "
+                f"{row['bits_per_byte']:.4f} bits per byte",
+                file=sys.stdout,
+            )
 
     with bar:
         interrupted = unvalidated(run, log)
@@ -320,8 +331,10 @@ def main(argv: list[str] | None = None) -> int:
             stop.text = "stopping"
             report(run, log, bigram, stop)
         else:
-            print(f"stopped at step {run.step} ({reason}) and saved; go on with: "
-                  f"python {sys.argv[0]} --resume --out {run.folder}")  # fmt: skip
+            print(
+                f"stopped at step {run.step} ({reason}) and saved; go on with: "
+                f"python {sys.argv[0]} --resume --out {run.folder}"
+            )
         return 0 if stop.number is None else 128 + stop.number
     except EXPECTED as error:
         return tell("train_gpt.py", error)

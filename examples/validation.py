@@ -24,9 +24,15 @@ def validate(
     places = torch.arange(windows.length + 1)
     total, terminal = 0.0, sys.stdout.isatty()
     bar = tqdm(
-        total=len(windows), desc="validating", unit="window", leave=False, dynamic_ncols=True,
-        file=sys.stdout, delay=0.5 if terminal else 10.0, mininterval=0.5 if terminal else 10.0,
-    )  # fmt: skip
+        total=len(windows),
+        desc="validating",
+        unit="window",
+        leave=False,
+        dynamic_ncols=True,
+        file=sys.stdout,
+        delay=0.5 if terminal else 10.0,
+        mininterval=0.5 if terminal else 10.0,
+    )
     with bar:
         for starts, skipped in zip(
             windows.starts.split(batch), windows.skipped.split(batch), strict=True

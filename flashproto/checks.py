@@ -317,17 +317,26 @@ def check_aux(operator: str, names: object) -> tuple[str, ...]:
 
 
 def check_varlen(
-    operator: str, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: object, cu_seqlens_k: object,
-    max_seqlen_q: object, max_seqlen_k: object,
-) -> None:  # fmt: skip
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: object,
+    cu_seqlens_k: object,
+    max_seqlen_q: object,
+    max_seqlen_k: object,
+) -> None:
     """q [T, Hq, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv], and where in them sequences start."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(operator, name, x)
         if x.ndim != 3:
             refuse(
-                operator, name, f"of shape {list(x.shape)}", "3 dimensions [T, H, D]",
+                operator,
+                name,
+                f"of shape {list(x.shape)}",
+                "3 dimensions [T, H, D]",
                 "Put the tokens of all sequences side by side.",
-            )  # fmt: skip
+            )
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     check_attention(operator, heads[0], heads[1], heads[2])
     shapes = []
@@ -339,9 +348,12 @@ def check_varlen(
         check_on(operator, name, x, q.device)
         if x.ndim != 1 or x.shape[0] == 0:
             refuse(
-                operator, name, f"of shape {list(x.shape)}", "[n + 1] for n sequences",
+                operator,
+                name,
+                f"of shape {list(x.shape)}",
+                "[n + 1] for n sequences",
                 "Begin with 0, and add the length of each sequence.",
-            )  # fmt: skip
+            )
         shapes.append(x.shape[0])
         if is_readable(x):
             wrong = torch.cat([x[:1] != 0, x.diff() < 0]) | (x > tokens.shape[0])
@@ -349,9 +361,12 @@ def check_varlen(
             check_values(operator, name, x, wrong, takes, "Pass the cumulative sum of lengths.")
     if shapes[0] != shapes[1]:
         refuse(
-            operator, "cu_seqlens_k", f"of shape [{shapes[1]}]",
-            lambda: f"as many sequences as cu_seqlens_q, [{shapes[0]}]", "Pass both of the same ones.",
-        )  # fmt: skip
+            operator,
+            "cu_seqlens_k",
+            f"of shape [{shapes[1]}]",
+            lambda: f"as many sequences as cu_seqlens_q, [{shapes[0]}]",
+            "Pass both of the same ones.",
+        )
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n is not None:
             takes = "an integer of 0 or more, or None"

@@ -201,10 +201,12 @@ def joined(operator: str, bands: tuple[Band, ...], diagonal: Any) -> Diagonals:
             near, far = sorted(((low, first), (other, band.first)), key=lambda x: x[0], reverse=True)
             if far[1] < near[1] and far[0] != near[0]:
                 refuse(
-                    operator, "mask", f"& of windows, the narrower with first={near[1]}",
+                    operator,
+                    "mask",
+                    f"& of windows, the narrower with first={near[1]}",
                     f"at most the {far[1]} of the wider one",
                     "Give both windows the same first.",
-                )  # fmt: skip
+                )
             low, first = near[0], min(near[1], far[1])
     return Diagonals(high, low, first)
 
@@ -270,9 +272,13 @@ def check_vector(operator: str, name: str, x: object, shapes: str, least: int, m
     if not isinstance(x, Tensor) or x.dtype not in (torch.int32, torch.int64):
         got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
         refuse(
-            operator, name, got, f"an int32 or int64 tensor {shapes}",
-            f"Convert it: {name}.int().", TypeError,
-        )  # fmt: skip
+            operator,
+            name,
+            got,
+            f"an int32 or int64 tensor {shapes}",
+            f"Convert it: {name}.int().",
+            TypeError,
+        )
     if not least <= x.ndim <= most:
         refuse(operator, name, f"of shape {list(x.shape)}", f"a tensor {shapes}", "Reshape it.")
     return x
@@ -316,10 +322,12 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
         words += f", {described(ids_k)}"
         if ids.device != ids_k.device or ids.ndim != ids_k.ndim or ids.shape[:-1] != ids_k.shape[:-1]:
             refuse(
-                name, "ids_k", f"of shape {list(ids_k.shape)} on {ids_k.device}",
+                name,
+                "ids_k",
+                f"of shape {list(ids_k.shape)} on {ids_k.device}",
                 f"the batch and device of ids, of shape {list(ids.shape)} on {ids.device}",
                 "Expand or move it.",
-            )  # fmt: skip
+            )
         ordered, order = ids.sort(stable=True)
         ids_k = ids_k.to(ids.dtype).contiguous()
         low = torch.searchsorted(ordered, ids_k)
@@ -402,10 +410,12 @@ def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
             if wrong.any():
                 t = int(wrong.nonzero()[0, -1])
                 refuse(
-                    name, "parents", f"not in depth-first order at token {t}",
+                    name,
+                    "parents",
+                    f"not in depth-first order at token {t}",
                     "for each token an earlier one, or -1, and all below a token side by side",
                     "Put each branch behind its prefix before the next branch begins.",
-                )  # fmt: skip
+                )
     else:
         enter = check_vector(name, "enter", enter, "[S], [B, S] or [B, H, S]", 1, 3)
         leave = check_vector(name, "leave", leave, "[S], [B, S] or [B, H, S]", 1, 3)
@@ -451,9 +461,12 @@ def intervals(begin: Tensor, end: Tensor) -> Mask:
 def check_pair(operator: str, name: str, x: Tensor, other: str, y: Tensor) -> None:
     if x.shape != y.shape or x.device != y.device:
         refuse(
-            operator, other, f"of shape {list(y.shape)} on {y.device}",
-            f"the shape and device of {name}, {list(x.shape)} on {x.device}", "Expand or move it.",
-        )  # fmt: skip
+            operator,
+            other,
+            f"of shape {list(y.shape)} on {y.device}",
+            f"the shape and device of {name}, {list(x.shape)} on {x.device}",
+            "Expand or move it.",
+        )
 
 
 # --- to look at -------------------------------------------------------------------------------------
@@ -499,10 +512,13 @@ def check_mask(operator: str, mask: object) -> Mask:
     """A Mask."""
     if not isinstance(mask, Mask):
         refuse(
-            operator, "mask", described(mask), "a mask of flashproto.masks, or None",
+            operator,
+            "mask",
+            described(mask),
+            "a mask of flashproto.masks, or None",
             "Pass masks.causal(), say; a boolean tensor is scaled_dot_product_attention's attn_mask.",
             TypeError,
-        )  # fmt: skip
+        )
     return mask
 
 
@@ -520,6 +536,4 @@ def check_mask_lengths(operator: str, mask: object, Sq: int, Sk: int) -> None:
             refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
 
 
-__all__ = [
-    "Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window",
-]  # fmt: skip
+__all__ = ["Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window"]

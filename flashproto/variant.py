@@ -162,8 +162,16 @@ def kind_of(text: str) -> Kind:
 
 # Fields of Kind that the kernels of kernels/hopper have.
 HOPPER_FORWARD = (
-    "CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS", "MAX_SCORE", "VARLEN",
-)  # fmt: skip
+    "CAUSAL",
+    "WINDOW",
+    "FIRST",
+    "INTERVALS",
+    "SOFTCAP",
+    "ALIBI",
+    "SINKS",
+    "MAX_SCORE",
+    "VARLEN",
+)
 HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI")
 
 

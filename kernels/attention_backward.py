@@ -171,9 +171,7 @@ def attention_backward_keys_kernel(
         i = i0 + tl.arange(0, BLOCK_M)
         j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
-        dout = load_tile_clamped(
-            dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE
-        )  # fmt: skip
+        dout = load_tile_clamped(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
@@ -251,7 +249,7 @@ def attention_backward_queries_kernel(
     given = variables
     head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
-    )  # fmt: skip
+    )
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -328,10 +326,18 @@ def attention_backward_queries_kernel(
 
 @triton.jit
 def attention_backward_heads_kernel(
-    rows_ptr, lse2_ptr, sinks_ptr, gradient_ptr, Hq, B, Sq,
+    rows_ptr,
+    lse2_ptr,
+    sinks_ptr,
+    gradient_ptr,
+    Hq,
+    B,
+    Sq,
     variables,  # of the variant, see scores.py
-    KIND: tl.constexpr, SINKS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    KIND: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program: the gradient of a head's sink or slope, minus a sum over all its rows, in a fixed order.
 
     Of the sink, rows are delta, weighted by its probability; of the slope, the sums of dS * distance.

@@ -99,7 +99,7 @@ def attention_forward_kernel(
     given = variables
     head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
-    )  # fmt: skip
+    )
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -167,9 +167,8 @@ def attention_forward_kernel(
         acc *= alpha[:, None]
     lse, normaliser = online_softmax_finish(m, l, unit)
     store_tile(
-        out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq,
-        BLOCK_M, BLOCK_DV, DV, WIDE,
-    )  # fmt: skip
+        out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, WIDE
+    )
     row = head.to(tl.int64) * rows
     if KIND.VARLEN:
         row += token

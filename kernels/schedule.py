@@ -51,7 +51,7 @@ def query_tile_order(index, n_tiles, KIND: tl.constexpr):
 @triton.jit
 def key_ranges(
     i0, Sk, offset, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+):
     """Key tiles for the queries i0 ... i0 + BLOCK_M - 1: (begin, clear_begin, clear_end, end).
 
     No query sees a key of the tiles before `begin`, but for `first_tiles`, and from `end` on; all see
@@ -85,7 +85,7 @@ def first_tiles(begin, variables, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def query_range(
     j0, Sq, offset, variables, BLOCK_M: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr = 1
-):  # fmt: skip
+):
     """Query tiles for the keys j0 ... j0 + BLOCK_N - 1: (begin, end); no other sees any of them."""
     if KIND.CAUSAL:
         begin = clamp(j0 - offset, 0, Sq) // BLOCK_M
@@ -123,9 +123,16 @@ def intervals_kernel(begin_ptr, end_ptr, tiles_ptr, Sk, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def visits(
-    tile, i0, Sq, n_tiles, ranges, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile,
+    i0,
+    Sq,
+    n_tiles,
+    ranges,
+    variables,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
-):  # fmt: skip
+):
     """Of key tiles: 0 for one that is left out, 1 for one that needs the mask, 2 for one that is clear.
 
     ranges: of the band, see key_ranges.
@@ -144,9 +151,16 @@ def visits(
 
 @triton.jit
 def next_run(
-    tile, i0, Sq, Sk, ranges, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    tile,
+    i0,
+    Sq,
+    Sk,
+    ranges,
+    variables,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
-):  # fmt: skip
+):
     """The next key tiles from `tile` on that are visited, side by side and alike: (first, last, clear);
     first = last = the end where there are none."""
     n_tiles = tl.cdiv(Sk, BLOCK_N)
@@ -171,9 +185,8 @@ def next_run(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
 def visits_kernel(
-    visits_ptr, Sq, Sk, offset, given,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-):  # fmt: skip
+    visits_ptr, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+):
     """Program: of one tile of queries and one row of the intervals, the key tiles that it visits, from
     left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that is
     clear, else 2 tile.  One that visits none is given tile 0.
@@ -302,7 +315,7 @@ RECORD = tl.constexpr(8)
 @triton.jit(do_not_specialize=["offset"])
 def slots_kernel(
     slots_ptr, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
+):
     """Program: of one slot of queries, its record.  slots [slots, RECORD]."""
     _, i0, Sq, Sk, offset, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
     left, first = 0, 0

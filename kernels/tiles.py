@@ -30,10 +30,17 @@ def tile_mask(start, n_rows, ROWS: tl.constexpr, COLS: tl.constexpr, N_COLS: tl.
 
 @triton.jit
 def load_tile(
-    base, start, stride_row, stride_col, n_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, N_COLS: tl.constexpr,
-    MASK_ROWS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    base,
+    start,
+    stride_row,
+    stride_col,
+    n_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    N_COLS: tl.constexpr,
+    MASK_ROWS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Rows start ... start + ROWS - 1 of a matrix with N_COLS columns [ROWS, COLS], 0 outside it.
 
     MASK_ROWS = False promises that all rows exist; columns are checked where COLS was padded.
@@ -50,9 +57,16 @@ def load_tile(
 
 @triton.jit
 def load_tile_clamped(
-    base, start, stride_row, stride_col, n_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, N_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    base,
+    start,
+    stride_row,
+    stride_col,
+    n_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    N_COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """As load_tile, but rows past the end repeat the last one: for a loop that gives such rows no
     weight, and whose registers are too few to hold a predicate for each of them."""
     row = tl.minimum(start + tl.arange(0, ROWS), n_rows - 1)
@@ -69,9 +83,17 @@ def load_tile_clamped(
 
 @triton.jit
 def store_tile(
-    base, tile, start, stride_row, stride_col, n_rows,
-    ROWS: tl.constexpr, COLS: tl.constexpr, N_COLS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    base,
+    tile,
+    start,
+    stride_row,
+    stride_col,
+    n_rows,
+    ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+    N_COLS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     """Write the part of `tile` [ROWS, COLS] that lies inside the matrix, in the matrix's dtype."""
     pointers = base + tl.cast(start, tl.int64) * stride_row
     pointers += tile_offsets(stride_row, stride_col, ROWS, COLS, WIDE)

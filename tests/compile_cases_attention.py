@@ -37,10 +37,15 @@ def case(kernel, name: str, element: str, config, constexprs: dict, max_stack: i
         elif argument not in values:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     return Case(
-        name=f"{name}-{element}", kernel=kernel, signature=signature, constexprs=values,
-        divisible_by_16=tuple(aligned), num_warps=config.num_warps, num_stages=config.num_stages,
+        name=f"{name}-{element}",
+        kernel=kernel,
+        signature=signature,
+        constexprs=values,
+        divisible_by_16=tuple(aligned),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         max_stack=max_stack,
-    )  # fmt: skip
+    )
 
 
 def attention_cases(arch: int) -> Iterator[Case]:
@@ -52,10 +57,14 @@ def attention_cases(arch: int) -> Iterator[Case]:
             for kind in (Kind(), Kind(CAUSAL=True)):
                 name = f"{D}x{Dv}-{kind}"
                 shared = {
-                    "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
-                    "BLOCK_DV": configs.padded_head_dim(Dv), "KIND": kind, "TF32": False,
+                    "D": D,
+                    "DV": Dv,
+                    "BLOCK_D": configs.padded_head_dim(D),
+                    "BLOCK_DV": configs.padded_head_dim(Dv),
+                    "KIND": kind,
+                    "TF32": False,
                     "WIDE": False,
-                }  # fmt: skip
+                }
                 max_stack = 0 if max(D, Dv) <= 128 else 65536
                 forward = configs.attention_forward(capability, itemsize, D, Dv)
                 keys, queries = configs.attention_backward(capability, itemsize, D, Dv, kind)
@@ -70,11 +79,18 @@ def attention_cases(arch: int) -> Iterator[Case]:
                     )
     rows = configs.AttentionConfig(64, 0, 4, 3)
     for element, DV, has_dlse in (
-        ("bf16", 128, False), ("bf16", 128, True), ("fp32", 16, False), ("fp32", 256, True),
-    ):  # fmt: skip
+        ("bf16", 128, False),
+        ("bf16", 128, True),
+        ("fp32", 16, False),
+        ("fp32", 256, True),
+    ):
         constexprs = {
-            "DV": DV, "BLOCK_DV": DV, "BLOCK_M": rows.block_m, "HAS_DLSE": has_dlse, "WIDE": False,
+            "DV": DV,
+            "BLOCK_DV": DV,
+            "BLOCK_M": rows.block_m,
+            "HAS_DLSE": has_dlse,
+            "WIDE": False,
             "KIND": Kind(),
-        }  # fmt: skip
+        }
         name = f"rows-{DV}-{has_dlse}"
         yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)

@@ -22,9 +22,23 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CHECKPOINT, LOG, SETTINGS, PLOT = "checkpoint.safetensors", "log.jsonl", "settings.json", "loss.png"
 # A second of training on one core.
 TINY = [
-    "--steps", "24", "--batch-size", "2", "--context", "16", "--save-every", "6",
-    "--validate-every", "8", "--validate-tokens", "160", "--seed", "3", "--device", "cpu",
-]  # fmt: skip
+    "--steps",
+    "24",
+    "--batch-size",
+    "2",
+    "--context",
+    "16",
+    "--save-every",
+    "6",
+    "--validate-every",
+    "8",
+    "--validate-tokens",
+    "160",
+    "--seed",
+    "3",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,8 +80,12 @@ def environment(**more: str) -> dict[str, str]:
 def start(script: str, *arguments: object, cwd: Path, **more: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / script), *map(str, arguments)],
-        cwd=cwd, env=environment(**more), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        cwd=cwd,
+        env=environment(**more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
 
 
 def run(script: str, *arguments: object, cwd: Path, code: int = 0) -> str:

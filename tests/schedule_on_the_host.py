@@ -50,8 +50,16 @@ LANGUAGE = {
     "int32": torch.int32,
     "int64": torch.int64,
 }
-FUNCTIONS = ("clamp", "first_tiles", "visits", "next_run", "queries_of_keys", "query_tile_order",
-             "sequence_of", "tokens_of")  # fmt: skip
+FUNCTIONS = (
+    "clamp",
+    "first_tiles",
+    "visits",
+    "next_run",
+    "queries_of_keys",
+    "query_tile_order",
+    "sequence_of",
+    "tokens_of",
+)
 
 
 def ranges_on_the_host(monkeypatch: pytest.MonkeyPatch, **others: Any) -> None:

@@ -50,27 +50,49 @@ CALLS = ["relu", LONG, torch.relu]
 SHAPES = [W, LONG, "64", 64.0, None, [], [3], 3, [W], ["64"], [10**9] * 500, list(range(5000)), (64.0,)]
 
 NORM = {
-    "x": TENSORS, "normalized_shape": SHAPES, "weight": [*TENSORS, LONG], "bias": [*TENSORS, LONG],
-    "eps": EPS, "casting": NAMES, "prologue": CALLS, "epilogue": CALLS, "dtype": DTYPES,
-}  # fmt: skip
+    "x": TENSORS,
+    "normalized_shape": SHAPES,
+    "weight": [*TENSORS, LONG],
+    "bias": [*TENSORS, LONG],
+    "eps": EPS,
+    "casting": NAMES,
+    "prologue": CALLS,
+    "epilogue": CALLS,
+    "dtype": DTYPES,
+}
 FP8 = {**NORM, "residual": [*TENSORS, LONG], "dtype": [*DTYPES, torch.float16, None]}
 NORM = {**NORM, "memory_efficient": FLAGS, "split_rows": FLAGS, "impl": NAMES}
 ADD_NORM = {**NORM, "residual": [*TENSORS, LONG, None]}
 SOFTMAX = {
-    "x": [*TENSORS, torch.tensor(1.0)], "scale": FINITE, "mask": [*TENSORS, LONG], "causal": FLAGS,
-    "prologue": CALLS, "epilogue": CALLS, "split_rows": FLAGS, "dtype": DTYPES, "impl": NAMES,
-}  # fmt: skip
+    "x": [*TENSORS, torch.tensor(1.0)],
+    "scale": FINITE,
+    "mask": [*TENSORS, LONG],
+    "causal": FLAGS,
+    "prologue": CALLS,
+    "epilogue": CALLS,
+    "split_rows": FLAGS,
+    "dtype": DTYPES,
+    "impl": NAMES,
+}
 LOSS = {
     "targets": [None, 0, [0, 1, 2, 3], TARGETS.float(), TARGETS[:3], X],
     "ignore_index": [*INTEGERS, 2**70],
-    "label_smoothing": [*FINITE, -0.1, 1.1], "z_loss": FINITE, "softcap": [*FINITE, 0, 0.0, -1.0],
-    "reduction": [*NAMES, None], "return_lse": FLAGS, "return_z_loss": FLAGS, "impl": NAMES,
-}  # fmt: skip
+    "label_smoothing": [*FINITE, -0.1, 1.1],
+    "z_loss": FINITE,
+    "softcap": [*FINITE, 0, 0.0, -1.0],
+    "reduction": [*NAMES, None],
+    "return_lse": FLAGS,
+    "return_z_loss": FLAGS,
+    "impl": NAMES,
+}
 ROPE = {
-    "cos": [*TENSORS, LONG, COS[:3], None], "sin": [*TENSORS, LONG, COS[:3], None],
-    "positions": [3, "0", list(range(8)), LONG, torch.arange(3)], "interleaved": FLAGS, "impl": NAMES,
+    "cos": [*TENSORS, LONG, COS[:3], None],
+    "sin": [*TENSORS, LONG, COS[:3], None],
+    "positions": [3, "0", list(range(8)), LONG, torch.arange(3)],
+    "interleaved": FLAGS,
+    "impl": NAMES,
     "offset": ["1", True, 1.0, None, 5, -1, LONG, torch.arange(3), 10**30],
-}  # fmt: skip
+}
 QK_NORM = {
     **ROPE,
     "eps": EPS,
@@ -80,14 +102,19 @@ QK_NORM = {
 }
 HEADS = {"n_heads": [*INTEGERS, 0, -1, 5], "n_kv_heads": [*INTEGERS, 0, -1, 5]}
 ATTENTION = {
-    "causal": FLAGS, "scale": FINITE, "impl": NAMES, "softcap": [*NUMBERS, 0.0, -1.0],
+    "causal": FLAGS,
+    "scale": FINITE,
+    "impl": NAMES,
+    "softcap": [*NUMBERS, 0.0, -1.0],
     "window": [3, LONG, "no", (1,), (1, 2, 3), (-1, 0), (True, 0), (0, 1.0), (None, "1")],
-    "sinks": [*TENSORS, LONG], "mask": ["causal", LONG, True, torch.ones(8, 8)],
-}  # fmt: skip
+    "sinks": [*TENSORS, LONG],
+    "mask": ["causal", LONG, True, torch.ones(8, 8)],
+}
 VARIANTS = ATTENTION | {
-    "alibi_slopes": [*TENSORS, LONG], "return_lse": FLAGS,
+    "alibi_slopes": [*TENSORS, LONG],
+    "return_lse": FLAGS,
     "return_aux": ["entropy", LONG, None, ("lse",), [1], ("entropy", "entropy")],
-}  # fmt: skip
+}
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
 CUS: list[Any] = [*TENSORS, LONG, CU.long(), CU[None], CU[:0], CU[:2], CU + 1, CU.flip(0), CU * 9]
 TOKENS = torch.randn(8, 2, 16)
@@ -170,9 +197,14 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
 }  # fmt: skip
 # The argument that a message names, where another does not fit the one that is wrong.
 ALSO = {
-    "n_heads": "qkv", "n_kv_heads": "qkv", "cu_seqlens_q": "cu_seqlens_k", "gate": "up", "cos": "sin",
-    "key": "query, key or value", "value": "query, key or value",
-}  # fmt: skip
+    "n_heads": "qkv",
+    "n_kv_heads": "qkv",
+    "cu_seqlens_q": "cu_seqlens_k",
+    "gate": "up",
+    "cos": "sin",
+    "key": "query, key or value",
+    "value": "query, key or value",
+}
 
 on_the_cpu = pytest.mark.skipif(
     backends.HAS_TRITON and not backends.INTERPRETED, reason="needs kernels on the CPU: the interpreter"
@@ -307,7 +339,7 @@ def test_other_libraries_order_of_arguments_is_shown_ours() -> None:
             lambda: flashproto.add_rms_norm(X, X, W),
             r"add_rms_norm\(x, residual, x.shape\[-1\], weight\)",
         ),
-    ):  # fmt: skip
+    ):
         with pytest.raises(TypeError, match=shown):
             call()
 
@@ -359,7 +391,7 @@ def test_integers_are_refused_under_autocast_too() -> None:
             "scaled_dot_product_attention: attn_mask is given beside is_causal",
         ),
     ],
-)  # fmt: skip
+)
 def test_modules_hooks_and_pairs_of_arguments(call: Callable[[], object], named: str) -> None:
     with pytest.raises((TypeError, ValueError), match=named) as caught:
         call()
@@ -408,7 +440,7 @@ OUT_OF_RANGE: dict[str, tuple[Callable[..., Tensor], str]] = {
         )[0],
         r"qk_norm_qkv: offset is -1 at \[0\]",
     ),
-}  # fmt: skip
+}
 
 
 @on_the_cpu

@@ -92,8 +92,12 @@ def rounded_as_fused(
     p = torch.softmax(scores, -1)
     out = rounded(rounded(p) @ exact_v)
     ds = rounded(p * (dout @ exact_v.mT - (dout * out).sum(-1, keepdim=True)))
-    results = {"out": out, "dq": scale * ds @ exact_k,
-               "dk": scale * ds.mT @ exact_q, "dv": rounded(p).mT @ dout}  # fmt: skip
+    results = {
+        "out": out,
+        "dq": scale * ds @ exact_k,
+        "dk": scale * ds.mT @ exact_q,
+        "dv": rounded(p).mT @ dout,
+    }
     return {name: value.to(q.dtype) for name, value in results.items()}
 
 
@@ -376,10 +380,13 @@ def test_host_times_are_given_as_on_the_host_of_the_limits() -> None:
     """Here on one that takes twice as long, of whatever torch does."""
     host_us = {name: (9.9 * us, 2 * us) for name, us in launch.TORCH_THERE.items()}
     figures = {
-        "impl": "triton", "import_torch_s": 1.0, "import_flashproto_s": 1.2, "import_ratio": 1.2,
+        "impl": "triton",
+        "import_torch_s": 1.0,
+        "import_flashproto_s": 1.2,
+        "import_ratio": 1.2,
         "first_attention_s": {"forward": 1.0, "backward": 2.0},
         "host_us": host_us | {"flashproto.softmax with grad": (40.0, 24.0)},
-    }  # fmt: skip
+    }
     line = launch.launch_text(figures, goals=True).splitlines()[-1]
     assert line.endswith("40.0    24.0 (at most 15)    12.0")
 
@@ -403,11 +410,14 @@ def test_host_times_of_a_backward_call() -> None:
     torch.testing.assert_close(torch.stack(layers[2::2]).sum(0), of_v)
     assert torch.autograd.is_multithreading_enabled()
     figures = {
-        "impl": "hopper", "import_torch_s": 1.0, "import_flashproto_s": 1.2, "import_ratio": 1.2,
+        "impl": "hopper",
+        "import_torch_s": 1.0,
+        "import_flashproto_s": 1.2,
+        "import_ratio": 1.2,
         "first_attention_s": {"forward": 1.0, "backward": 2.0},
         "host_us": {"torch attention": (14.0, 14.0)}
         | {name: (40.0, 24.0) for row in rows for name in (f"flashproto.{row}", f"torch {row}")},
-    }  # fmt: skip
+    }
     assert "at most" not in launch.launch_text(figures)
     lines = launch.launch_text(figures, goals=True).splitlines()[-8:]
     assert [line.split()[0] for line in lines if "(at most 60)" in line] == ["flashproto.attention"] * 4
@@ -455,9 +465,13 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
     assert len(backward) == 4 * len(sanitize.HEAD_DIMS)
     chosen = {c.chosen for c in calls}
     for D, length, causal, ordered, heads, group in itertools.product(
-        (64, 80, 128, 192, 256), (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768),
-        (False, True), (False, True), (1, 40, 1024), (1, 8),
-    ):  # fmt: skip
+        (64, 80, 128, 192, 256),
+        (1, 512, 1024, 2048, 3000, 4096, 8192, 16384, 32768),
+        (False, True),
+        (False, True),
+        (1, 40, 1024),
+        (1, 8),
+    ):
         assert (
             configs.attention_backward_hopper(D, length, Kind(causal), ordered, heads, group) in chosen
         )
@@ -519,8 +533,11 @@ def test_search_knows_what_fits() -> None:
     assert all(map(search.fits, [*chosen, *sanitize.backward_configurations()]))
     for D, columns in ((64, {0, 64}), (128, {0, 64, 96, 128})):
         for config in (c for c in chosen if c.D == D):
-            kept = {n for n in (0, 32, 64, 96, 100, 128, 192)
-                    if search.fits(dataclasses.replace(config, Q_IN_REGS=n))}  # fmt: skip
+            kept = {
+                n
+                for n in (0, 32, 64, 96, 100, 128, 192)
+                if search.fits(dataclasses.replace(config, Q_IN_REGS=n))
+            }
             assert kept == columns
     backward = configs.attention_backward_hopper(128, 4096, Kind())
     assert not search.fits(dataclasses.replace(backward, KV=2))

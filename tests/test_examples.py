@@ -43,9 +43,19 @@ from flashproto.backends import device_reasons
 
 # Some seconds of training on one core; long enough to be stopped on the way.
 SMALL = [
-    "--steps", "240", "--batch-size", "2", "--context", "32", "--save-every", "20",
-    "--validate-every", "80", "--seed", "3",
-]  # fmt: skip
+    "--steps",
+    "240",
+    "--batch-size",
+    "2",
+    "--context",
+    "32",
+    "--save-every",
+    "20",
+    "--validate-every",
+    "80",
+    "--seed",
+    "3",
+]
 STOPPING = "stopping after this step, press again to quit without saving"
 
 
@@ -55,9 +65,19 @@ STOPPING = "stopping after this step, press again to quit without saving"
 @pytest.mark.slow
 def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
     out = run(
-        "train_gpt.py", "--device", "cpu", "--steps", 200, "--batch-size", 8, "--context", 64,
-        "--validate-every", 100, cwd=tmp_path,
-    )  # fmt: skip
+        "train_gpt.py",
+        "--device",
+        "cpu",
+        "--steps",
+        200,
+        "--batch-size",
+        8,
+        "--context",
+        64,
+        "--validate-every",
+        100,
+        cwd=tmp_path,
+    )
     folder = tmp_path / "runs" / "gpt-1"
     log = rows(folder)
     assert [r["step"] for r in log] == list(range(1, 201))
@@ -65,8 +85,15 @@ def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
     bigram = float(out.split("bigram")[1].split()[0])
     assert bigram == pytest.approx(2.32, abs=0.05)
     assert log[-1]["validation"] < bigram
-    for said in ("SHA-256", "attention torch", "sample before", "sample after", "bits per byte",
-                 "tokens/s (median step)", "parameters"):  # fmt: skip
+    for said in (
+        "SHA-256",
+        "attention torch",
+        "sample before",
+        "sample after",
+        "bits per byte",
+        "tokens/s (median step)",
+        "parameters",
+    ):
         assert said in out
     smoothed = sum(r["loss"] for r in log[-50:]) / 50
     assert f"loss={smoothed:.3f}, validation={log[-1]['validation']:.3f}" in out
@@ -74,9 +101,19 @@ def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
     assert {p.name for p in folder.iterdir()} == {CHECKPOINT, LOG, PLOT, SETTINGS}
 
     sampled = run(
-        "generate.py", "--prompt", "The ", "--tokens", 40, "--top-k", 5, "--seed", 1,
-        "--device", "cpu", cwd=tmp_path,
-    )  # fmt: skip
+        "generate.py",
+        "--prompt",
+        "The ",
+        "--tokens",
+        40,
+        "--top-k",
+        5,
+        "--seed",
+        1,
+        "--device",
+        "cpu",
+        cwd=tmp_path,
+    )
     assert sampled.startswith("The ")
     assert len(sampled) == 4 + 40 + 1
 

@@ -40,8 +40,12 @@ def python(code: str, folder: Path, **variables: str) -> str:
     environment |= {"PYTHONPATH": str(ROOT), "PYTHONUTF8": "1"} | variables
     done = subprocess.run(
         [sys.executable, "-c", code],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -166,9 +166,7 @@ def tiles_of(begin: Tensor, end: Tensor, BLOCK_N: int) -> Tensor:
             ranges_again = {"program_id": lambda axis, t=t: torch.tensor(t)}
             for name, function in ranges_again.items():
                 monkeypatch.setattr(schedule.tl, name, function, raising=False)
-            schedule.intervals_kernel.fn(
-                *map(Pointer, (begin, end, tiles)), begin.numel(), BLOCK_N
-            )  # fmt: skip
+            schedule.intervals_kernel.fn(*map(Pointer, (begin, end, tiles)), begin.numel(), BLOCK_N)
     return tiles
 
 

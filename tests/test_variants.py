@@ -87,25 +87,29 @@ DRAWN = {
     "first": (masks.window(0, 0, first=2), 4, 4, ["x...", "xx..", "xxx.", "xx.x"]),
     "window, more keys": (masks.window(1), 2, 4, [".xx.", "..xx"]),
     "& of windows": (masks.window(2, None) & masks.window(1, 3), 3, 3, ["xxx", "xxx", ".xx"]),
-    "& of top left": (
-        masks.causal(top_left=True) & masks.window(2, 0), 2, 4, ["x...", ".x.."]
-    ),
+    "& of top left": (masks.causal(top_left=True) & masks.window(2, 0), 2, 4, ["x...", ".x.."]),
     "documents": (masks.documents(T([7, 7, 1])), 3, 3, ["xx.", "xx.", "..x"]),
     "a document that comes back": (masks.documents(T([7, 1, 7])), 3, 3, ["x..", ".x.", "..x"]),
     "documents of both": (
-        masks.documents(T([1, 1, 0]), T([0, 2, 1, 1])), 3, 4, ["..xx", "..xx", "x..."]
+        masks.documents(T([1, 1, 0]), T([0, 2, 1, 1])),
+        3,
+        4,
+        ["..xx", "..xx", "x..."],
     ),
     "padding": (masks.padding(T([2])), 3, 3, ["xx.", "xx.", "xx."]),
     "prefix": (masks.prefix(T([2])), 4, 4, ["xx..", "xx..", "xxx.", "xxxx"]),
     "prefix, more keys": (masks.prefix(T([3])), 2, 4, ["xxx.", "xxxx"]),
     "tree": (masks.tree(T([-1, 0, 1, 0, 3])), 5, 5, ["x....", "xx...", "xxx..", "x..x.", "x..xx"]),
     "tree by what is below": (
-        masks.tree(T([0, 1, 2, 3]), T([4, 3, 3, 4])), 4, 4, ["x...", "xx..", "xxx.", "x..x"]
+        masks.tree(T([0, 1, 2, 3]), T([4, 3, 3, 4])),
+        4,
+        4,
+        ["x...", "xx..", "xxx.", "x..x"],
     ),
     "the last tokens of a tree": (masks.tree(T([-1, 0, 0])), 2, 3, ["xx.", "x.x"]),
     "intervals": (masks.intervals(T([0, 1, 3]), T([2, 2, 2])), 3, 3, ["x..", "xx.", "..."]),
     "&": (masks.causal() & masks.documents(T([0, 0, 1, 1])), 4, 4, ["x...", "xx..", "..x.", "..xx"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", DRAWN)
@@ -223,19 +227,20 @@ REFUSED = {
     "sinks": (lambda: flashproto.attention(Q, Q, Q, sinks=Q[0, :3, 0, 0]), "sinks is of shape"),
     "slopes": (lambda: flashproto.attention(Q, Q, Q, alibi_slopes=IDS), "alibi_slopes is of dtype"),
     "aux": (lambda: flashproto.attention(Q, Q, Q, return_aux=("lse",)), "return_aux is"),
-    "aux twice": (
-        lambda: flashproto.attention(Q, Q, Q, return_aux=("entropy",) * 2), "each name once"
-    ),
+    "aux twice": (lambda: flashproto.attention(Q, Q, Q, return_aux=("entropy",) * 2), "each name once"),
     "a boolean mask": (lambda: flashproto.attention(Q, Q, Q, mask=Q[0, 0] > 0), "attn_mask"),
     "other keys": (lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS[1:])), "of 7 keys"),
     "other queries": (
-        lambda: flashproto.attention(Q[:, :, 1:], Q, Q, mask=masks.documents(IDS)), "of 8 queries"
+        lambda: flashproto.attention(Q[:, :, 1:], Q, Q, mask=masks.documents(IDS)),
+        "of 8 queries",
     ),
     "another batch": (
-        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.expand(3, -1))), "a batch of 3"
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.expand(3, -1))),
+        "a batch of 3",
     ),
     "elsewhere": (
-        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.to("meta"))), "mask is on meta"
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.to("meta"))),
+        "mask is on meta",
     ),
     "ids of floats": (lambda: masks.documents(Q[0, 0]), "ids is of dtype torch.float32"),
     "lengths of two dimensions": (lambda: masks.padding(IDS[None]), "lengths is of shape"),
@@ -244,12 +249,10 @@ REFUSED = {
     "a parent that comes later": (lambda: masks.tree(T([1, -1])), "depth-first order at token 0"),
     "branches in turns": (lambda: masks.tree(T([-1, 0, 0, 1])), "depth-first order at token 1"),
     "windows of which the narrower keeps more": (
-        lambda: flashproto.attention(
-            Q, Q, Q, mask=masks.window(5, first=1) & masks.window(2, first=3)
-        ),
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.window(5, first=1) & masks.window(2, first=3)),
         "the narrower with first=3",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", REFUSED)

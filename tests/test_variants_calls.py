@@ -163,9 +163,13 @@ def test_rows_without_a_key(sinks: bool, impl: str, device: str) -> None:
     inputs = [x.requires_grad_() for x in (q, k, k.clone())]
     sink = torch.tensor([0.5, -torch.inf], device=device, requires_grad=True) if sinks else None
     out, lse, top, entropy = flashproto.attention(
-        *inputs, sinks=sink, mask=masks.padding(torch.tensor([0], device=device)), return_lse=True,
-        return_aux=("max_score", "entropy"), impl=impl,
-    )  # fmt: skip
+        *inputs,
+        sinks=sink,
+        mask=masks.padding(torch.tensor([0], device=device)),
+        return_lse=True,
+        return_aux=("max_score", "entropy"),
+        impl=impl,
+    )
     assert not out.any() and not entropy.any() and (top == -torch.inf).all()
     expected = sink.detach() if sinks else torch.full((2,), -torch.inf, device=device)
     torch.testing.assert_close(lse, expected[None, :, None].expand(1, 2, 6))
@@ -199,12 +203,16 @@ def changing(device: str) -> dict[str, Callable[[int], Any]]:
             q, q, q, mask=masks.documents(torch.arange(96, device=device) // (n + 9)), impl="triton"
         ),
         "sinks and slopes": lambda n: flashproto.attention(
-            q, q, q, sinks=torch.full((2,), float(n), device=device),
-            alibi_slopes=torch.full((2,), n + 0.5, device=device), impl="triton",
+            q,
+            q,
+            q,
+            sinks=torch.full((2,), float(n), device=device),
+            alibi_slopes=torch.full((2,), n + 0.5, device=device),
+            impl="triton",
         ),
         "softcap": lambda n: flashproto.attention(q, q, q, softcap=1.0 + n, impl="triton"),
         "lengths": sequences,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.gpu

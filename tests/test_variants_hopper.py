@@ -262,9 +262,7 @@ def compare(call: Call, device: str = "cuda") -> None:
             eager(*(x.to(dtype) for x in inputs), parameters_of(call, dtype), call)
             for dtype in (torch.float64, call.problem.dtype)
         )
-    assert_within_bound(
-        got, {n: exact[n] for n in got}, {n: plain[n] for n in got}, call
-    )  # fmt: skip
+    assert_within_bound(got, {n: exact[n] for n in got}, {n: plain[n] for n in got}, call)
 
 
 def parameters_of(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -369,9 +367,14 @@ LENGTHS: dict[str, list[tuple[int, int]]] = {
 )
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_sequences_against_float64(
-    D: int, names: tuple[str, ...], lengths: str, behind: tuple[int, int], seed: int, hopper: None,
+    D: int,
+    names: tuple[str, ...],
+    lengths: str,
+    behind: tuple[int, int],
+    seed: int,
+    hopper: None,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """What is behind the last sequence is no number, and must not be met."""
     if lengths == "none" and behind == (0, 0):
         pytest.skip("no token")

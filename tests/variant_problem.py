@@ -312,17 +312,23 @@ def eager(
         sink = parameters["sinks"].to(q.dtype)[:, None, None].expand(p.B, -1, p.Sq, 1)
         s = torch.cat([s, sink], -1)
         return {
-            "out": torch.softmax(s, -1)[..., :-1] @ v, "lse": torch.logsumexp(s, -1),
-            "max_score": top, "entropy": entropy,
-        }  # fmt: skip
+            "out": torch.softmax(s, -1)[..., :-1] @ v,
+            "lse": torch.logsumexp(s, -1),
+            "max_score": top,
+            "entropy": entropy,
+        }
     lse = torch.logsumexp(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless[..., 0], -math.inf)
     return {"out": keys @ v, "lse": lse, "max_score": top, "entropy": entropy}
 
 
 def eager_packed(
-    q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], call: Call,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: dict[str, Tensor],
+    call: Call,
     lengths: Sequence[tuple[int, int]],
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """The same of sequences side by side [T, H, D], one after another."""
     made: list[dict[str, Tensor]] = []
     at = [0, 0]
@@ -359,9 +365,11 @@ def make(call: Call, device: str) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def with_gradients(
-    outputs: dict[str, Tensor], inputs: Sequence[Tensor], parameters: dict[str, Tensor],
+    outputs: dict[str, Tensor],
+    inputs: Sequence[Tensor],
+    parameters: dict[str, Tensor],
     gradients: Sequence[Tensor],
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """outputs and the gradients of out and lse; rows without a key give lse none."""
     out, lse = outputs["out"], outputs["lse"]
     dout, dlse = gradients
@@ -397,9 +405,14 @@ def starts(lengths: Lengths, device: str) -> list[Tensor]:
 
 
 def run(
-    call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], impl: str | None,
-    lengths: Lengths | None = None, wrap: Callable[[Any], Any] = lambda f: f, **others: Any,
-) -> dict[str, Tensor]:  # fmt: skip
+    call: Call,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    impl: str | None,
+    lengths: Lengths | None = None,
+    wrap: Callable[[Any], Any] = lambda f: f,
+    **others: Any,
+) -> dict[str, Tensor]:
     """All results of flashproto.attention, or with `lengths` of attention_varlen.
 
     wrap: makes of such a function the one that is called.

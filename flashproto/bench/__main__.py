@@ -34,10 +34,22 @@ from .measure import measure_cell
 from .timing import make_timer
 
 SUBJECTS = (
-    "attention", "views", "norm", "norm_float32", "add_norm", "softmax", "softmax_topk",
-    "cross_entropy", "linear_cross_entropy", "oneflow", "rms_norm_article", "online_softmax", "glu",
-    "block", "gpt",
-)  # fmt: skip
+    "attention",
+    "views",
+    "norm",
+    "norm_float32",
+    "add_norm",
+    "softmax",
+    "softmax_topk",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "oneflow",
+    "rms_norm_article",
+    "online_softmax",
+    "glu",
+    "block",
+    "gpt",
+)
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
 TOOLS = ("sanitize", "search", "docs")  # modules with a command line of their own
 
@@ -132,8 +144,11 @@ def plan(subject: str, options: argparse.Namespace, device: torch.device) -> Pla
         data = report.load(path, subject)
     elif path.exists() and not options.compile_only:
         raise ValueError(f"{path} exists; pass --resume to add to it, or another --out.")
-    wanted = [p for p in module.problems(options.quick, device)
-              if re.search(options.cells or "", p.key) and p.key not in data["cells"]]  # fmt: skip
+    wanted = [
+        p
+        for p in module.problems(options.quick, device)
+        if re.search(options.cells or "", p.key) and p.key not in data["cells"]
+    ]
     return Plan(subject, module, chosen_impls(options.impl, device, subject), path, data, wanted)
 
 
@@ -151,10 +166,13 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
     ceilings = measure_ceilings(device)
     print(report.ceilings_text(ceilings), flush=True)
     on_device = device.type == "cuda" and not getattr(plan.module, "WALL_CLOCK", False)
-    protocol = {"repeats": options.repeats, "rep_ms": options.rep_ms,
-                "drop_slower": options.drop_slower,
-                "timer": DEVICE_TIMER if on_device else "wall clock, each call waited for",
-                "statistic": "median of repeats in changing order, each a median"}  # fmt: skip
+    protocol = {
+        "repeats": options.repeats,
+        "rep_ms": options.rep_ms,
+        "drop_slower": options.drop_slower,
+        "timer": DEVICE_TIMER if on_device else "wall clock, each call waited for",
+        "statistic": "median of repeats in changing order, each a median",
+    }
     cells, runs = plan.data["cells"], plan.data["runs"]
     runs.append(report.describe_run(ceilings, protocol))
     timer = make_timer(device, options.rep_ms, on_device)

@@ -62,9 +62,13 @@ def contenders(
     # Both round the sum to the dtype and normalize what was rounded.
     exact_total = (x[rows] + residual[rows]).float().requires_grad_()
     exact_y = reference.norm(
-        exact_total, [p.N], weight.float(), None if bias is None else bias.float(), EPS,
+        exact_total,
+        [p.N],
+        weight.float(),
+        None if bias is None else bias.float(),
+        EPS,
         centered=p.kind == "layer",
-    )  # fmt: skip
+    )
     (exact_dx,) = torch.autograd.grad(exact_y, exact_total, dy[rows].float())
     want = {"y": exact_y.detach(), "total": exact_total.detach(), "dx": exact_dx + dtotal[rows].float()}
 

@@ -14,9 +14,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MODULES = (
-    "flashproto", "flashproto.masks", "flashproto.nn", "flashproto.hooks", "flashproto.backends",
-)  # fmt: skip
+MODULES = ("flashproto", "flashproto.masks", "flashproto.nn", "flashproto.hooks", "flashproto.backends")
 BLOCK = re.compile(r"^(Args|Returns|Raises|Source|Shapes|Example)\b([^:\n]*):\s*(.*)$")
 WIDTH = 100
 

@@ -161,16 +161,23 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[s
     S = q.shape[2]
     k, v = k.float(), v.float()
     like_q = torch.empty(q.shape, device=q.device)
-    want = {"out": like_q, "dq": torch.empty_like(like_q), "rounding": like_q.new_empty(q.shape[:3]),
-            "dk": torch.zeros_like(k), "dv": torch.zeros_like(v)}  # fmt: skip
+    want = {
+        "out": like_q,
+        "dq": torch.empty_like(like_q),
+        "rounding": like_q.new_empty(q.shape[:3]),
+        "dk": torch.zeros_like(k),
+        "dv": torch.zeros_like(v),
+    }
     step = max(1, PIECE // S)
     for h in range(q.shape[1]):
         for start in range(0, S, step):
             piece = slice(h, h + 1), slice(start, min(start + step, S))
             seen = piece[1].stop if causal else S
             dout = grad[:, *piece].float()
-            leaves = [t.requires_grad_() for t in (q[:, *piece].float(), k[:, :, :seen].detach(),
-                                                   v[:, :, :seen].detach())]  # fmt: skip
+            leaves = [
+                t.requires_grad_()
+                for t in (q[:, *piece].float(), k[:, :, :seen].detach(), v[:, :, :seen].detach())
+            ]
             out, _ = reference.attention(*leaves, causal=causal, causal_offset=start)
             dq, dk, dv = torch.autograd.grad(out, leaves, dout)
             with torch.no_grad():
@@ -197,8 +204,10 @@ def contenders(
         def to_layout(t: Tensor) -> Tensor:
             return t if layout == "BHSD" else t.transpose(1, 2)
 
-        leaves = [to_layout(t).detach().clone(memory_format=torch.contiguous_format)
-                  .requires_grad_() for t in (q, k, v)]  # fmt: skip
+        leaves = [
+            to_layout(t).detach().clone(memory_format=torch.contiguous_format).requires_grad_()
+            for t in (q, k, v)
+        ]
         function = make()
 
         def check(out: Tensor, grads: Sequence[Tensor] | None) -> str | None:

@@ -42,8 +42,11 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
     if device.type != "cuda":
         sizes = [(128, 4, 128, 2)] if quick else [(128, 4, 256, 4), (256, 4, 512, 2)]
         return [Problem("block", *size, torch.float32) for size in sizes]
-    sizes = [(2048, 16, 4096, 4)] if quick else [
-        (2048, 16, 4096, 4), (4096, 32, 4096, 2), (1024, 8, 16384, 1)]  # fmt: skip
+    sizes = (
+        [(2048, 16, 4096, 4)]
+        if quick
+        else [(2048, 16, 4096, 4), (4096, 32, 4096, 2), (1024, 8, 16384, 1)]
+    )
     return [Problem("block", *size, torch.bfloat16) for size in sizes]
 
 
@@ -151,8 +154,11 @@ def contenders(
     grad = torch.randn_like(x)
     first = our_layer(p, None)
     weights = {name.removeprefix("block."): t for name, t in first.state_dict().items()}
-    d_ff = weights[next(n for n in weights if n.endswith("down.weight"))].shape[1] if (
-        p.kind in ("mlp", "block")) else 0  # fmt: skip
+    d_ff = (
+        weights[next(n for n in weights if n.endswith("down.weight"))].shape[1]
+        if (p.kind in ("mlp", "block"))
+        else 0
+    )
 
     def plain(dtype: torch.dtype) -> nn.Module:
         layer = plain_layer(p, d_ff)

@@ -68,8 +68,10 @@ def contenders(
     targets = torch.randint(p.V, (p.M,), device=device)
     one = torch.ones((), device=device)
     rows = torch.cat((torch.tensor([0, p.M - 1]), torch.randint(p.M, (30,)))).to(device)
-    total = sum(float(in_float32(a, b)) * len(b) for a, b in zip(x.split(1024), targets.split(1024),
-                                                              strict=True))  # fmt: skip
+    total = sum(
+        float(in_float32(a, b)) * len(b)
+        for a, b in zip(x.split(1024), targets.split(1024), strict=True)
+    )
     leaf = x[rows].float().requires_grad_()
     (dx,) = torch.autograd.grad(F.cross_entropy(leaf, targets[rows], reduction="sum") / p.M, leaf)
     want = {"loss": one[None] * total / p.M, "dx": dx}

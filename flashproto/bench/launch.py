@@ -72,8 +72,10 @@ def first_call_seconds(impl: str, device: torch.device) -> dict[str, float]:
         done = subprocess.run(
             [sys.executable, "-c", FIRST_CALL, device.type, impl],
             env={**os.environ, "TRITON_CACHE_DIR": cache},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return seconds
 

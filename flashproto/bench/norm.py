@@ -18,8 +18,24 @@ from .measure import Prepared, Work, compare
 from .peers import EPS, Function, norm_peers
 
 ROWS = 49152
-WIDTHS = (256, 512, 1024, 1536, 2048, 4096, 5120, 7168, 8192, 12288, 16384, 32768, 50257, 65536, 131072,
-          262144)  # fmt: skip
+WIDTHS = (
+    256,
+    512,
+    1024,
+    1536,
+    2048,
+    4096,
+    5120,
+    7168,
+    8192,
+    12288,
+    16384,
+    32768,
+    50257,
+    65536,
+    131072,
+    262144,
+)
 QUICK_WIDTHS = (2048, 4096, 8192)
 
 
@@ -110,9 +126,13 @@ class Sampled:
         given = [x, weight] if bias is None else [x, weight, bias]
         leaves = [t.detach().float().requires_grad_() for t in given]
         y = reference.norm(
-            leaves[0], [p.N], leaves[1], None if bias is None else leaves[2], EPS,
+            leaves[0],
+            [p.N],
+            leaves[1],
+            None if bias is None else leaves[2],
+            EPS,
             centered=p.kind == "layer",
-        )  # fmt: skip
+        )
         grads = torch.autograd.grad(y, leaves, grad.float())
         return dict(zip(("y", "dx", "dweight", "dbias"), (y.detach(), *grads), strict=False))
 

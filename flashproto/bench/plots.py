@@ -25,14 +25,42 @@ TITLES = {
 }
 # Each contender's place among the colours; those that are not named here take the places behind them.
 PLACES = (
-    OURS, "flashproto[hopper]", "flashproto[triton]", "fa4", "sdpa-cudnn", "flex", "sdpa-flash",
-    "sdpa-efficient", "torch", "compile", "liger", "quack", "cut-cross-entropy",
-)  # fmt: skip
+    OURS,
+    "flashproto[hopper]",
+    "flashproto[triton]",
+    "fa4",
+    "sdpa-cudnn",
+    "flex",
+    "sdpa-flash",
+    "sdpa-efficient",
+    "torch",
+    "compile",
+    "liger",
+    "quack",
+    "cut-cross-entropy",
+)
 COLOURS = (
-    "#d62728", "#d62728", "#ff7f0e", "#1f77b4", "#2ca02c", "#9467bd", "#7f7f7f",
-    "#c7c7c7", "#7f7f7f", "#9467bd", "#2ca02c", "#1f77b4", "#8c564b",
-    "#e377c2", "#bcbd22", "#17becf", "#aec7e8", "#ffbb78", "#98df8a", "#c5b0d5",
-)  # fmt: skip
+    "#d62728",
+    "#d62728",
+    "#ff7f0e",
+    "#1f77b4",
+    "#2ca02c",
+    "#9467bd",
+    "#7f7f7f",
+    "#c7c7c7",
+    "#7f7f7f",
+    "#9467bd",
+    "#2ca02c",
+    "#1f77b4",
+    "#8c564b",
+    "#e377c2",
+    "#bcbd22",
+    "#17becf",
+    "#aec7e8",
+    "#ffbb78",
+    "#98df8a",
+    "#c5b0d5",
+)
 WIDTH = 10.0  # inches
 BARS = 56  # in one panel, at most
 NUMBERED = 32  # bars that each carry their value, at most

@@ -93,8 +93,11 @@ class Call:
     @property
     def key(self) -> str:
         mask = "causal" if self.causal else "full"
-        which = "forward" if not self.backward else (
-            "deterministic backward" if self.deterministic else "backward")  # fmt: skip
+        which = (
+            "forward"
+            if not self.backward
+            else ("deterministic backward" if self.deterministic else "backward")
+        )
         B, Hq, Hkv, Sq = self.shape
         name = f" by {self.chosen.name}" if self.chosen else ""
         return f"D{self.D} B{B} H{Hq}/{Hkv} Sq{Sq} Sk{self.Sk} {mask} {which}{name}"

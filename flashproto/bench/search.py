@@ -40,10 +40,14 @@ SHARED = 227 * 1024  # bytes a program may have
 CHOOSERS = {"forward": "attention_forward_hopper", "backward": "attention_backward_hopper"}
 VARIED: dict[str, dict[str, Sequence[Any]]] = {
     "forward": {
-        "BN": (64, 128), "W": (2, 3), "KS": (2, 3), "VS": (2, 3), "OVERLAP": (False, True),
+        "BN": (64, 128),
+        "W": (2, 3),
+        "KS": (2, 3),
+        "VS": (2, 3),
+        "OVERLAP": (False, True),
     },
     "backward": {"BM": (64, 128), "BN": (64, 128), "DQ": (0, 1, 2)},
-}  # fmt: skip
+}
 
 
 def present(which: str, p: Problem) -> Any:

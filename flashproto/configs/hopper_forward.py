@@ -285,9 +285,15 @@ def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk:
 
 
 def balanced_work(
-    config: HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int, programs: int,
+    config: HopperForward,
+    heads: int,
+    together: int,
+    Sq: int,
+    Sk: int,
+    offset: int,
+    programs: int,
     left: int = 0,
-) -> list[list[int]]:  # fmt: skip
+) -> list[list[int]]:
     """The work items of each program, where HAS_WORK_TABLE.
 
     Within a group of `together` heads heavy items come first, and each goes to the program that is free

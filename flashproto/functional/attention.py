@@ -133,9 +133,21 @@ def attention(
         return _of_parts(name, q, k, v, sinks, alibi_slopes, None, None, None, None, band, *options)
     begin, end = _intervals(name, mask, q, k)
     return _attention_of_parts(
-        q, k, v, sinks, alibi_slopes, begin, end, operator=name, band=band, softcap=softcap,
-        scale=scale, return_lse=return_lse, return_aux=return_aux, impl=impl,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        sinks,
+        alibi_slopes,
+        begin,
+        end,
+        operator=name,
+        band=band,
+        softcap=softcap,
+        scale=scale,
+        return_lse=return_lse,
+        return_aux=return_aux,
+        impl=impl,
+    )
 
 
 @by_alignment
@@ -160,20 +172,52 @@ def _attention_of_parts(
 ) -> Any:
     """attention whose mask is numbers and tensors, so that the call can be kept."""
     return _of_parts(
-        operator, q, k, v, sinks, alibi_slopes, begin, end, cu_seqlens_q, cu_seqlens_k, band, softcap,
-        scale, return_lse, return_aux, impl,
-    )  # fmt: skip
+        operator,
+        q,
+        k,
+        v,
+        sinks,
+        alibi_slopes,
+        begin,
+        end,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        band,
+        softcap,
+        scale,
+        return_lse,
+        return_aux,
+        impl,
+    )
 
 
 def _of_parts(
-    operator, q, k, v, sinks, alibi_slopes, begin, end, cu_seqlens_q, cu_seqlens_k, band, softcap,
-    scale, return_lse, return_aux, impl,
-):  # fmt: skip
+    operator,
+    q,
+    k,
+    v,
+    sinks,
+    alibi_slopes,
+    begin,
+    end,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    band,
+    softcap,
+    scale,
+    return_lse,
+    return_aux,
+    impl,
+):
     aux = check_aux(operator, return_aux)
     tensors = {
-        "sinks": sinks, "alibi_slopes": alibi_slopes, "begin": begin, "end": end,
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-    }  # fmt: skip
+        "sinks": sinks,
+        "alibi_slopes": alibi_slopes,
+        "begin": begin,
+        "end": end,
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+    }
     variant = _variant(operator, q, band, softcap, tensors, aux)
     return _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, ready=True)
 
@@ -215,9 +259,17 @@ def attention_qkv(
     q, k, _ = reference.split_heads(qkv, n_heads, n_kv_heads)
     begin, end = _intervals(name, mask, q, k)
     return _attention_qkv_of_parts(
-        qkv, sinks, begin, end, n_heads=n_heads, n_kv_heads=n_kv_heads, band=band, softcap=softcap,
-        scale=scale, impl=impl,
-    )  # fmt: skip
+        qkv,
+        sinks,
+        begin,
+        end,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        band=band,
+        softcap=softcap,
+        scale=scale,
+        impl=impl,
+    )
 
 
 @by_alignment
@@ -314,16 +366,32 @@ def attention_varlen(
         check_mask(name, mask)
         if mask.parts or any(band.top_left for band in mask.bands):
             refuse(
-                name, "mask", repr(mask), "bands aligned bottom-right: causal() and window(...)",
+                name,
+                "mask",
+                repr(mask),
+                "bands aligned bottom-right: causal() and window(...)",
                 "Sequences are documents already; pass attention one sequence of all for others.",
-            )  # fmt: skip
+            )
     band = _band(name, causal, window, mask, 0, 0)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     made = _attention_of_parts(
-        q, k, v, sinks, alibi_slopes, None, None, cu_seqlens_q, cu_seqlens_k, operator=name,
-        band=band, softcap=softcap, scale=scale, return_lse=return_lse, return_aux=return_aux,
+        q,
+        k,
+        v,
+        sinks,
+        alibi_slopes,
+        None,
+        None,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        operator=name,
+        band=band,
+        softcap=softcap,
+        scale=scale,
+        return_lse=return_lse,
+        return_aux=return_aux,
         impl=impl,
-    )  # fmt: skip
+    )
     if isinstance(made, Tensor):
         return made[0].transpose(0, 1)
     out, *rows = made
@@ -348,9 +416,13 @@ def _band(operator, causal, window, mask, Sq, Sk):
 def check_window(operator, window):
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         refuse(
-            operator, "window", window, "(left, right), integers of 0 or more, or None",
-            "Pass (1023, 0), say, or None for no bound.", TypeError,
-        )  # fmt: skip
+            operator,
+            "window",
+            window,
+            "(left, right), integers of 0 or more, or None",
+            "Pass (1023, 0), say, or None for no bound.",
+            TypeError,
+        )
     return masks.window_band(operator, *window, 0, "window")
 
 
@@ -365,9 +437,12 @@ def _intervals(operator, mask, q, k):
     batch, heads, _ = found[0].shape
     if batch not in (1, B) or heads not in (1, Hq):
         refuse(
-            operator, "mask", f"{mask!r}, for a batch of {batch} and {heads} heads",
-            lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads", "Expand what it is made of.",
-        )  # fmt: skip
+            operator,
+            "mask",
+            f"{mask!r}, for a batch of {batch} and {heads} heads",
+            lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads",
+            "Expand what it is made of.",
+        )
     return found
 
 
@@ -437,9 +512,15 @@ def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason
 def _reference_attention(q, k, v, variant, scale, return_lse, aux):
     """The definition; what `aux` names has no gradient, as on other backends."""
     made = reference.attention(
-        q, k, v, causal=variant.kind.CAUSAL, causal_offset=variant.offset, scale=scale,
-        return_aux=bool(aux), **variant.named,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        causal=variant.kind.CAUSAL,
+        causal_offset=variant.offset,
+        scale=scale,
+        return_aux=bool(aux),
+        **variant.named,
+    )
     results = made[: 1 + return_lse]
     for name in aux:
         x = made[2 + AUX.index(name)]
@@ -522,17 +603,23 @@ def scaled_dot_product_attention(
     q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
     if not enable_gqa and q.ndim > 2 and k_heads not in (1, q_heads):
         refuse(
-            name, "key", f"of {k_heads} heads", f"query's {q_heads} heads",
+            name,
+            "key",
+            f"of {k_heads} heads",
+            f"query's {q_heads} heads",
             "Pass enable_gqa=True when groups of query heads share a key head.",
-        )  # fmt: skip
+        )
     lead = q.shape[:-3]
     for argument, x in (("key", k), ("value", v)):
         sizes = zip(lead[::-1], x.shape[:-3][::-1], strict=False)
         if any(a != b and a != 1 and b != 1 for a, b in sizes):
             refuse(
-                name, argument, f"of shape {list(x.shape)}",
-                f"leading dimensions that broadcast to {list(lead)}", "Expand it.",
-            )  # fmt: skip
+                name,
+                argument,
+                f"of shape {list(x.shape)}",
+                f"leading dimensions that broadcast to {list(lead)}",
+                "Expand it.",
+            )
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v, ("query", "key", "value"))
@@ -564,9 +651,14 @@ def scaled_dot_product_attention(
 
 
 def _check_mask(
-    operator: str, mask: Tensor, is_causal: bool, dropout_p: float, q: Tensor, k: Tensor,
+    operator: str,
+    mask: Tensor,
+    is_causal: bool,
+    dropout_p: float,
+    q: Tensor,
+    k: Tensor,
     lead: Sequence[int],
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """A boolean or floating-point tensor for scores [..., Sq, Sk], beside is_causal only if kernels
     take it.  Returns what they take, which keys are seen, [B | 1, H | 1, Sk]."""
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
@@ -575,15 +667,21 @@ def _check_mask(
     L, S = q.shape[2], k.shape[2]
     if any(n not in (1, size) for n, size in zip(mask.shape[-2:][::-1], (S, L), strict=False)):
         refuse(
-            operator, "attn_mask", f"of shape {list(mask.shape)}",
-            f"a shape that broadcasts to [..., {L}, {S}]", "Pass a mask [L, S] of queries and keys.",
-        )  # fmt: skip
+            operator,
+            "attn_mask",
+            f"of shape {list(mask.shape)}",
+            f"a shape that broadcasts to [..., {L}, {S}]",
+            "Pass a mask [L, S] of queries and keys.",
+        )
     keys = None if dropout_p > 0.0 else _keys_of(mask, q, S, lead)
     if is_causal and keys is None:
         refuse(
-            operator, "attn_mask", "given beside is_causal=True", "the place of is_causal",
+            operator,
+            "attn_mask",
+            "given beside is_causal=True",
+            "the place of is_causal",
             "Write the causal mask into attn_mask.",
-        )  # fmt: skip
+        )
     return keys
 
 

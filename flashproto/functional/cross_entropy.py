@@ -97,9 +97,8 @@ def cross_entropy(
         refuse(name, "logits", "a scalar", "at least one dimension", "Pass logits [..., V].")
     shape, V = logits.shape[:-1], logits.shape[-1]
     check_cross_entropy(
-        name, targets, shape, V, logits.device, weight, "weight",
-        logits_shape, class_dim,
-    )  # fmt: skip
+        name, targets, shape, V, logits.device, weight, "weight", logits_shape, class_dim
+    )
     ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
         name, ignore_index, label_smoothing, z_loss, softcap, reduction
     )
@@ -119,9 +118,17 @@ def cross_entropy(
         run = op.cross_entropy if looks or class_dim != -1 else op.cross_entropy.ready
         return run((logits, targets, weight), settings, returns)
     results = _in_torch(
-        backend, logits, targets, weight, return_lse, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
-    )  # fmt: skip
+        backend,
+        logits,
+        targets,
+        weight,
+        return_lse,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        reduction=reduction,
+    )
     return _wanted(results, return_lse, return_z_loss)
 
 
@@ -201,19 +208,34 @@ def linear_cross_entropy(
     if backend == "triton":
         options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
-            h.reshape(targets.numel(), D), weight, bias, targets.reshape(-1), class_weight, options,
-            reduction, return_lse, chunk_size or configs.tokens_at_once(D, low_memory), low_memory,
-        )  # fmt: skip
+            h.reshape(targets.numel(), D),
+            weight,
+            bias,
+            targets.reshape(-1),
+            class_weight,
+            options,
+            reduction,
+            return_lse,
+            chunk_size or configs.tokens_at_once(D, low_memory),
+            low_memory,
+        )
         shape = targets.shape
         if reduction == "none":
             loss, z = loss.view(shape), z.view(shape)
         results = loss, z, lse.view(shape)
     else:
         results = _in_torch(
-            backend, linear(h, weight, bias), targets, class_weight, return_lse,
-            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap,
+            backend,
+            linear(h, weight, bias),
+            targets,
+            class_weight,
+            return_lse,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
             reduction=reduction,
-        )  # fmt: skip
+        )
     return _wanted(results, return_lse, return_z_loss)
 
 
@@ -244,17 +266,23 @@ def _check_linear(name, h, weight, bias) -> Tensor:
     D = h.shape[-1] if h.ndim else None
     if weight.ndim != 2 or weight.shape[1] != D:
         refuse(
-            name, "weight", f"of shape {list(weight.shape)}", f"[V, D] for h of shape {list(h.shape)}",
+            name,
+            "weight",
+            f"of shape {list(weight.shape)}",
+            f"[V, D] for h of shape {list(h.shape)}",
             "Pass the weight of the output layer, not transposed.",
-        )  # fmt: skip
+        )
     tensors = {"weight": weight}
     if bias is not None:
         check_tensor(name, "bias", bias)
         if bias.shape != weight.shape[:1]:
             refuse(
-                name, "bias", f"of shape {list(bias.shape)}", f"[V], [{weight.shape[0]}]",
+                name,
+                "bias",
+                f"of shape {list(bias.shape)}",
+                f"[V], [{weight.shape[0]}]",
                 "Pass bias=None for none.",
-            )  # fmt: skip
+            )
         tensors["bias"] = bias
     dtype = None if h.dtype == torch.float64 else autocast_dtype(h)
     if dtype is not None:
@@ -263,9 +291,13 @@ def _check_linear(name, h, weight, bias) -> Tensor:
         check_on(name, other, x, h.device)
         if x.dtype != h.dtype and dtype is None:
             refuse(
-                name, other, f"of dtype {x.dtype}", f"the dtype of h, {h.dtype}",
-                f"Convert it, say {other}.to(h.dtype), or use torch.autocast.", TypeError,
-            )  # fmt: skip
+                name,
+                other,
+                f"of dtype {x.dtype}",
+                f"the dtype of h, {h.dtype}",
+                f"Convert it, say {other}.to(h.dtype), or use torch.autocast.",
+                TypeError,
+            )
     return h
 
 
@@ -277,9 +309,8 @@ def _in_torch(backend, logits, targets, weight, need_lse, **options) -> tuple[Te
 
 
 def _torch_cross_entropy(
-    logits, targets, weight, need_lse, *,
-    ignore_index, label_smoothing, z_loss, softcap, reduction,
-):  # fmt: skip
+    logits, targets, weight, need_lse, *, ignore_index, label_smoothing, z_loss, softcap, reduction
+):
     """(loss, z, lse) by torch's own operators; without z_loss and need_lse the last two are 0."""
     x = logits.to(reference.compute_dtype(logits.dtype))
     if softcap is not None:

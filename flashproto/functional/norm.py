@@ -246,25 +246,32 @@ def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: 
     """What a norm that keeps its output for the backward pass cannot get its input back from."""
     if bias is not None:
         refuse(
-            operator, "bias", "given", "None where memory_efficient=True: it takes digits of y away",
+            operator,
+            "bias",
+            "given",
+            "None where memory_efficient=True: it takes digits of y away",
             "Add the bias to the result, or to that of the linear layer behind it.",
-        )  # fmt: skip
+        )
     if x.dtype == torch.float16:
         refuse(
-            operator, "x", "of dtype torch.float16",
+            operator,
+            "x",
+            "of dtype torch.float16",
             "bfloat16 or float32 where memory_efficient=True, which need not drop small weights",
-            "Convert it.", TypeError,
-        )  # fmt: skip
+            "Convert it.",
+            TypeError,
+        )
     if more:
         refuse(
-            operator, "memory_efficient", True,
-            "False with a prologue, an epilogue, another dtype or split_rows", "Leave one of them out.",
-        )  # fmt: skip
+            operator,
+            "memory_efficient",
+            True,
+            "False with a prologue, an epilogue, another dtype or split_rows",
+            "Leave one of them out.",
+        )
 
 
-def _hooked_norm(
-    operator, x, residual, shape, weight, bias, eps, centered, dtype, options, tensors
-):  # fmt: skip
+def _hooked_norm(operator, x, residual, shape, weight, bias, eps, centered, dtype, options, tensors):
     casting, prologue, epilogue, _, _, split_rows, impl = options
     for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
         hooks.check(operator, argument, made, x)
@@ -275,16 +282,19 @@ def _hooked_norm(
         operands, named = with_hooks(prologue, epilogue)
         settings = hooked_norm_op.Settings(
             len(shape), eps, centered, casting, dtype, split_rows, *named
-        )  # fmt: skip
+        )
         # What is kept is found before a look at hooks, and at which gradients are wanted.
         at_once = prologue is not None or epilogue is not None or dtype in hooks.FLOAT8
         call = hooked_norm_op.hooked_norm if at_once else hooked_norm_op.hooked_norm.ready
         returns = (0,) if residual is None else (0, 1)
         return call((x, residual, weight, bias, *operands), settings, returns)
     given: dict[str, Any] = {
-        "centered": centered, "casting": casting, "dtype": dtype,
-        "before": partial(hooks.define, prologue), "after": partial(hooks.define, epilogue),
-    }  # fmt: skip
+        "centered": centered,
+        "casting": casting,
+        "dtype": dtype,
+        "before": partial(hooks.define, prologue),
+        "after": partial(hooks.define, epilogue),
+    }
     if residual is None:
         return reference.norm(x, shape, weight, bias, eps, **given)
     return reference.add_norm(x, residual, shape, weight, bias, eps, **given)

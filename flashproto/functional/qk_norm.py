@@ -143,9 +143,18 @@ def qk_norm_qkv(
 
 
 def _check(
-    name: str, B: int, S: int, D: int, x: Tensor, cos: Tensor | None, sin: Tensor | None,
-    positions: Tensor | None, offset: int | Tensor, casting: str, eps: float | None,
-) -> int | Tensor:  # fmt: skip
+    name: str,
+    B: int,
+    S: int,
+    D: int,
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    positions: Tensor | None,
+    offset: int | Tensor,
+    casting: str,
+    eps: float | None,
+) -> int | Tensor:
     """offset, once all fit."""
     check_casting(name, casting)
     check_eps(name, eps)

@@ -57,9 +57,20 @@ def layer_norm_fp8(
         True
     """
     return _quantized_norm(
-        "layer_norm_fp8", x, residual, normalized_shape, weight, bias, eps, True, dtype, casting,
-        prologue, epilogue, impl,
-    )  # fmt: skip
+        "layer_norm_fp8",
+        x,
+        residual,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        True,
+        dtype,
+        casting,
+        prologue,
+        epilogue,
+        impl,
+    )
 
 
 def rms_norm_fp8(
@@ -85,15 +96,37 @@ def rms_norm_fp8(
         (torch.Size([4, 64]), torch.Size([4, 1]), True)
     """
     return _quantized_norm(
-        "rms_norm_fp8", x, residual, normalized_shape, weight, bias, eps, False, dtype, casting,
-        prologue, epilogue, impl,
-    )  # fmt: skip
+        "rms_norm_fp8",
+        x,
+        residual,
+        normalized_shape,
+        weight,
+        bias,
+        eps,
+        False,
+        dtype,
+        casting,
+        prologue,
+        epilogue,
+        impl,
+    )
 
 
 def _quantized_norm(
-    operator, x, residual, normalized_shape, weight, bias, eps, centered, dtype, casting,
-    prologue, epilogue, impl,
-):  # fmt: skip
+    operator,
+    x,
+    residual,
+    normalized_shape,
+    weight,
+    bias,
+    eps,
+    centered,
+    dtype,
+    casting,
+    prologue,
+    epilogue,
+    impl,
+):
     trailing = as_shape(operator, normalized_shape)
     shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
     check_norm(operator, x, shape, weight, bias, residual, eps)
@@ -112,9 +145,12 @@ def _quantized_norm(
         returns = (0, 1) if residual is None else (0, 1, 2)
         return quantized_norm((x, residual, weight, bias, *operands), settings, returns)
     options: dict[str, Any] = {
-        "centered": centered, "casting": casting, "dtype": reference.compute_dtype(x.dtype),
-        "before": partial(hooks.define, prologue), "after": partial(hooks.define, epilogue),
-    }  # fmt: skip
+        "centered": centered,
+        "casting": casting,
+        "dtype": reference.compute_dtype(x.dtype),
+        "before": partial(hooks.define, prologue),
+        "after": partial(hooks.define, epilogue),
+    }
     if residual is None:
         y = reference.norm(x, shape, weight, bias, eps, **options)
         return reference.quantized(y, len(shape), dtype)
@@ -126,12 +162,19 @@ def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]
     """A dtype of 8 bits, and no tensor that is differentiated."""
     if not isinstance(dtype, torch.dtype) or dtype not in hooks.FLOAT8:
         refuse(
-            operator, "dtype", described(dtype), "torch.float8_e4m3fn or torch.float8_e5m2",
-            "For wider ones call the norm without _fp8.", TypeError,
-        )  # fmt: skip
+            operator,
+            "dtype",
+            described(dtype),
+            "torch.float8_e4m3fn or torch.float8_e5m2",
+            "For wider ones call the norm without _fp8.",
+            TypeError,
+        )
     differentiated = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     if differentiated or backends.has_tangents(tensors):
         refuse(
-            operator, "an argument", "a tensor that is differentiated", "constants: it has no gradient",
+            operator,
+            "an argument",
+            "a tensor that is differentiated",
+            "constants: it has no gradient",
             "Call it under torch.no_grad(), or pass tensors.detach().",
-        )  # fmt: skip
+        )

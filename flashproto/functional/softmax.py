@@ -213,9 +213,12 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
         prologue = softmax_hooks.scores(operator, x, scale, mask, causal)
     elif scale is not None or mask is not None or causal:
         refuse(
-            operator, "prologue", "given beside scale, mask or causal", "the place of these three",
+            operator,
+            "prologue",
+            "given beside scale, mask or causal",
+            "the place of these three",
             "Write them into the prologue, or leave it out.",
-        )  # fmt: skip
+        )
     for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
         hooks.check(operator, argument, made, x)
     tensors = [x, *(t for made in (prologue, epilogue) if made is not None for t in made.operands)]

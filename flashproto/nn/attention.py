@@ -165,9 +165,15 @@ class Attention(nn.Module):
             return F.rope_qkv(qkv, *heads, *rope, **options)
         if q_norm is not None and k_norm is not None and _one_pass(q_norm, k_norm):
             return F.qk_norm_qkv(
-                qkv, *heads, q_norm.weight, k_norm.weight, *(rope or (None, None)),
-                eps=q_norm.eps, casting=q_norm.casting, **options,
-            )  # fmt: skip
+                qkv,
+                *heads,
+                q_norm.weight,
+                k_norm.weight,
+                *(rope or (None, None)),
+                eps=q_norm.eps,
+                casting=q_norm.casting,
+                **options,
+            )
         q, k, v = (
             rearrange(part, "b s (h d) -> b h s d", d=self.head_dim)
             for part in qkv.split([n * self.head_dim for n in (heads[0], heads[1], heads[1])], dim=-1)
@@ -188,10 +194,12 @@ class Attention(nn.Module):
 def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
     """Whether qk_norm_qkv may stand in for the calls of both."""
     return (
-        is_as_made(q_norm, RMSNorm) and is_as_made(k_norm, RMSNorm)
-        and q_norm.bias is None and k_norm.bias is None
+        is_as_made(q_norm, RMSNorm)
+        and is_as_made(k_norm, RMSNorm)
+        and q_norm.bias is None
+        and k_norm.bias is None
         and (q_norm.eps, q_norm.casting) == (k_norm.eps, k_norm.casting)
-    )  # fmt: skip
+    )
 
 
 def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:
@@ -203,11 +211,17 @@ def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim
             check_integer(name, argument, size, 1, sys.maxsize, "an integer of at least 1", "Pass one.")
     if n_heads % n_kv_heads:
         refuse(
-            name, "n_kv_heads", n_kv_heads, f"a divisor of n_heads, {n_heads}",
+            name,
+            "n_kv_heads",
+            n_kv_heads,
+            f"a divisor of n_heads, {n_heads}",
             "Pass None for as many key heads as query heads.",
-        )  # fmt: skip
+        )
     if head_dim is None and d_model % n_heads:
         refuse(
-            name, "d_model", d_model, f"a multiple of n_heads, {n_heads}",
+            name,
+            "d_model",
+            d_model,
+            f"a multiple of n_heads, {n_heads}",
             "Pass head_dim to set the width of a head apart from d_model.",
-        )  # fmt: skip
+        )

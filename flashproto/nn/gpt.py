@@ -83,9 +83,12 @@ class GPTConfig:
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
-                "GPTConfig", "head_dim", f"{self.head_dim} (d_model / n_heads)",
-                "an even number with positions='rope'", "Change n_heads, or use learned positions.",
-            )  # fmt: skip
+                "GPTConfig",
+                "head_dim",
+                f"{self.head_dim} (d_model / n_heads)",
+                "an even number with positions='rope'",
+                "Change n_heads, or use learned positions.",
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -172,11 +175,19 @@ class GPT(nn.Module):
         self.positions = Embedding(c.context, c.d_model, **place) if learned else None
         self.blocks = nn.ModuleList(
             TransformerBlock(
-                c.d_model, c.n_heads, c.kv_heads, c.hidden,
-                norm=c.norm, mlp=c.mlp, bias=c.bias, eps=c.norm_eps, impl=impl, **place,
+                c.d_model,
+                c.n_heads,
+                c.kv_heads,
+                c.hidden,
+                norm=c.norm,
+                mlp=c.mlp,
+                bias=c.bias,
+                eps=c.norm_eps,
+                impl=impl,
+                **place,
             )
             for _ in range(c.n_layers)
-        )  # fmt: skip
+        )
         self.impl = beside_attention(impl)
         self.norm = make_norm(c.norm, c.d_model, bias=c.bias, eps=c.norm_eps, impl=self.impl, **place)
         self.head = None if c.tie_weights else Linear(c.d_model, c.vocab_size, bias=False, **place)
@@ -255,25 +266,34 @@ class GPT(nn.Module):
             refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
         if tokens.ndim != 2:
             refuse(
-                name, "tokens", f"of shape {list(tokens.shape)}", "[B, S]",
+                name,
+                "tokens",
+                f"of shape {list(tokens.shape)}",
+                "[B, S]",
                 "tokens[None] adds a batch dimension.",
-            )  # fmt: skip
+            )
         if tokens.dtype not in (torch.int64, torch.int32):
             refuse(name, "tokens", f"of dtype {tokens.dtype}", "int64 or int32", "Pass token ids.")
         if name == "GPT" and tokens.shape[1] > self.config.context:
             refuse(
-                name, "tokens", f"{tokens.shape[1]} long",
-                f"at most context, {self.config.context}", "Crop them: tokens[:, -context:].",
-            )  # fmt: skip
+                name,
+                "tokens",
+                f"{tokens.shape[1]} long",
+                f"at most context, {self.config.context}",
+                "Crop them: tokens[:, -context:].",
+            )
         # On a GPU in generate alone, once: to look at ids there is to wait for it.
         waits = name != "GPT" and tokens.is_cuda and type(tokens) is Tensor
         if tokens.numel() and (waits or is_readable(tokens)):
             low, high = map(int, tokens.aminmax())
             if low < 0 or high >= self._vocabulary:
                 refuse(
-                    name, "tokens", f"from {low} to {high}", f"ids from 0 to {self._vocabulary - 1}",
+                    name,
+                    "tokens",
+                    f"from {low} to {high}",
+                    f"ids from 0 to {self._vocabulary - 1}",
                     "Encode the text with this model's vocabulary.",
-                )  # fmt: skip
+                )
 
     @torch.no_grad()
     def generate(

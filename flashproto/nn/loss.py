@@ -60,10 +60,17 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = F.cross_entropy(
-            logits, targets, weight=self.weight, ignore_index=self.ignore_index,
-            label_smoothing=self.label_smoothing, z_loss=self.z_loss, softcap=self.softcap,
-            reduction=self.reduction, inplace_backward=self.inplace_backward, class_dim=self.class_dim,
+            logits,
+            targets,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.label_smoothing,
+            z_loss=self.z_loss,
+            softcap=self.softcap,
+            reduction=self.reduction,
+            inplace_backward=self.inplace_backward,
+            class_dim=self.class_dim,
             impl=self.impl,
-        )  # fmt: skip
+        )
         assert isinstance(loss, Tensor)
         return loss

@@ -66,31 +66,54 @@ class LayerNorm(torch.nn.LayerNorm):
 
     @overload
     def forward(
-        self, x: Tensor, residual: None = None, *,
-        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        x: Tensor,
+        residual: None = None,
+        *,
+        prologue: hooks.Call | None = None,
+        epilogue: hooks.Call | None = None,
+    ) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, residual: Tensor, *,
-        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        prologue: hooks.Call | None = None,
+        epilogue: hooks.Call | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
     def forward(self, x, residual=None, *, prologue=None, epilogue=None):
         inputs = (x,) if residual is None else (x, residual)
         norm = F.layer_norm if residual is None else F.add_layer_norm
         return norm(
-            *inputs, self.normalized_shape, self.weight, self.bias, self.eps, casting=self.casting,
-            prologue=prologue, epilogue=epilogue, memory_efficient=self.memory_efficient,
-            split_rows=self.split_rows, impl=self.impl,
-        )  # fmt: skip
+            *inputs,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            casting=self.casting,
+            prologue=prologue,
+            epilogue=epilogue,
+            memory_efficient=self.memory_efficient,
+            split_rows=self.split_rows,
+            impl=self.impl,
+        )
 
     def fp8(
         self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
     ) -> tuple[Tensor, ...]:
         """(out, scale), or (out, scale, x + residual): see flashproto.layer_norm_fp8."""
         return F.layer_norm_fp8(
-            x, self.normalized_shape, self.weight, self.bias, self.eps, residual=residual, dtype=dtype,
-            casting=self.casting, impl=self.impl,
-        )  # fmt: skip
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            residual=residual,
+            dtype=dtype,
+            casting=self.casting,
+            impl=self.impl,
+        )
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -139,31 +162,54 @@ class RMSNorm(torch.nn.RMSNorm):
 
     @overload
     def forward(
-        self, x: Tensor, residual: None = None, *,
-        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
-    ) -> Tensor: ...  # fmt: skip
+        self,
+        x: Tensor,
+        residual: None = None,
+        *,
+        prologue: hooks.Call | None = None,
+        epilogue: hooks.Call | None = None,
+    ) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, residual: Tensor, *,
-        prologue: hooks.Call | None = None, epilogue: hooks.Call | None = None,
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+        self,
+        x: Tensor,
+        residual: Tensor,
+        *,
+        prologue: hooks.Call | None = None,
+        epilogue: hooks.Call | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
     def forward(self, x, residual=None, *, prologue=None, epilogue=None):
         inputs = (x,) if residual is None else (x, residual)
         norm = F.rms_norm if residual is None else F.add_rms_norm
         return norm(
-            *inputs, self.normalized_shape, self.weight, self.eps, bias=self.bias, casting=self.casting,
-            prologue=prologue, epilogue=epilogue, memory_efficient=self.memory_efficient,
-            split_rows=self.split_rows, impl=self.impl,
-        )  # fmt: skip
+            *inputs,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            bias=self.bias,
+            casting=self.casting,
+            prologue=prologue,
+            epilogue=epilogue,
+            memory_efficient=self.memory_efficient,
+            split_rows=self.split_rows,
+            impl=self.impl,
+        )
 
     def fp8(
         self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
     ) -> tuple[Tensor, ...]:
         """(out, scale), or (out, scale, x + residual): see flashproto.rms_norm_fp8."""
         return F.rms_norm_fp8(
-            x, self.normalized_shape, self.weight, self.eps, bias=self.bias, residual=residual,
-            dtype=dtype, casting=self.casting, impl=self.impl,
-        )  # fmt: skip
+            x,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            bias=self.bias,
+            residual=residual,
+            dtype=dtype,
+            casting=self.casting,
+            impl=self.impl,
+        )
 
 
 class GatedRMSNorm(RMSNorm):

@@ -162,10 +162,20 @@ def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: A
 
 
 def fill_gradients(
-    recipe: Recipe, settings: Settings, grads: Sequence[Operand | None], q: Operand, k: Operand,
-    v: Operand, out: Operand, lse: Operand, dq: Operand | None, dk: Operand | None, dv: Operand | None,
-    tensors: Sequence[Operand], by_head: Sequence[Operand | None],
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    settings: Settings,
+    grads: Sequence[Operand | None],
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    lse: Operand,
+    dq: Operand | None,
+    dk: Operand | None,
+    dv: Operand | None,
+    tensors: Sequence[Operand],
+    by_head: Sequence[Operand | None],
+) -> None:
     """Those of dq, dk, dv and by_head that are not None; dk and dv have the same strides.
 
     grads: of out, lse and the statistics, which have none.  by_head: for each of `tensors`.
@@ -198,10 +208,19 @@ def present(variant: Variant) -> list[str]:
 
 
 attention = Operator(
-    "attention_forward", inputs="q, k, v, *tensors", outputs=4, settings=Settings, makes=makes,
-    forward=forward, saved="q, k, v, out, lse, *tensors", saves=saves, gradients=gradients,
-    backward=backward, differentiable=4, backward_name="attention_backward",
-)  # fmt: skip
+    "attention_forward",
+    inputs="q, k, v, *tensors",
+    outputs=4,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    saved="q, k, v, out, lse, *tensors",
+    saves=saves,
+    gradients=gradients,
+    backward=backward,
+    differentiable=4,
+    backward_name="attention_backward",
+)
 
 
 # --- the same on a fused projection -----------------------------------------------------------------
@@ -240,7 +259,16 @@ def backward_qkv(recipe: Recipe, settings: SettingsQkv, grads: Any, saved: Any, 
 
 
 attention_qkv = Operator(
-    "attention_qkv_forward", inputs="qkv, *tensors", outputs=2, settings=SettingsQkv, makes=makes_qkv,
-    forward=forward_qkv, saved="qkv, out, lse, *tensors", saves=saves_qkv, gradients=gradients_qkv,
-    backward=backward_qkv, differentiable=2, backward_name="attention_qkv_backward",
-)  # fmt: skip
+    "attention_qkv_forward",
+    inputs="qkv, *tensors",
+    outputs=2,
+    settings=SettingsQkv,
+    makes=makes_qkv,
+    forward=forward_qkv,
+    saved="qkv, out, lse, *tensors",
+    saves=saves_qkv,
+    gradients=gradients_qkv,
+    backward=backward_qkv,
+    differentiable=2,
+    backward_name="attention_qkv_backward",
+)

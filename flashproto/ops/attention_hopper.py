@@ -60,9 +60,17 @@ class WorkTable:
     table: Tensor | None = None
 
     def __init__(
-        self, config: configs.HopperForward, heads: int, together: int, Sq: int, Sk: int, offset: int,
-        programs: int, device: torch.device, left: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        config: configs.HopperForward,
+        heads: int,
+        together: int,
+        Sq: int,
+        Sk: int,
+        offset: int,
+        programs: int,
+        device: torch.device,
+        left: int = 0,
+    ) -> None:
         self.work = config, heads, together, Sq, Sk, offset, programs, left
         self.device = device
 
@@ -109,9 +117,13 @@ def slots_of(variant: Variant, tokens: int, block: int) -> int:
 
 
 def work_on_device(
-    recipe: Recipe, config: configs.HopperForward, variant: Variant, q: Operand, k: Operand,
+    recipe: Recipe,
+    config: configs.HopperForward,
+    variant: Variant,
+    q: Operand,
+    k: Operand,
     max_score: Operand | None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
     visited, where intervals or lengths on the device say so."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
@@ -121,9 +133,18 @@ def work_on_device(
         rows, tiles = given[TILES_OF_ALL.value].shape[0], cdiv(Sq, BM)
         work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
         recipe.launch(
-            visits_kernel, rows * tiles, work, Sq, Sk, diagonal(variant, Sk), given,
-            BLOCK_M=BM, BLOCK_N=BN, KIND=kind, num_warps=1,
-        )  # fmt: skip
+            visits_kernel,
+            rows * tiles,
+            work,
+            Sq,
+            Sk,
+            diagonal(variant, Sk),
+            given,
+            BLOCK_M=BM,
+            BLOCK_N=BN,
+            KIND=kind,
+            num_warps=1,
+        )
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
         made, work = (
@@ -131,9 +152,16 @@ def work_on_device(
             for n in (slots, 1 + slots)
         )
         recipe.launch(
-            slots_kernel, slots, made, variant.offset, given,
-            BLOCK_M=BM, BLOCK_N=BN, KIND=kind, num_warps=1,
-        )  # fmt: skip
+            slots_kernel,
+            slots,
+            made,
+            variant.offset,
+            given,
+            BLOCK_M=BM,
+            BLOCK_N=BN,
+            KIND=kind,
+            num_warps=1,
+        )
         recipe.launch(order_kernel, slots, made, work, slots, BLOCK=256, num_warps=1)
     else:
         return given
@@ -141,9 +169,16 @@ def work_on_device(
 
 
 def forward(
-    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, variant: Variant,
-    scale: float, max_score: Operand | None = None,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    lse: Operand,
+    variant: Variant,
+    scale: float,
+    max_score: Operand | None = None,
+) -> None:
     """Fill out, lse and max_score, if it is not None; no tensor is empty.  What TMA cannot read is
     copied."""
     q, k, v = map(readable, (q, k, v))
@@ -166,23 +201,52 @@ def forward(
     keys = (1, 1, config.BN, config.D)
     given = work_on_device(recipe, config, variant, q, k, max_score)
     recipe.launch(
-        attention_forward_kernel, programs,
+        attention_forward_kernel,
+        programs,
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),
-        boxed(k, k.shape, k.strides, keys), boxed(v, k.shape, v.strides, keys), out, lse, order,
-        total, tiles, heads, group, B * heads, together, Sq, Sk, offset,
-        *eighths(out.strides), head_dim, max(scale, SMALLEST_SCALE) * LOG2E, given,
-        CFG=config, num_warps=4, maxnreg=config.max_registers,
-    )  # fmt: skip
+        boxed(k, k.shape, k.strides, keys),
+        boxed(v, k.shape, v.strides, keys),
+        out,
+        lse,
+        order,
+        total,
+        tiles,
+        heads,
+        group,
+        B * heads,
+        together,
+        Sq,
+        Sk,
+        offset,
+        *eighths(out.strides),
+        head_dim,
+        max(scale, SMALLEST_SCALE) * LOG2E,
+        given,
+        CFG=config,
+        num_warps=4,
+        maxnreg=config.max_registers,
+    )
 
 
 # --- backward ------------------------------------------------------------------------------------
 
 
 def backward(
-    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, dout: Operand,
-    dlse: Operand | None, dq: Operand | None, dk: Operand | None, dv: Operand | None,
-    variant: Variant, scale: float, sinks: Operand | None = None,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    lse: Operand,
+    dout: Operand,
+    dlse: Operand | None,
+    dq: Operand | None,
+    dk: Operand | None,
+    dv: Operand | None,
+    variant: Variant,
+    scale: float,
+    sinks: Operand | None = None,
+) -> None:
     """Fill dq, dk and dv, of which dk and dv have the same strides, and the gradient of the sinks; one
     that is None is not wanted.
 
@@ -244,13 +308,38 @@ def backward(
         CFG=config, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     recipe.launch(
-        postprocess_kernel, rows * D // (64 * config.NQ),
-        sums, dq, counts, key_tiles if counts_items else 0,
-        Sq, padded // 64, Hq, Hq // Hkv, head_dim, *eighths(dq.strides), scale,
-        D=D, N=config.NQ, num_warps=4, launch_pdl=True,
-    )  # fmt: skip
+        postprocess_kernel,
+        rows * D // (64 * config.NQ),
+        sums,
+        dq,
+        counts,
+        key_tiles if counts_items else 0,
+        Sq,
+        padded // 64,
+        Hq,
+        Hq // Hkv,
+        head_dim,
+        *eighths(dq.strides),
+        scale,
+        D=D,
+        N=config.NQ,
+        num_warps=4,
+        launch_pdl=True,
+    )
     if sinks is not None:
         recipe.launch(
-            attention_backward_heads_kernel, Hq, delta, lse2, given_sinks, sinks, Hq, B, Sq, (),
-            KIND=variant.kind, SINKS=True, BLOCK=1024, num_warps=4,
-        )  # fmt: skip
+            attention_backward_heads_kernel,
+            Hq,
+            delta,
+            lse2,
+            given_sinks,
+            sinks,
+            Hq,
+            B,
+            Sq,
+            (),
+            KIND=variant.kind,
+            SINKS=True,
+            BLOCK=1024,
+            num_warps=4,
+        )

@@ -78,7 +78,7 @@ def variables(
         if rows * n_tiles:
             recipe.launch(
                 intervals_kernel, rows * n_tiles, begin, end, tiles, Sk, BLOCK_N=block_n, num_warps=1
-            )  # fmt: skip
+            )
     if variant.kind.VARLEN:
         sequences = named["cu_seqlens_q"].shape[0] - 1
         # See `counts` of kernels/scores.py.
@@ -101,29 +101,63 @@ def lengths(variant: Variant, q: Operand, k: Operand) -> tuple[int, int]:
 
 
 def forward(
-    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand,
-    variant: Variant, scale: float, max_score: Operand | None = None, entropy: Operand | None = None,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    lse: Operand,
+    variant: Variant,
+    scale: float,
+    max_score: Operand | None = None,
+    entropy: Operand | None = None,
+) -> None:
     """Fill out, lse and the statistics that are not None, of some elements."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
     given = variables(recipe, variant, q, k, config.block_n, max_score, entropy, None)
     recipe.launch(
-        attention_forward_kernel, programs(variant, Sq, config.block_m, B * Hq),
-        q, k, v, out, lse, *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        Hq, Hq // Hkv, *lengths(variant, q, k), variant.offset, max(scale, SMALLEST_SCALE) * LOG2E,
+        attention_forward_kernel,
+        programs(variant, Sq, config.block_m, B * Hq),
+        q,
+        k,
+        v,
+        out,
+        lse,
+        *q.stride(),
+        *k.stride(),
+        *v.stride(),
+        *out.stride(),
+        Hq,
+        Hq // Hkv,
+        *lengths(variant, q, k),
+        variant.offset,
+        max(scale, SMALLEST_SCALE) * LOG2E,
         given,
-        EXACT=q.dtype == torch.float32, WIDE=is_wide(q, k, v, out),
+        EXACT=q.dtype == torch.float32,
+        WIDE=is_wide(q, k, v, out),
         **constants(config, q, Dv, variant.kind),
-    )  # fmt: skip
+    )
 
 
 def backward(
-    recipe: Recipe, q: Operand, k: Operand, v: Operand, out: Operand, lse: Operand, dout: Operand,
-    dlse: Operand | None, dq: Operand | None, dk: Operand | None, dv: Operand | None,
-    variant: Variant, scale: float, sinks: Operand | None = None, alibi_slopes: Operand | None = None,
-) -> None:  # fmt: skip
+    recipe: Recipe,
+    q: Operand,
+    k: Operand,
+    v: Operand,
+    out: Operand,
+    lse: Operand,
+    dout: Operand,
+    dlse: Operand | None,
+    dq: Operand | None,
+    dk: Operand | None,
+    dv: Operand | None,
+    variant: Variant,
+    scale: float,
+    sinks: Operand | None = None,
+    alibi_slopes: Operand | None = None,
+) -> None:
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
     strides.  sinks, alibi_slopes: the gradients of these."""
     B, Hq, Sq, D = q.shape
@@ -138,35 +172,96 @@ def backward(
     slope_sums = None if alibi_slopes is None else recipe.make(rows)
     Sq_given, Sk_given = lengths(variant, q, k)
     sizes = (
-        Hq, Hq // Hkv, Sq_given, Sk_given, variant.offset, max(scale, SMALLEST_SCALE) * LOG2E, scale,
-    )  # fmt: skip
+        Hq,
+        Hq // Hkv,
+        Sq_given,
+        Sk_given,
+        variant.offset,
+        max(scale, SMALLEST_SCALE) * LOG2E,
+        scale,
+    )
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, dq, dk, dv)
     given = variables(recipe, variant, q, k, for_queries.block_n, None, None, slope_sums)
     recipe.launch(
-        attention_backward_rows_kernel, cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
-        out, dout, lse, dlse, lse2, delta, *out.stride(), *dout.stride(),
+        attention_backward_rows_kernel,
+        cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
+        out,
+        dout,
+        lse,
+        dlse,
+        lse2,
+        delta,
+        *out.stride(),
+        *dout.stride(),
         *((0, 0, 0) if dlse is None else dlse.stride()),
-        Hq, Sq_given, given, KIND=kind, HAS_DLSE=dlse is not None, WIDE=wide,
-        DV=Dv, BLOCK_DV=configs.padded_head_dim(Dv), BLOCK_M=ROWS_BLOCK_M, num_warps=4,
-    )  # fmt: skip
+        Hq,
+        Sq_given,
+        given,
+        KIND=kind,
+        HAS_DLSE=dlse is not None,
+        WIDE=wide,
+        DV=Dv,
+        BLOCK_DV=configs.padded_head_dim(Dv),
+        BLOCK_M=ROWS_BLOCK_M,
+        num_warps=4,
+    )
     if dk is not None and dv is not None:
         recipe.launch(
-            attention_backward_keys_kernel, programs(variant, Sk, for_keys.block_n, B * Hkv),
-            q, k, v, dout, lse2, delta, dk, dv, *strides, *dk.stride(), *dv.stride(), *sizes, given,
-            WIDE=wide, **constants(for_keys, q, Dv, kind),
-        )  # fmt: skip
+            attention_backward_keys_kernel,
+            programs(variant, Sk, for_keys.block_n, B * Hkv),
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            delta,
+            dk,
+            dv,
+            *strides,
+            *dk.stride(),
+            *dv.stride(),
+            *sizes,
+            given,
+            WIDE=wide,
+            **constants(for_keys, q, Dv, kind),
+        )
     if dq is None and slope_sums is not None:
         dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
     if dq is not None:
         recipe.launch(
-            attention_backward_queries_kernel, programs(variant, Sq, for_queries.block_m, B * Hq),
-            q, k, v, dout, lse2, delta, dq, *strides, *dq.stride(), *sizes, given,
-            WIDE=wide, SLOPES=slope_sums is not None, **constants(for_queries, q, Dv, kind),
-        )  # fmt: skip
+            attention_backward_queries_kernel,
+            programs(variant, Sq, for_queries.block_m, B * Hq),
+            q,
+            k,
+            v,
+            dout,
+            lse2,
+            delta,
+            dq,
+            *strides,
+            *dq.stride(),
+            *sizes,
+            given,
+            WIDE=wide,
+            SLOPES=slope_sums is not None,
+            **constants(for_queries, q, Dv, kind),
+        )
     for gradient, terms in ((sinks, delta), (alibi_slopes, slope_sums)):
         if gradient is not None:
             recipe.launch(
-                attention_backward_heads_kernel, Hq, terms, lse2, variant.named.get("sinks"), gradient,
-                Hq, B, Sq_given, given, KIND=kind, SINKS=terms is delta, BLOCK=1024, num_warps=4,
-            )  # fmt: skip
+                attention_backward_heads_kernel,
+                Hq,
+                terms,
+                lse2,
+                variant.named.get("sinks"),
+                gradient,
+                Hq,
+                B,
+                Sq_given,
+                given,
+                KIND=kind,
+                SINKS=terms is delta,
+                BLOCK=1024,
+                num_warps=4,
+            )

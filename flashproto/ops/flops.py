@@ -26,9 +26,16 @@ def attention_forward_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) ->
 
 @register_flop_formula(ops.attention_backward)
 def attention_backward_flops(
-    dout: Shape | None, dlse: Shape | None, dmax: None, dentropy: None, q: Shape, k: Shape, v: Shape,
-    *rest: Any, **_: Any,
-) -> int:  # fmt: skip
+    dout: Shape | None,
+    dlse: Shape | None,
+    dmax: None,
+    dentropy: None,
+    q: Shape,
+    k: Shape,
+    v: Shape,
+    *rest: Any,
+    **_: Any,
+) -> int:
     """q k^T again and dout v^T; then ds k for dq, and p^T dout and ds^T q for dv and dk."""
     D, Dv, (need_dq, need_dk, need_dv, *_) = q[3], v[3], rest[-1]
     return _scores(q, k) * (D + Dv + need_dq * D + (need_dk or need_dv) * (D + Dv))

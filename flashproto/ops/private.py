@@ -98,12 +98,13 @@ def one_by_one(function: Callable[..., tuple[Any, ...]], tensors: Sequence[Any])
     batched = [] if is_dynamo_compiling() else [x for x in tensors if x is not None and is_batched(x)]
     if not batched:
         return function(*tensors)
-    # The innermost of the vmaps, which a thread of autograd's own does not know: a tensor that is not of
-    # a vmap is expanded to the number of rows that is asked for, here none.
+    # The innermost of the vmaps, which a thread of autograd's own does not know: a tensor that is not
+    # of a vmap is expanded to the number of rows that is asked for, here none.
     level = max(
-        level for level in range(1, 65)
+        level
+        for level in range(1, 65)
         if any(len(torch._remove_batch_dim(x, level, 0, 0)) for x in batched)
-    )  # fmt: skip
+    )
     # [n, ...] each, or [1, ...] of those that this vmap has no batch of.
     batches = [None if x is None else torch._remove_batch_dim(x, level, 1, 0) for x in tensors]
     n = max(len(x) for x in batches if x is not None)

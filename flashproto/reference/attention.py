@@ -63,9 +63,14 @@ def packed_pairs(Sq: int, Sk: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
 
 
 def visible(
-    pairs: Pairs, causal: bool, offset: Tensor | int, left: int | None, first: int,
-    begin: Tensor | None, end: Tensor | None,
-) -> Tensor:  # fmt: skip
+    pairs: Pairs,
+    causal: bool,
+    offset: Tensor | int,
+    left: int | None,
+    first: int,
+    begin: Tensor | None,
+    end: Tensor | None,
+) -> Tensor:
     """True where a query may see a key: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] where there are intervals.
 
     causal: j <= i + offset.  left: j >= i + offset - left, or j < first.

@@ -52,9 +52,7 @@ from .warpgroups import (
 
 
 @gluon.jit
-def add_product(
-    x, rows, queries, regs, REGS: gl.constexpr, USE_ACC: gl.constexpr
-):  # fmt: skip
+def add_product(x, rows, queries, regs, REGS: gl.constexpr, USE_ACC: gl.constexpr):
     """Begin to add rows [64, D] queries^T [D, BM] to x, or to put it there: an asynchronous product, or
     two with the first REGS columns of rows in registers."""
     D: gl.constexpr = queries.shape[1]
@@ -71,7 +69,7 @@ def add_product(
 @gluon.jit
 def add_term(
     x, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, SHARED: gl.constexpr = False
-):  # fmt: skip
+):
     """Begin to add to each column of x [64, BM] its query's term, LSE or DELTA of lse_delta [BM,
     COLUMNS]: see product_with_term."""
     if SHARED:
@@ -186,9 +184,17 @@ def inner_loop(
             x = add_product(gl.zeros([64, BM], gl.float32, ST), kc, q, regs, CFG.K_IN_REGS, False)
         else:
             x = product_with_term(
-                kc, q, lse_delta, LSE, ST, selector, regs, CFG.K_IN_REGS, CFG.KV_IN_REGS,
+                kc,
+                q,
+                lse_delta,
+                LSE,
+                ST,
+                selector,
+                regs,
+                CFG.K_IN_REGS,
+                CFG.KV_IN_REGS,
                 CFG.TERMS_FIRST,
-            )  # fmt: skip
+            )
         if CFG.KV_IN_REGS:
             mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
         dp = product_with_term(

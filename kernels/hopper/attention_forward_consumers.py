@@ -169,9 +169,19 @@ def modify_scores(x, row, col, scale, variables, CFG: gl.constexpr):
 
 @gluon.jit
 def take_scores(
-    state, x, j, row, ranges, keys, offset, scale, variables, dt: gl.constexpr, MASKED: gl.constexpr,
+    state,
+    x,
+    j,
+    row,
+    ranges,
+    keys,
+    offset,
+    scale,
+    variables,
+    dt: gl.constexpr,
+    MASKED: gl.constexpr,
     CFG: gl.constexpr,
-):  # fmt: skip
+):
     """Take in raw scores x of key tile j, as tile_at gives it; MASKED: whether it may need a mask.
 
     state: (shift, l, top), `top` the largest raw score of each row and lane if KIND has MAX_SCORE.
