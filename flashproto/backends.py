@@ -203,7 +203,7 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
         if not torch.compiler.is_compiling():
             tensors = [unwrapped(x) for x in tensors]
     for x in tensors:
-        if type(x) is not Tensor and type(x) is not Parameter and _is_dtensor(type(x)):
+        if is_dtensor(x):
             return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
     return None
 
@@ -230,6 +230,10 @@ def unwrapped(x: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(x):
         x = _functorch.get_unwrapped(x)
     return x
+
+
+def is_dtensor(x: Tensor) -> bool:
+    return type(x) is not Tensor and type(x) is not Parameter and _is_dtensor(type(x))
 
 
 @constant_under_compile

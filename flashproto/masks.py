@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .backends import is_dtensor
 from .checks import (
     check_flag,
     check_integer,
@@ -279,6 +280,8 @@ def check_vector(operator: str, name: str, x: object, shapes: str, least: int, m
             f"Convert it: {name}.int().",
             TypeError,
         )
+    if is_dtensor(x):
+        refuse(operator, name, "a DTensor", "a plain tensor", f"Pass {name}.to_local().", TypeError)
     if not least <= x.ndim <= most:
         refuse(operator, name, f"of shape {list(x.shape)}", f"a tensor {shapes}", "Reshape it.")
     return x
@@ -429,11 +432,12 @@ def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
     n over those that are less than 2^n below it."""
     S = parents.shape[-1]
     # One more token, above all: what goes up from a root ends there.
-    ancestors = torch.nn.functional.pad(torch.where(parents < 0, S, parents), (0, 1), value=S)
+    roots = (parents < 0) | (parents > S)
+    ancestors = torch.nn.functional.pad(torch.where(roots, S, parents), (0, 1), value=S)
     made = torch.nn.functional.pad(values, (0, 1))
     for _ in range(math.ceil(math.log2(max(S, 1))) + 1):
-        made = made.scatter_reduce(-1, ancestors.clamp(max=S), made, reduce)
-        ancestors = ancestors.gather(-1, ancestors.clamp(max=S))
+        made = made.scatter_reduce(-1, ancestors, made, reduce)
+        ancestors = ancestors.gather(-1, ancestors)
     return made[..., :S]
 
 

@@ -372,8 +372,9 @@ def test_float32_products_follow_the_switch_of_torch(
     case: Case, device: str, precision: Callable[[str], None]
 ) -> None:
     """On a GPU it is seen in the numbers, under the interpreter in what a kernel is asked to do."""
-    inputs = {n: t * 3 for n, t in case.inputs(device).items()}
-    exact = run(case, {n: t.double() for n, t in inputs.items()}, "reference")
+    inputs = {n: t * 3 if t.is_floating_point() else t for n, t in case.inputs(device).items()}
+    doubles = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    exact = run(case, doubles, "reference")
     found: dict[str, list[list[Tensor]]] = {"tf32": [], "ieee": []}
     for name in ("tf32", "tf32", "tf32", "ieee", "ieee", "tf32", "ieee"):
         precision(name)
@@ -891,7 +892,7 @@ def test_kernels_refuse_dtensors(case: Case, device: str, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     inputs = {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in case.inputs(device).items()}
-    with no_launch(), pytest.raises(BackendError, match=r"to_local\(\)"):
+    with no_launch(), pytest.raises((BackendError, TypeError), match=r"to_local\(\)"):
         case(inputs, "triton")
 
 

@@ -214,9 +214,7 @@ def test_targets_that_fit_torchs_layout_alone_are_told_of_class_dim(device) -> N
     t = torch.zeros(4, 3, 7, dtype=torch.long, device=device)
     with pytest.raises(ValueError, match=r"targets is of shape \[4, 3, 7\].*class_dim=1"):
         flashproto.cross_entropy(x, t)
-    with pytest.raises(
-        ValueError, match=r"targets is of shape \[4, 3\].*class_dim of logits, -1\."
-    ):
+    with pytest.raises(ValueError, match=r"targets is of shape \[4, 3\].*class_dim of logits, -1\."):
         flashproto.cross_entropy(x, t[..., 0])
 
 

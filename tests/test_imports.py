@@ -13,7 +13,7 @@ FLOORS = {
     "checks": 1,
     "backends": 2,
     "hooks": 3,
-    "masks": 2,
+    "masks": 3,
     "variant": 3,
     "configs": 4,
     "softmax_hooks": 4,

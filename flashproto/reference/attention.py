@@ -49,9 +49,8 @@ def packed_pairs(Sq: int, Sk: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
 
     def places(S: int, starts: Tensor) -> tuple[Tensor, Tensor]:
         """The number of each token's sequence, and its index in it."""
-        token = torch.arange(S, device=starts.device)
-        starts = starts.long()
-        sequence = torch.searchsorted(starts[1:].contiguous(), token, right=True)
+        token = torch.arange(S, dtype=starts.dtype, device=starts.device)
+        sequence = torch.searchsorted(starts, token, right=True) - 1
         return sequence, token - starts[sequence]
 
     sequence_q, i = places(Sq, cu_seqlens_q)
