@@ -307,7 +307,8 @@ def _qkv_of_parts(qkv, sinks, begin, end, n_heads, n_kv_heads, band, softcap, sc
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
         )
         return attention_op.attention_qkv.ready((qkv, *tensors), settings)
-    return _attention(name, q, k, v, variant, scale, False, backend, ())
+    out = _attention(name, q, k, v, variant, scale, False, backend, ())
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def attention_varlen(
