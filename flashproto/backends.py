@@ -116,10 +116,10 @@ def get_default() -> str | None:
 
 def _check_name(impl: object, source: str = "impl") -> None:
     if impl is not None and not (isinstance(impl, str) and impl in BACKENDS):
-        raise ValueError(
-            f"{source} is {described(impl)}; it takes one of "
-            f"{', '.join(map(repr, BACKENDS))} or None. Pass impl=None to let flashproto choose."
-        )
+        names, do = ", ".join(map(repr, BACKENDS)), "Pass impl=None to let flashproto choose."
+        if source == "FLASHPROTO_IMPL":
+            do = "Unset it to let flashproto choose."
+        raise ValueError(f"{source} is {described(impl)}; it takes one of {names} or None. {do}")
 
 
 @constant_under_compile

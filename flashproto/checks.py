@@ -244,7 +244,7 @@ def check_attention(
                 name,
                 f"of shape {list(x.shape)}",
                 "4 dimensions [B, H, S, D]",
-                f"Reshape it; {name}[None, None] adds batch and heads to [S, D].",
+                f"Reshape it; {name}[None] adds the batch to [H, S, D].",
             )
     device, dtype = q.device, q.dtype
     if k.device != device or v.device != device or k.dtype != dtype or v.dtype != dtype:
@@ -490,7 +490,7 @@ def check_heads_of(operator: str, q: Tensor, k: Tensor | None) -> None:
                 name,
                 f"of shape {list(x.shape)}",
                 "4 dimensions [B, H, S, D]",
-                f"Reshape it; {name}[None, None] adds batch and heads to [S, D].",
+                f"Reshape it; {name}[None] adds the batch to [H, S, D].",
             )
     check_same(operator, tensors)
     if k is not None and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
