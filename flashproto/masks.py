@@ -277,7 +277,7 @@ def check_vector(operator: str, name: str, x: object, shapes: str, least: int, m
             name,
             got,
             f"an int32 or int64 tensor {shapes}",
-            f"Convert it: torch.as_tensor({name}, dtype=torch.int32).",
+            f"Call {name}.int()." if isinstance(x, Tensor) else "Make it a tensor.",
             TypeError,
         )
     if is_dtensor(x):

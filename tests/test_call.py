@@ -892,7 +892,8 @@ def test_kernels_refuse_dtensors(case: Case, device: str, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     inputs = {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in case.inputs(device).items()}
-    with no_launch(), pytest.raises((BackendError, TypeError), match=r"to_local\(\)"):
+    of_a_mask = "documents" in case.name or "tree" in case.name  # which is made before the call
+    with no_launch(), pytest.raises(TypeError if of_a_mask else BackendError, match=r"to_local\(\)"):
         case(inputs, "triton")
 
 

@@ -10,7 +10,6 @@ from .attention import (
     attention,
     attention_qkv,
     attention_varlen,
-    scaled_dot_product_attention,
 )
 from .cross_entropy import (
     cross_entropy,
@@ -40,6 +39,7 @@ from .rope import (
     rope,
     rope_qkv,
 )
+from .sdpa import scaled_dot_product_attention
 from .softmax import (
     log_softmax,
     logsumexp,

@@ -1,0 +1,191 @@
+"""Attention by torch's signature."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import backends, masks
+from ..backends import Reason
+from ..checks import (
+    check_attention,
+    check_flag,
+    check_number,
+    check_on,
+    check_scale,
+    check_tensor,
+    refuse,
+)
+from ..variant import Kind, Variant
+from .attention import (
+    _attention,
+    _attention_reasons,
+    _variant,
+    _with_positive_scale,
+    torch_attention,
+)
+from .autocast import autocast_low_precision
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention, on flashproto's kernels where they apply.
+
+    Same signature and meaning: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], with
+    broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
+    attention(causal=True) when L != S.  A boolean attn_mask that is the same for all queries, [..., 1,
+    S] or expanded from it (padding of any pattern), runs on the kernels, beside is_causal too, which
+    torch does not take.  Other masks and dropout_p > 0 run on torch's own operator; where another
+    backend was made the default by name they raise BackendError.
+
+    Raises: TypeError, ValueError: an argument does not fit.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+        >>> is_real = torch.arange(8) < torch.tensor([[8], [5]])
+        >>> mask = is_real[:, None, None, :]
+        >>> out = flashproto.scaled_dot_product_attention(q, k, v, mask)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
+    """
+    name = "scaled_dot_product_attention"
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, argument, x)
+    if min(query.ndim, key.ndim, value.ndim) < 2:
+        refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
+    check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", "Pass 0.0 for none.")
+    is_causal = check_flag(name, "is_causal", is_causal)
+    enable_gqa = check_flag(name, "enable_gqa", enable_gqa)
+    scale = check_scale(name, scale)
+    q, k, v = autocast_low_precision(query, key, value)
+    q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
+    if not enable_gqa and q.ndim > 2 and k_heads not in (1, q_heads):
+        refuse(
+            name,
+            "key",
+            f"of {k_heads} heads",
+            f"query's {q_heads} heads",
+            "Pass enable_gqa=True when groups of query heads share a key head.",
+        )
+    lead = q.shape[:-3]
+    for argument, x in (("key", k), ("value", v)):
+        sizes = zip(lead[::-1], x.shape[:-3][::-1], strict=False)
+        if any(a != b and a != 1 and b != 1 for a, b in sizes):
+            refuse(
+                name,
+                argument,
+                f"of shape {list(x.shape)}",
+                f"leading dimensions that broadcast to {list(lead)}",
+                "Expand it.",
+            )
+        lead = torch.broadcast_shapes(lead, x.shape[:-3])
+    q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
+    check_attention(name, q, k, v, ("query", "key", "value"))
+    keys = None
+    if attn_mask is not None:
+        keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
+    if attn_mask is not None and keys is not None:
+        end = torch.where(keys, masks.ALWAYS, 0).to(torch.int32)
+        tensors = {"begin": torch.zeros_like(end), "end": end}
+        variant = _variant(name, q, (is_causal, 0, None, 0), None, tensors, ())
+        backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
+        if backend != "torch":
+            out = _attention(name, q, k, v, variant, scale, False, backend, ())
+            return out.reshape((*lead, *query.shape[-3:-1], out.shape[-1]))
+        if is_causal:
+            shape = (q.shape[2], k.shape[2])
+            attn_mask = attn_mask & torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+            is_causal = False
+    if attn_mask is not None or dropout_p > 0.0:
+        backends.choose(name, None, (query,), _mask_reasons)
+        query, scale = _with_positive_scale(query, scale)
+        return torch_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    variant = Variant(Kind(CAUSAL=is_causal))
+    out = _attention(name, q, k, v, variant, scale, False, None, ())
+    shape = (*lead, *query.shape[-3:-1], out.shape[-1])
+    return out.reshape(shape)
+
+
+def _check_mask(
+    operator: str,
+    mask: Tensor,
+    is_causal: bool,
+    dropout_p: float,
+    q: Tensor,
+    k: Tensor,
+    lead: Sequence[int],
+) -> Tensor | None:
+    """A boolean or floating-point tensor for scores [..., Sq, Sk], beside is_causal only if kernels
+    take it.  Returns what they take, which keys are seen, [B | 1, H | 1, Sk]."""
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        check_tensor(operator, "attn_mask", mask)
+    check_on(operator, "attn_mask", mask, q.device)
+    L, S = q.shape[2], k.shape[2]
+    if any(n not in (1, size) for n, size in zip(mask.shape[-2:][::-1], (S, L), strict=False)):
+        refuse(
+            operator,
+            "attn_mask",
+            f"of shape {list(mask.shape)}",
+            f"a shape that broadcasts to [..., {L}, {S}]",
+            "Pass a mask [L, S] of queries and keys.",
+        )
+    keys = None if dropout_p > 0.0 else _keys_of(mask, q, S, lead)
+    if is_causal and keys is None:
+        refuse(
+            operator,
+            "attn_mask",
+            "given beside is_causal=True",
+            "the place of is_causal",
+            "Write the causal mask into attn_mask.",
+        )
+    return keys
+
+
+def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | None:
+    """A boolean mask that is the same for all queries, as [B | 1, H | 1, S]; None for any other."""
+    if mask.dtype != torch.bool or not 2 <= mask.ndim <= len(lead) + 3:
+        return None
+    if mask.shape[-2] != 1 and mask.stride(-2) != 0:
+        return None
+    keys = mask[..., 0, :]
+    keys = keys if keys.ndim > 1 else keys[None]
+    heads, batch = keys.shape[-2], keys.shape[:-2]
+    if heads not in (1, q.shape[1]):
+        return None
+    if any(n not in (1, size) for n, size in zip(batch[::-1], lead[::-1], strict=False)):
+        return None
+    if all(n == 1 for n in batch):
+        return keys.reshape(1, heads, keys.shape[-1]).expand(1, heads, S)
+    return keys.expand(*lead, heads, S).reshape(-1, heads, S)
+
+
+def _keys_reasons(backend, variant, q, k, v) -> Iterator[Reason]:
+    """Of a mask of keys, which torch's own operator takes as a tensor."""
+    if backend != "torch":
+        yield from _attention_reasons(backend, variant, q, k, v, False)
+
+
+def _mask_reasons(backend: str) -> Iterator[Reason]:
+    if backend != "torch":
+        yield "attn_mask and dropout_p run on backend 'torch' only"
+
+
+def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:
+    """[..., S, D] to [B, H, S, D], leading dimensions broadcast to `lead`, one head to `heads`."""
+    x = x if x.ndim > 2 else x[None]
+    H = heads if x.shape[-3] == 1 else x.shape[-3]
+    x = x.expand(*lead, H, *x.shape[-2:])
+    return x[None] if len(lead) == 0 else x.flatten(0, len(lead) - 1)
