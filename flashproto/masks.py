@@ -81,7 +81,7 @@ class Lengths(NamedTuple):
     prefix: bool
 
     def __str__(self) -> str:
-        return f"{'prefix' if self.prefix else 'padding'}({described(self.lengths)})"
+        return f"{'prefix' if self.prefix else 'padding'}({described(self.lengths[:, 0])})"
 
     def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
         key = torch.arange(Sk, dtype=torch.int32, device=self.lengths.device)
@@ -538,6 +538,20 @@ def check_mask_lengths(operator: str, mask: object, Sq: int, Sk: int) -> None:
             got = f"{part.words}, of {part.queries} queries"
             do = "Pass documents(ids, ids_k) for queries that are not the keys' tokens."
             refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
+
+
+def check_bands(operator: str, mask: object) -> Mask:
+    """A mask of sequences side by side: bands aligned bottom-right."""
+    found = check_mask(operator, mask)
+    if found.parts or any(band.top_left for band in found.bands):
+        refuse(
+            operator,
+            "mask",
+            repr(found),
+            "bands aligned bottom-right: causal() and window(...)",
+            "Sequences are documents already; pass attention one sequence of all for others.",
+        )
+    return found
 
 
 __all__ = ["Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window"]

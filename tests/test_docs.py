@@ -1,5 +1,6 @@
-"""What the documentation says by itself: docs/speed.md, README's table and docs/api.md are up to date,
-every public docstring has an example that runs, and signatures show all options."""
+"""What the documentation says by itself: docs/speed.md, README's table, docs/api.md and the tables of
+docs/attention.md are up to date, every public docstring has an example that runs, and signatures show
+all options."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ DOCUMENTED = dict(api.documented())
 # --- what is generated ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["docs/speed.md", "docs/api.md"])
+@pytest.mark.parametrize("name", ["docs/speed.md", "docs/api.md", "docs/attention.md"])
 def test_page_is_up_to_date(name: str) -> None:
     path = docs.ROOT / name
     text = docs.texts(docs.ROOT)[path]

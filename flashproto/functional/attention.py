@@ -29,7 +29,7 @@ from ..checks import (
     check_varlen,
     refuse,
 )
-from ..masks import check_mask, check_mask_lengths
+from ..masks import check_bands, check_mask, check_mask_lengths
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
     AUX,
@@ -309,15 +309,7 @@ def attention_varlen(
     causal = check_flag(name, "causal", causal)
     return_lse = check_flag(name, "return_lse", return_lse)
     if mask is not None:
-        check_mask(name, mask)
-        if mask.parts or any(band.top_left for band in mask.bands):
-            refuse(
-                name,
-                "mask",
-                repr(mask),
-                "bands aligned bottom-right: causal() and window(...)",
-                "Sequences are documents already; pass attention one sequence of all for others.",
-            )
+        check_bands(name, mask)
     band = _band(name, causal, window, mask, 0, 0)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     made = _attention_of_parts(
