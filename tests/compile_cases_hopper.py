@@ -18,7 +18,7 @@ from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
-from flashproto.variant import HOPPER_BACKWARD, Kind, Variant, main_backward
+from flashproto.variant import HOPPER_BACKWARD, VARIABLES, Kind, Variant, main_backward
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -51,6 +51,8 @@ VARIANT_STACK = 192
 BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
+# Of variant.VARIABLES, but for pointers to integers.
+TYPES = {"left": "i32", "first": "i32", "softcap": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
 
 
 def layout(dtype: torch.dtype, box: tuple[int, ...]) -> NVMMASharedLayout:
@@ -134,13 +136,7 @@ def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[i
     if kind.TUNED:
         return (), {}
     given = (
-        ("i32", kind.WINDOW),
-        ("i32", kind.FIRST),
-        ("fp32", kind.SOFTCAP),
-        ("*fp32", kind.SINKS),
-        ("*fp32", kind.ALIBI),
-        *[("*i32", kind.INTERVALS)] * 2,
-        *[("*i32", kind.VARLEN)] * 2,
+        *[(TYPES.get(name, "*i32"), getattr(kind, field)) for name, field in VARIABLES.items()],
         ("*i32", kind.INTERVALS or kind.VARLEN),
         *[("i32", kind.INTERVALS)] * 2,
         *[("i32", kind.VARLEN)] * 3,

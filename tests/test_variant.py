@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashproto import configs, masks, variant
 from flashproto.kernels import schedule, scores
-from flashproto.variant import Kind, Variant, pack, unpack
+from flashproto.variant import Kind, Variant, pack, tensors_of, unpack, variant_of
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
@@ -59,24 +59,43 @@ def same(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 @pytest.mark.parametrize(
-    ("numbers", "tensors"),
+    ("variables", "letters"),
     [
-        ((), ()),
-        ((None,), (None, None)),
-        ((3, None, 2.5, -1, 0.0), (torch.zeros(2), None, torch.ones(3))),
-        ((0.5, 7), (None, torch.zeros(1))),
+        ((), ""),
+        ((None,) * 9, "-" * 9),
+        ((3, None, 2.5, torch.zeros(2), None, torch.ones(3), torch.ones(1)), "i-ft-tt"),
+        ((-1, 7, 0.0, None, torch.zeros(1), 5, 0.5), "iif-tif"),
     ],
 )
-def test_what_is_packed_comes_back(kind: Kind, numbers, tensors) -> None:
+def test_what_is_packed_comes_back(kind: Kind, variables: tuple[Any, ...], letters: str) -> None:
     """Each number of its type, each tensor itself, None where it was; no None is packed."""
-    packed = pack(Variant(kind, -4, numbers, tensors))
+    packed = pack(Variant(kind, -4, variables))
     assert all(x is not None for part in packed[:3] for x in part)
     assert all(type(x) is int for x in packed[1]) and all(type(x) is float for x in packed[2])
+    assert packed[3] == f"{kind}/{letters}"
     found = unpack(*packed)
     assert (found.kind, found.offset) == (kind, -4)
-    for got, wanted in ((found.numbers, numbers), (found.tensors, tensors)):
-        assert len(got) == len(wanted) and all(map(same, got, wanted))
-    assert len(found.variables) == len(numbers) + len(tensors)
+    assert len(found.variables) == len(variables)
+    assert all(map(same, found.variables, variables))
+
+
+def test_what_is_given_makes_the_kind() -> None:
+    x = torch.zeros(2)
+    assert variant_of(True, 5, {"left": None, "sinks": None}) == Variant(CAUSAL, 5)
+    named = {"left": 3, "softcap": 2.5, "begin": x, "end": x}
+    made = variant_of(False, 0, named, ("entropy",), exact=True)
+    assert made.kind == Kind(WINDOW=True, INTERVALS=True, SOFTCAP=2, ENTROPY=True)
+    assert made.named == named and tensors_of(pack(made)[3]) == ["begin", "end"]
+    assert variant_of(False, 0, {"softcap": 1.0}).kind == Kind(SOFTCAP=1)
+    assert not variant_of(False, 0, {}, ("max_score",)).variables
+
+
+def test_kernels_have_the_variables_in_this_order() -> None:
+    """What the launch adds is behind all of them."""
+    names = [f.upper() for f in ("left", "first", "softcap", "sink", "slope", "begin", "end")]
+    names += ["CU_SEQLENS_Q", "CU_SEQLENS_K"]
+    assert [getattr(scores, name).value for name in names] == list(range(len(names)))
+    assert len(variant.VARIABLES) == scores.GIVEN == scores.TILES_OF_ALL.value
 
 
 # --- ranges of tiles -----------------------------------------------------------------------------
@@ -226,8 +245,8 @@ def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int)
     of_queries, of_keys = ([n[side] for n in lengths] for side in (0, 1))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys))
     totals = [int(cu[-1]) + more for cu, more in zip((cu_q, cu_k), behind, strict=True)]
-    given = (*[None] * 7, Pointer(cu_q), Pointer(cu_k), None, None, None)
-    given += tuple(2 * n + 1 for n in (len(lengths), *totals))
+    given: list[Any] = [None] * scores.COUNTS.value + [2 * n + 1 for n in (len(lengths), *totals)]
+    given[scores.CU_SEQLENS_Q.value], given[scores.CU_SEQLENS_K.value] = Pointer(cu_q), Pointer(cu_k)
     kind = Kind(VARLEN=True, CAUSAL=True)
     own = [
         ([*of_queries, behind[0]], [*of_keys, 0], totals[0], schedule.problem_of_queries),

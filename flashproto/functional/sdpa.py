@@ -98,7 +98,7 @@ def scaled_dot_product_attention(
     if attn_mask is not None and keys is not None:
         end = torch.where(keys, masks.ALWAYS, 0).to(torch.int32)
         tensors = {"begin": torch.zeros_like(end), "end": end}
-        variant = _variant(name, q, (is_causal, 0, None, 0), None, tensors, ())
+        variant = _variant(name, q, (is_causal, 0, None, 0), (), tensors, ())
         backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
         if backend != "torch":
             out = _attention(name, q, k, v, variant, scale, False, backend, ())
