@@ -33,8 +33,8 @@ CU_SEQLENS_Q = tl.constexpr(7)  # in what a kernel is given alone
 CU_SEQLENS_K = tl.constexpr(8)
 DIAGONAL = tl.constexpr(7)  # in `variables` alone, in their place: Sk - Sq
 TILES = tl.constexpr(8)  # pointer to what intervals_kernel says of the key tiles
-# In what a kernel is given alone, added by the launch behind so many VARIABLES.
 GIVEN = 9
+# In what a kernel is given alone, added by the launch behind these.
 TILES_OF_ALL = tl.constexpr(GIVEN)
 # In its place in the Hopper forward: what visits_kernel says of them, or order_kernel of slots.
 VISITS = tl.constexpr(GIVEN)

@@ -57,7 +57,9 @@ def uncached(function: Any) -> Any:
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Numbers of variants, in the order in which functions here pass them on: what they may be.
-NUMBERS = {"softcap": (SMALLEST, LARGEST, "a positive number, or None")}
+NUMBERS = {
+    "softcap": (SMALLEST, LARGEST, "a positive number, or None"),
+}
 
 
 @by_alignment
