@@ -312,9 +312,9 @@ def about(unit: int) -> st.SearchStrategy[int]:
 @settings(max_examples=250)
 @given(data=st.data(), sizes=st.sampled_from(TILES), seed=st.integers(0, 2**32))
 def test_ranges_of_masks(data: st.DataObject, sizes: tuple[int, int], seed: int) -> None:
-    """Of random bands and intervals and their &, against their definitions: tiles outside hold no
-    visible pair, clear ones no hidden one, and there is at most one tile more than needed at an edge; of
-    the keys that a tile of queries visits, and of the queries that a tile of keys visits."""
+    """Of random bands, intervals and their &, against their definitions: tiles outside hold no visible
+    pair, clear ones no hidden one, and at an edge there is at most one tile more than needed; of the
+    keys that a tile of queries visits, and of the queries that a tile of keys visits."""
     BM, BN = sizes
     length = about(max(sizes)).map(lambda n: min(max(n, 1), 600))
     Sq, Sk = data.draw(length), data.draw(length)

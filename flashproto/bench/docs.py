@@ -231,5 +231,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} is up to date")
     if options.check:
         sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
-    for path in draw(machines(ROOT)[0], ROOT / "docs" / "pictures"):
+    pictures = ROOT / "docs" / "pictures"
+    for path in (*draw(machines(ROOT)[0], pictures), *features.draw(pictures)):
         print(f"wrote {path.relative_to(ROOT)}")

@@ -11,6 +11,7 @@ import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -216,6 +217,37 @@ def pairs() -> str:
         for (other, alike), (names, errors) in rows.items()
     ]
     return markdown([["", "beside", "error"], *lines])
+
+
+# --- pictures of masks ---------------------------------------------------------------------------
+
+RUNS = torch.tensor([0] * 5 + [1] * 8 + [2] * 11)
+BRANCHES = torch.tensor(
+    [-1, *range(7), *(7, 8, 9, 10, 11), *(7, 13, 14, 15, 16), *(7, 18, 19, 20, 21, 22)]
+)
+PICTURES = {
+    "causal": (masks.causal(), 16, 24),
+    "top-left": (masks.causal(top_left=True), 16, 24),
+    "window": (masks.window(5), 24, 24),
+    "both-sides": (masks.window(5, 3), 24, 24),
+    "first": (masks.window(5, first=3), 24, 24),
+    "documents": (masks.documents(RUNS), 24, 24),
+    "causal-documents": (masks.causal() & masks.documents(RUNS), 24, 24),
+    "padding": (masks.padding(torch.tensor([17])), 24, 24),
+    "prefix": (masks.prefix(torch.tensor([9])), 24, 24),
+    "tree": (masks.causal() & masks.tree(BRANCHES), 24, 24),
+    "intervals": (masks.intervals(torch.arange(24) // 2, torch.arange(24) // 3 + 12), 24, 24),
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """mask-NAME.png of each of PICTURES."""
+    written = []
+    for name, (shown, Sq, Sk) in PICTURES.items():
+        path = folder / f"mask-{name}.png"
+        masks.draw(shown, Sq, Sk, path)
+        written.append(path)
+    return written
 
 
 TABLES = {"table of features": table, "table of pairs": pairs}
