@@ -29,6 +29,7 @@ from ..checks import (
     check_varlen,
     refuse,
 )
+from ..mask_values import Band, joined
 from ..masks import check_bands, check_mask, check_mask_lengths
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
@@ -344,12 +345,12 @@ def _band(operator, causal, window, mask, Sq, Sk):
     j >= i + offset - left, if that is not None, or j < first."""
     if window is None and mask is None:
         return causal, Sk - Sq, None, 0
-    bands = (masks.Band(None, 0, 0, False),) if causal else ()
+    bands = (Band(None, 0, 0, False),) if causal else ()
     if window is not None:
         bands += (check_window(operator, window),)
     if mask is not None:
         bands += check_mask(operator, mask).bands
-    high, low, first = masks.joined(operator, bands, Sk - Sq)
+    high, low, first = joined(operator, bands, Sk - Sq)
     offset = Sk - Sq if high is None else high
     return high is not None, offset, None if low is None else offset - low, first
 
