@@ -38,6 +38,13 @@ def test_page_is_up_to_date(name: str) -> None:
     assert path.read_text() == text, f"{name} is stale: run python -m flashproto.bench docs"
 
 
+def test_tables_of_attention_have_their_blocks() -> None:
+    page = (docs.ROOT / "docs" / "attention.md").read_text()
+    assert docs.filled_with_features(page) == page
+    with pytest.raises(ValueError, match="lacks the lines <!-- table of pairs"):
+        docs.filled_with_features(page.replace("end of table of pairs", ""))
+
+
 def test_masks_are_shown(tmp_path: Path) -> None:
     """Each function that makes one, by a picture that the command draws."""
     page = (docs.ROOT / "docs" / "attention.md").read_text()

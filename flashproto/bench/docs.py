@@ -116,7 +116,10 @@ def filled_with_features(page: str) -> str:
     """The page with each table of features in its block."""
     for name, table in features.TABLES.items():
         begin, end = (line.replace("speed table", name) for line in (BEGIN, END))
-        page = filled(page, f"\n{table()}\n", begin, end) or page
+        made = filled(page, f"\n{table()}\n", begin, end)
+        if made is None:
+            raise ValueError(f"docs/attention.md lacks the lines {begin} and {end}")
+        page = made
     return page
 
 
