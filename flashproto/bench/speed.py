@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import report
-from .measure import OURS
+from .measure import OURS, is_peer
 from .plots import title
 
 SECTIONS = {
@@ -111,7 +111,7 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def best_peer(results: dict[str, Any]) -> str:
-    timed = {n: r for n, r in results.items() if "ms" in r and not n.startswith(OURS)}
+    timed = {n: r for n, r in results.items() if "ms" in r and is_peer(n)}
     return report.fastest(timed)
 
 
