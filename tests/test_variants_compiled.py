@@ -1,5 +1,5 @@
-"""What calls of attention's variants compile: nothing for other values in tensors of masks, other lengths
-of sequences, sinks and slopes; how long the first one takes."""
+"""What calls of attention's variants compile: nothing for other values in tensors of masks, lengths of
+sequences, sinks and slopes; how long the first one takes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def compiled(impl: str) -> dict[str, list[list[tuple[str, list[str]]]]]:
 @pytest.mark.parametrize("name", first_calls.NAMES)
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_kernels_are_compiled_for_no_value_and_no_length(impl: str, name: str) -> None:
-    """By the launches' arguments, without a GPU.  Portable kernels look at whether lengths are multiples
-    of 16: those that are not have a second kernel."""
+    """By the launches' arguments, without a GPU.  Portable kernels look at whether lengths are
+    multiples of 16: those that are not have a second kernel."""
     first, *later = compiled(impl)[name]
     assert {kernel for kernel, _ in first} >= {"attention_forward_kernel"}
     main = "attention_backward_kernel" if impl == "hopper" else "attention_backward_keys_kernel"

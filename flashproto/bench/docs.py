@@ -138,6 +138,20 @@ PICTURES = {
         },
         ("fa4", "sdpa-cudnn", "flex"),
     ),
+    "variants": Picture(
+        "Attention's variants, forward and backward",
+        "variants",
+        {
+            "window 1024 D128 S16384": "window of 1024",
+            "8 documents of 2048 D128 S16384": "8 documents of 2048",
+            "16 sequences of 128 to 4096 D128 S16384": "16 sequences of 128 to 4096",
+            "tree of 8x1024 on 4096 D128 S12288": "tree of 8 branches",
+            "softcap 30 D128 S4096": "softcap",
+            "sinks D128 S4096": "sinks",
+            "ALiBi D128 S4096": "ALiBi",
+        },
+        ("(plain, hopper)", "fa4", "flex"),
+    ),
     "norm": Picture(
         "Norms of rows x columns, forward and backward",
         "norm",

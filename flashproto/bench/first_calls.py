@@ -54,7 +54,7 @@ Step = tuple[Callable[[], Any], Sequence[Tensor]]  # a call, and what has gradie
 def calls(
     impl: str, device: torch.device, sizes: Sizes, dtype: torch.dtype
 ) -> dict[str, Callable[[int], Step]]:
-    """By variant, the steps n = 0 ... 4, of which the later ones are to compile nothing; see CHANGES."""
+    """By variant, the steps n = 0 ... 4, of which those behind the first are to compile nothing."""
     H, D, tokens = sizes
     most = tokens[0]
 

@@ -22,6 +22,7 @@ TITLES = {
     "torch": "PyTorch",
     "compile": "torch.compile",
     "liger": "Liger",
+    "(plain, hopper)": "flashproto, plainer problem",
 }
 # Each contender's place among the colours; those that are not named here take the places behind them.
 PLACES = (

@@ -89,11 +89,11 @@ def passes(cells: Cells) -> list[str]:
 
 
 def contenders(cells: Cells) -> list[str]:
-    """All contenders, ours first."""
+    """All contenders, ours first, then ours on plainer problems."""
     names = {
         n: None for which in passes(cells) for c in cells.values() for n in c["passes"].get(which, {})
     }
-    return sorted(names, key=lambda name: not name.startswith(OURS))
+    return sorted(names, key=lambda name: (not name.startswith(OURS), is_peer(name)))
 
 
 def ratio(results: dict[str, Any], peer: str | None = None) -> float | None:

@@ -1,4 +1,4 @@
-"""How many pairs of a query and a key a mask shows, counted on the host key by key, without its tiles."""
+"""How many pairs of a query and a key a mask shows, counted on the host by an interval for each key."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from .. import masks
 
 
 def queries_of_keys(mask: masks.Mask, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
-    """(begin, end), int64 [Sk] or [B | 1, H | 1, Sk]: the queries begin[j] ... end[j] - 1 see key j, none
-    if end <= begin."""
+    """(begin, end), int64 [Sk] or [B | 1, H | 1, Sk]: the queries begin[j] ... end[j] - 1 see key j."""
     high, low, first = mask.diagonals(Sq, Sk)
     j = torch.arange(Sk)
     begin, end = torch.zeros_like(j), torch.full_like(j, Sq)
