@@ -11,7 +11,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,23 +175,28 @@ def best_of_ours(cell: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     return cell | {"passes": passes}
 
 
-def shown(results: Results) -> list[str]:
-    """The pictures in Markdown, from docs/."""
-    drawn = {name: picture for name, picture in PICTURES.items() if picture.taken(results)}
-    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture in drawn.items()]
-
-
-def draw(results: Results, folder: Path) -> list[Path]:
-    """The pictures for which there are results."""
-    written = []
+def drawable(found: Sequence[Results]) -> Iterator[tuple[str, Picture, Results]]:
+    """Each picture for which there are results, by the first machine that has some."""
     for name, picture in PICTURES.items():
-        cells = picture.taken(results)
-        if cells:
-            run = results[picture.subject]["runs"][-1]
-            heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
-            path = folder / f"{name}.png"
-            plots.plot(cells, heading, path, picture.cells.__getitem__)
-            written.append(path)
+        for results in found:
+            if picture.taken(results):
+                yield name, picture, results
+                break
+
+
+def shown(found: Sequence[Results]) -> list[str]:
+    """The pictures in Markdown, from docs/."""
+    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture, _ in drawable(found)]
+
+
+def draw(found: Sequence[Results], folder: Path) -> list[Path]:
+    written = []
+    for name, picture, results in drawable(found):
+        run = results[picture.subject]["runs"][-1]
+        heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
+        path = folder / f"{name}.png"
+        plots.plot(picture.taken(results), heading, path, picture.cells.__getitem__)
+        written.append(path)
     return written
 
 
@@ -203,7 +208,7 @@ def texts(root: Path) -> dict[Path, str | None]:
     found = machines(root)
     readme = root / "README.md"
     return {
-        root / "docs" / "speed.md": speed.page(found, shown(found[0])),
+        root / "docs" / "speed.md": speed.page(found, shown(found)),
         root / "docs" / "api.md": api.page(),
         readme: filled(readme.read_text(), readme_table(found[0])),
     }
@@ -233,5 +238,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} is up to date")
     if options.check:
         sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
-    for path in draw(machines(ROOT)[0], ROOT / "docs" / "pictures"):
+    for path in draw(machines(ROOT), ROOT / "docs" / "pictures"):
         print(f"wrote {path.relative_to(ROOT)}")

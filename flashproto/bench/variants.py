@@ -26,7 +26,7 @@ import flashproto
 from .. import backends, masks
 from . import peers, report
 from .attention import Sampled
-from .measure import OURS, PLAIN, Prepared
+from .measure import OURS, PLAIN, VARLEN, Prepared
 from .peers import Function
 from .variant_problems import (
     SOFTCAP,
@@ -109,7 +109,7 @@ def ours(p: Problem, device: torch.device, impl: str) -> dict[str, tuple[Functio
                 q, k, v, cu, cu, longest, longest, causal=True, impl=impl
             )
 
-        made[" varlen"] = varlen, LAYOUTS["THD"]
+        made[VARLEN] = varlen, LAYOUTS["THD"]
     return made
 
 
@@ -254,9 +254,9 @@ class Goal(NamedTuple):
 
 GOALS = (
     Goal("window 1024 D128 ", "", "fa4", 1.05, 1.0),
-    *(Goal("8 documents of 2048 D128 ", how, "fa4", 1.05, 1.05) for how in ("", " varlen")),
-    *(Goal("8 documents of 2048 D128 ", how, PLAIN, 0.9, 0.9) for how in ("", " varlen")),
-    Goal("16 sequences of 128 to 4096 D128 ", " varlen", PLAIN, 0.9, 0.9),
+    *(Goal("8 documents of 2048 D128 ", how, "fa4", 1.05, 1.05) for how in ("", VARLEN)),
+    *(Goal("8 documents of 2048 D128 ", how, PLAIN, 0.9, 0.9) for how in ("", VARLEN)),
+    Goal("16 sequences of 128 to 4096 D128 ", VARLEN, PLAIN, 0.9, 0.9),
     Goal("tree of 8x1024 on 4096 D128 ", "", PLAIN, 0.85, 0.8),
     Goal("softcap 30 D128 ", "", "fa4", 1.5, 1.15),
     Goal("sinks D128 ", "", PLAIN, 0.95, 0.95),
