@@ -1,13 +1,12 @@
 """What kernels are compiled for, of calls that are made on tensors of a CPU: their launches are written
 down and not run.  A script, for Triton must not be in its interpreter:
 
-    compile_keys.py IMPL        of flashproto.bench.first_calls, see main; prints JSON
+    compile_keys.py        of flashproto.bench.first_calls, by backend what `compiled` says, as JSON
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from typing import Any
 
 import torch
@@ -64,16 +63,14 @@ class Recorded:
         return run
 
 
-def main(impl: str) -> dict[str, list[list[tuple[str, list[str]]]]]:
+Compiled = dict[str, list[list[tuple[str, list[str]]]]]
+
+
+def compiled(impl: str, recorded: Recorded) -> Compiled:
     """{variant: of each step the kernels that are compiled, with the parameters in which they differ
     from those of the same name before}."""
-    recorded = Recorded()
-    backends.device_reasons = lambda backend, device: ()
-    call.runner = recorded.runner
-    attention_triton.capability = lambda device: (9, 0)
-    attention_hopper.multiprocessors = lambda device: 132
     sizes = first_calls.SIZES["cuda"]
-    found: dict[str, list[list[tuple[str, list[str]]]]] = {}
+    found: Compiled = {}
     for name, make in first_calls.calls(impl, DEVICE, sizes, torch.bfloat16).items():
         seen: dict[Any, None] = {}
         found[name] = []
@@ -93,5 +90,14 @@ def differences(x: tuple[Any, ...], seen: dict[Any, None]) -> list[str]:
     return sorted({str(a[0]) for a, b in pairs if a != b})
 
 
+def main() -> None:
+    recorded = Recorded()
+    backends.device_reasons = lambda backend, device: ()
+    call.runner = recorded.runner
+    attention_triton.capability = lambda device: (9, 0)
+    attention_hopper.multiprocessors = lambda device: 132
+    print(json.dumps({impl: compiled(impl, recorded) for impl in backends.KERNELS}))
+
+
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1])))
+    main()
