@@ -397,7 +397,7 @@ def test_first_calls_measure_and_count(
     data = json.loads((tmp_path / "first_calls.json").read_text())
     assert len(data["first_calls"]) == len(first_calls.NAMES)
     page = speed.page([{"first_calls": data}], [])
-    assert "| window | reference | 7.0 | 13.0 | none | 1 kernels |" in page
+    assert "| window | reference | 7.0 | 13.0 | none compiled | 1 compiled |" in page
     with pytest.raises(SystemExit):
         bench.main(["variants", "norm", "--first-calls"])
     assert "variants alone" in capsys.readouterr().err

@@ -249,7 +249,7 @@ def first_calls_section(data: dict[str, Any]) -> Iterator[str]:
             continue
         row += [f"{found[which]:.1f}" for which in first_calls.LIMITS]
         counts = [len(names) for names in found["anew"].values()]
-        rows.append([*row, *(f"{n} kernels" if n else "none" for n in counts)])
+        rows.append([*row, *(f"{n} compiled" if n else "none compiled" for n in counts)])
     yield markdown(rows)
 
 
