@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from flashproto import masks
 from flashproto.bench import __main__ as bench
 from flashproto.bench import docs, first_calls, peers, report, speed, variants
 from flashproto.bench.measure import Prepared, Work, compare, measure_cell
-from flashproto.bench.variant_problems import Problem, pairs, plainer, problems, tiles, work
+from flashproto.bench.variant_problems import Problem, mask_of, pairs, plainer, problems, tiles, work
 from flashproto.bench.visible import visible_pairs, visited_pairs
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -223,6 +224,63 @@ def test_every_contender_computes_what_the_cell_is_of(key: str, every_peer: Modu
             if name.startswith("(plain"):
                 flops *= pairs(plainer(p)) / pairs(p)
             assert figures["value"] == pytest.approx(flops / 2.0)
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+class RoundedAsFused(torch.autograd.Function):
+    """Attention with a fused kernel's roundings to bfloat16, of P, out and dS, delta from that out,
+    and a softcap that is off by as much as the card's tanh."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, p, bias):
+        q, k, v = (t.float() for t in (q, k, v))
+        k, v = (t.repeat_interleave(p.Hq // p.Hkv, 1) for t in (k, v))
+        s, slope = q @ k.mT * p.D**-0.5, 1.0
+        if p.score == "softcap":
+            t = torch.tanh(s / 30) * (1 + 5e-4 * (2 * torch.rand_like(s) - 1))
+            s, slope = 30 * t, 1 - t * t
+        s = s + bias
+        every = [s] if sinks is None else [s, sinks[:, None, None].expand(*s.shape[:3], 1)]
+        lse = torch.logsumexp(torch.cat(every, -1), -1, keepdim=True)
+        probabilities = torch.exp(s - lse)
+        out = rounded(probabilities) @ v
+        ctx.kept = p, q, k, v, sinks, lse, probabilities, slope, rounded(out)
+        return out.bfloat16()
+
+    @staticmethod
+    def backward(ctx, dout):
+        p, q, k, v, sinks, lse, probabilities, slope, out = ctx.kept
+        delta = (dout.float() * out).sum(-1, keepdim=True)
+        ds = rounded(probabilities * (dout.float() @ v.mT - delta) * slope) * p.D**-0.5
+        dk, dv = ds.mT @ q, rounded(probabilities).mT @ dout.float()
+        of_groups = [t.unflatten(1, (p.Hkv, -1)).sum(2) for t in (dk, dv)]
+        grads = [t.bfloat16() for t in (ds @ k, *of_groups)]
+        dsinks = None
+        if sinks is not None:
+            dsinks = -(torch.exp(sinks[:, None, None] - lse) * delta).sum((0, 2, 3))
+        return *grads, dsinks, None, None
+
+
+@pytest.mark.parametrize("key", list(cells()))
+def test_right_results_in_bfloat16_pass_the_check(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = replace(cells()[key], dtype=torch.bfloat16)
+    bias = torch.zeros(()).masked_fill(~mask_of(p).visible(p.S, p.S), -torch.inf)
+    if p.score == "alibi":
+        distance = torch.arange(p.S)[:, None] - torch.arange(p.S)
+        bias = bias - 2.0 ** (-8 * torch.arange(1, p.Hq + 1) / p.Hq)[:, None, None] * distance
+
+    def attention(impl: str, given: dict[str, Any]) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks=None: RoundedAsFused.apply(q, k, v, sinks, p, bias)
+
+    monkeypatch.setattr(variants, "attention", attention)
+    monkeypatch.setattr(variants, "by_default", attention)
+    made = variants.contenders(p, CPU, ("reference",), with_compile=False)
+    name = "flashproto[reference]"
+    for results in measure_cell({name: made[name]}, work(p), once, 1).values():
+        assert "error" not in results[name], results
 
 
 def test_a_peer_that_is_set_up_wrongly_gets_no_time(every_peer: Any) -> None:

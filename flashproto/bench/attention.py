@@ -151,7 +151,8 @@ class Sampled:
         if dsinks is None:
             return None
         by_entry = torch.cat([want["dsinks"] for want in self.want]).view(self.p.B, -1)
-        return compare({"dsinks": dsinks}, {"dsinks": by_entry.sum(0)})
+        # They are sums in float32 of what is rounded to the tensors' dtype.
+        return compare({"dsinks": dsinks.to(self.given[0].dtype)}, {"dsinks": by_entry.sum(0)})
 
 
 def rounding_of_dq(
