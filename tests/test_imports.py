@@ -13,6 +13,7 @@ FLOORS = {
     "checks": 1,
     "backends": 2,
     "hooks": 3,
+    "mask_values": 2,
     "masks": 3,
     "variant": 3,
     "configs": 4,

@@ -1,5 +1,6 @@
 """What the documentation says by itself: docs/speed.md, its pictures and README's table from the result
-files in docs/results, and docs/api.md from the docstrings.
+files in docs/results, docs/api.md from the docstrings, the tables of docs/attention.md from what calls
+take, and its pictures from the masks.
 
     python -m flashproto.bench docs             # write them all, in a checkout
     python -m flashproto.bench docs --check     # write nothing; exit code 1 where a text is stale
@@ -15,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import api, plots, report, speed
+from . import api, features, plots, report, speed
 from .measure import OURS
 from .plots import title
 from .speed import Results, best_peer, card, machines, markdown, month, ratios
@@ -104,11 +105,22 @@ def columns(cells: report.Cells) -> list[str]:
     return [*texts, "-"][:2]
 
 
-def filled(readme: str, table: str) -> str | None:
-    """README with the table in its block; None where there is no block."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def filled(page: str, table: str, begin: str = BEGIN, end: str = END) -> str | None:
+    """The page with the table in its block; None where there is no block."""
+    before, begin, rest = page.partition(begin)
+    _, end, after = rest.partition(end)
     return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else None
+
+
+def filled_with_features(page: str) -> str:
+    """The page with each table of features in its block."""
+    for name, table in features.TABLES.items():
+        begin, end = (line.replace("speed table", name) for line in (BEGIN, END))
+        made = filled(page, f"\n{table()}\n", begin, end)
+        if made is None:
+            raise ValueError(f"docs/attention.md lacks the lines {begin} and {end}")
+        page = made
+    return page
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -206,12 +218,15 @@ def draw(found: Sequence[Results], folder: Path) -> list[Path]:
 def texts(root: Path) -> dict[Path, str | None]:
     """Each file that is written, with its text; README's is None where it has no block."""
     found = machines(root)
-    readme = root / "README.md"
-    return {
+    readme, attention = root / "README.md", root / "docs" / "attention.md"
+    made = {
         root / "docs" / "speed.md": speed.page(found, shown(found)),
         root / "docs" / "api.md": api.page(),
         readme: filled(readme.read_text(), readme_table(found[0])),
     }
+    if attention.exists():
+        made[attention] = filled_with_features(attention.read_text())
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -238,5 +253,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} is up to date")
     if options.check:
         sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
-    for path in draw(machines(ROOT), ROOT / "docs" / "pictures"):
+    pictures = ROOT / "docs" / "pictures"
+    for path in (*draw(machines(ROOT), pictures), *features.draw(pictures)):
         print(f"wrote {path.relative_to(ROOT)}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import backends, masks
+from .. import backends
 from ..backends import Reason
 from ..checks import (
     check_attention,
@@ -18,6 +18,7 @@ from ..checks import (
     check_tensor,
     refuse,
 )
+from ..mask_values import ALWAYS
 from ..variant import Kind, Variant
 from .attention import (
     _attention,
@@ -96,9 +97,9 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
     if attn_mask is not None and keys is not None:
-        end = torch.where(keys, masks.ALWAYS, 0).to(torch.int32)
+        end = torch.where(keys, ALWAYS, 0).to(torch.int32)
         tensors = {"begin": torch.zeros_like(end), "end": end}
-        variant = _variant(name, q, (is_causal, 0, None, 0), None, tensors, ())
+        variant = _variant(name, q, (is_causal, 0, None, 0), (), tensors, ())
         backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
         if backend != "torch":
             out = _attention(name, q, k, v, variant, scale, False, backend, ())

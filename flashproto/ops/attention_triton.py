@@ -20,7 +20,7 @@ from ..kernels.attention_backward import (
 )
 from ..kernels.attention_forward import attention_forward_kernel
 from ..kernels.schedule import intervals_kernel
-from ..variant import NUMBERS, TENSORS, Kind, Variant
+from ..variant import VARIABLES, Kind, Variant
 from . import private
 from .device import capability, cdiv
 from .recipe import New, Operand, Recipe
@@ -83,7 +83,7 @@ def variables(
         sequences = named["cu_seqlens_q"].shape[0] - 1
         # See `counts` of kernels/scores.py.
         counts = tuple(2 * n + 1 for n in (sequences, q.shape[2], k.shape[2]))
-    given = tuple(map(named.get, (*NUMBERS, *TENSORS)))
+    given = tuple(map(named.get, VARIABLES))
     return (*given, tiles, row_of_batch, row_of_head, *counts, *made)
 
 
