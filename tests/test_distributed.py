@@ -7,6 +7,7 @@ that all of them draw alike; what they give is put together again, and the first
 from __future__ import annotations
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -25,7 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashproto
-from flashproto import backends, distributed, masks, reference
+from flashproto import backends, distributed, masks
 from flashproto.distributed.order import WHOLE, parts, pieces, ranges
 from flashproto.masks import Diagonals
 
@@ -134,10 +135,7 @@ def test_torch_compile_breaks_the_graph() -> None:
 # --- attention ---------------------------------------------------------------------------------------
 
 
-def problem(**changes: Any) -> Problem:
-    return replace(
-        Problem(torch.float32, 2, 4, 2, 48, 48, 16, 24, causal=False), lse_gradient=True, **changes
-    )
+SMALL = Problem(torch.float32, 2, 4, 2, 48, 48, 16, 24, causal=False)
 
 
 def of_shards(call: variant_problem.Call, inputs: Any, gradients: Any, **options: Any) -> dict:
@@ -164,39 +162,60 @@ def attention_case(names: Sequence[str], p: Problem, impl: str | None, method: s
         variant_problem.assert_within_bound(found, exact, eager, call)
 
 
-CAUSAL = problem(causal=True)
-FEATURES: dict[str, tuple[tuple[str, ...], Problem]] = {
-    "full": ((), problem()),
-    "causal": ((), CAUSAL),
-    "scale": (("causal",), problem(scale=-0.2, strides="tokens first")),
-    "bfloat16": (("causal",), problem(dtype=torch.bfloat16)),
-    "window": (("causal", "window"), problem(Sq=80, Sk=80)),
-    "left_window": (("left_window", "sinks"), problem()),
-    "right_window": (("right_window", "softcap"), problem()),
-    "first_keys": (("causal", "first_keys"), problem()),
-    "documents": (("causal", "documents"), problem()),
-    "padding": (("padding", "documents"), problem()),
-    "prefix": (("prefix",), problem()),
-    "tree": (("causal", "tree"), problem()),
-    "intervals": (("intervals", "window"), problem()),
-    "sinks": (("causal", "sinks"), problem(Hkv=4)),
-    "softcap": (("causal", "softcap", "sinks"), problem(Hkv=1)),
+# What is asked for, and what is not as in the problem that is given.
+FEATURES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "full": ((), {}),
+    "causal": (("causal",), {}),
+    "scale": (("causal",), {"scale": -0.2, "strides": "tokens first"}),
+    "bfloat16": (("causal",), {"dtype": torch.bfloat16}),
+    "window": (("causal", "window"), {"Sq": 80, "Sk": 80}),
+    "left_window": (("left_window", "sinks"), {}),
+    "right_window": (("right_window", "softcap"), {}),
+    "first_keys": (("causal", "first_keys"), {}),
+    "documents": (("causal", "documents"), {}),
+    "padding": (("padding", "documents"), {}),
+    "prefix": (("prefix",), {}),
+    "tree": (("causal", "tree"), {}),
+    "intervals": (("intervals", "window"), {}),
+    "sinks": (("causal", "sinks"), {"Hkv": 4}),
+    "softcap": (("causal", "softcap", "sinks"), {"Hkv": 1}),
 }
-METHODS = ("ring", "all_gather")
-ATTENTION: dict[str, Case] = {
-    f"{name}, {method}": partial(attention_case, *given, "reference", method)
-    for name, given in FEATURES.items()
-    for method in METHODS
-} | {
-    "alibi, all_gather": partial(attention_case, ("causal", "alibi"), CAUSAL, "reference", "all_gather")
+
+
+def cases_of(p: Problem, impl: str | None) -> dict[str, Case]:
+    made: dict[str, Case] = {}
+    for (name, (names, changes)), method in itertools.product(FEATURES.items(), ("ring", "all_gather")):
+        changed = replace(p, **changes)
+        made[f"{name}, {method}"] = partial(attention_case, names, changed, impl, method)
+    made["alibi"] = partial(attention_case, ("causal", "alibi"), p, impl, "all_gather")
+    return made
+
+
+def on_kernels(names: Sequence[str], p: Problem, method: str) -> None:
+    """By the portable kernels, in Triton's interpreter."""
+    import quick_interpreter  # which needs Triton
+
+    quick_interpreter.install()
+    attention_case(names, p, "triton", method)
+
+
+KERNELS: dict[str, Case] = {
+    "triton": partial(
+        on_kernels,
+        ("causal", "window", "documents", "softcap", "sinks"),
+        replace(SMALL, dtype=torch.bfloat16, B=1, Hq=2, Hkv=1, Sq=24, Sk=24),
+        "ring",
+    ),
 }
+if os.environ.get("TRITON_INTERPRET") != "1" or not backends.HAS_TRITON:
+    KERNELS = {}
 
 
 def whole_documents() -> None:
     """Documents that lie in the chunks of one rank, and one that does not."""
     size = dist.get_world_size()
-    p = problem(Sq=16 * size, Sk=16 * size, causal=True)
-    ids = torch.arange(2 * size).repeat_interleave(8)
+    p = replace(SMALL, Sq=16 * size, Sk=16 * size, causal=True)
+    ids = torch.arange(2 * size, device=device()).repeat_interleave(8)
     ids[:12] = -1
     mask = masks.documents(ids)
     call = variant_problem.Call(p, (), {"causal": True, "mask": mask})
@@ -214,7 +233,7 @@ def whole_documents() -> None:
 def narrow_window() -> None:
     """A window so narrow that most ranks have nothing for one another: what travels is what is seen."""
     size = dist.get_world_size()
-    p = problem(Sq=32 * size, Sk=32 * size, causal=True)
+    p = replace(SMALL, Sq=32 * size, Sk=32 * size, causal=True)
     sent = []
     send = dist.batch_isend_irecv
 
@@ -362,7 +381,9 @@ def columns(x: Tensor) -> Tensor:
 def norm_case(centered: bool, dtype: torch.dtype, mean: float, affine: bool) -> None:
     N = 40
     x = (torch.randn(2, 3, N, dtype=torch.float64) + mean).to(dtype)
-    weight, bias, dy = torch.randn(N), torch.randn(N), torch.randn(2, 3, N).to(dtype)
+    x, dy, weight, bias = (
+        t.to(device()) for t in (x, torch.randn(2, 3, N).to(dtype), *torch.randn(2, N))
+    )
     tensors = [x, weight, bias] if affine else [x]
     whole = [t.double().requires_grad_() for t in tensors]
     plain = [t.clone().requires_grad_() for t in tensors]
@@ -403,12 +424,10 @@ NORMS: dict[str, Case] = {
 
 # --- in processes ------------------------------------------------------------------------------------
 
-CASES: dict[str, Case] = ATTENTION | NORMS
+CASES = cases_of(SMALL, "reference") | NORMS | {f.__name__: f for f in (whole_documents, narrow_window)}
 OTHERS: dict[str, Case] = {
     case.__name__: case
     for case in (
-        whole_documents,
-        narrow_window,
         gradients_of_some,
         of_a_subgroup,
         checkpointed,
@@ -421,8 +440,17 @@ OTHERS: dict[str, Case] = {
 
 
 def test_two_processes() -> None:
-    processes.run(CASES | OTHERS, 2)
+    processes.run(CASES | KERNELS | OTHERS, 2)
 
 
 def test_four_processes() -> None:
     processes.run(CASES | OTHERS, 4)
+
+
+@pytest.mark.gpu
+def test_two_gpus() -> None:
+    """On the backends that are chosen there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    p = replace(SMALL, dtype=torch.bfloat16, Sq=512, Sk=512, D=64, Dv=64)
+    processes.run(CASES | cases_of(p, None), 2, backend="nccl", seconds=500)

@@ -28,7 +28,7 @@ from .call import NAME, Call, Needs, Rows, Tensors
 from .group import NOT_TRACED, check_plain, group_of, once
 from .order import Part, Range, check_length, cut, ranges
 from .sums import Merged, Sum
-from .transfers import NOTHING, Transfer, arriving, give_back
+from .transfers import Transfer, arriving, at_hand, give_back
 
 METHODS = ("ring", "all_gather")
 
@@ -191,7 +191,7 @@ def backward(
     slopes = None if slopes is None else slopes.detach().requires_grad_()
     tensors, dslopes = Tensors(slopes, begin, end), None
     dq, dkv = Sum(q), [Sum(k), Sum(v)]
-    returning = Transfer([], NOTHING, [])
+    returning = at_hand()
     for step, span, here in arriving(call, k, v):
         sums = [Sum(x) for x in here]
         for part in call.parts(step):
@@ -206,7 +206,7 @@ def backward(
         if needs.keys and call.gather:
             for total, x in zip(dkv, sums, strict=True):
                 pieces = [cut(x.finish().to(x.dtype), held, 2) for held in call.held]
-                total.add(NOTHING, call.ranks.sum_of(pieces))
+                total.add((0, 0), call.ranks.sum_of(pieces))
         elif needs.keys:
             # What came back of the step before, while this one was worked on.
             add_all(dkv, returning)

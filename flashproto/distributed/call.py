@@ -70,20 +70,20 @@ class Call(NamedTuple):
     # --- parts ---
 
     def variant(self, part: Part, step: int, q: Tensor, tensors: Tensors) -> Variant:
-        given = {"alibi_slopes": tensors.slopes}
-        if tensors.begin is not None and tensors.end is not None:
+        slopes, begin, end = tensors
+        if begin is not None and end is not None:
             at, own = pieces(self.keys(step), *part.keys), self.held[self.ranks.rank]
-            for name in ("begin", "end"):
-                whole = getattr(tensors, name)
-                given[name] = numbered(cut(whole, at, -1), own, part)
-        return _variant(NAME, q, part.band, self.softcap, given, ())
+            begin, end = (numbered(cut(x, at, -1), own, part) for x in (begin, end))
+        return self.variant_of(part, q, Tensors(slopes, begin, end))
+
+    def variant_of(self, part: Part, q: Tensor, tensors: Tensors) -> Variant:
+        """Of a part whose tensors are these."""
+        return _variant(NAME, q, part.band, self.softcap, tensors._asdict(), ())
 
     def backend(self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> str:
         """What runs all parts."""
-        made = (
-            self.variant(part, step, q, tensors) for step in self.steps for part in self.parts(step)
-        )
-        variants = {variant.kind: variant for variant in made}.values()
+        every = [part for step in self.steps for part in self.parts(step)]
+        variants = {part.band: self.variant_of(part, q, tensors) for part in every}.values()
 
         def reasons(backend: str) -> Iterator[backends.Reason]:
             for variant in variants:
@@ -150,9 +150,9 @@ class Needed(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Those of a variant, of the whole sequence."""
+    """Those of a variant, by its names for them; of the whole sequence or of a part."""
 
-    slopes: Tensor | None
+    alibi_slopes: Tensor | None
     begin: Tensor | None
     end: Tensor | None
 

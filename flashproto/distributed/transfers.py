@@ -11,18 +11,20 @@ from torch import Tensor
 
 from ..reference import compute_dtype
 from .call import Call, Needed
-from .order import Range, cut, in_order
+from .order import Range, in_order
 from .sums import Sum
-
-NOTHING = 0, 0
 
 
 class Transfer(NamedTuple):
-    """What is on its way: works to wait for; the span of keys that it is of, and their tensors."""
+    """What is on its way: works to wait for; the span of keys that it is of, and their tensors.
+
+    sent: what this rank sends meanwhile, whose memory nobody else may have before that.
+    """
 
     works: list[dist.Work]
     span: Range
     tensors: list[Tensor]
+    sent: list[tuple[Tensor, int]]
 
     def arrived(self) -> tuple[Range, list[Tensor]]:
         for work in self.works:
@@ -30,16 +32,35 @@ class Transfer(NamedTuple):
         return self.span, self.tensors
 
 
+def at_hand(*tensors: Tensor) -> Transfer:
+    """Tensors that are here, of all their tokens; or none."""
+    return Transfer([], (0, tensors[0].shape[2]) if tensors else (0, 0), [*tensors], [])
+
+
+def begin(
+    call: Call,
+    sends: list[tuple[Tensor, int]],
+    wanted: Needed | None,
+    dtype: torch.dtype,
+    like: tuple[Tensor, Tensor],
+    source: int,
+) -> Transfer:
+    """Begin to send, and to receive from a rank what is wanted of keys and values like these."""
+    made = []
+    if wanted is not None:
+        start, stop = wanted.span
+        made = [x.new_empty(*x.shape[:2], stop - start, x.shape[3], dtype=dtype) for x in like]
+    works = call.ranks.exchange(sends, [(x, source) for x in made])
+    return Transfer(works, (0, 0) if wanted is None else wanted.span, made, sends)
+
+
 def fetch(call: Call, step: int, k: Tensor, v: Tensor) -> Transfer:
     """Begin to move the keys and values of a step."""
     (source, target), rank = call.peers(step), call.ranks.rank
     sends: list[tuple[Tensor, int]] = []
     if (wanted := call.needed(target, rank)) is not None:
-        sends = [(cut(x, [wanted.span], 2).contiguous(), target) for x in (k, v)]
-    if (wanted := call.needed(rank, source)) is None:
-        return Transfer(call.ranks.exchange(sends, []), NOTHING, [])
-    made = [empty(x, wanted.span, x.dtype) for x in (k, v)]
-    return Transfer(call.ranks.exchange(sends, [(x, source) for x in made]), wanted.span, made)
+        sends = [(x[:, :, slice(*wanted.span)].contiguous(), target) for x in (k, v)]
+    return begin(call, sends, call.needed(rank, source), k.dtype, (k, v), source)
 
 
 def arriving(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Range, list[Tensor]]]:
@@ -47,9 +68,9 @@ def arriving(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Range, lis
     are no tensors in a step that needs none."""
     if call.gather:
         whole = [in_order(call.ranks.all_gather(x), 2) for x in (k, v)]
-        yield 0, (0, whole[0].shape[2]), whole
+        yield 0, *at_hand(*whole).arrived()
         return
-    coming = Transfer([], (0, k.shape[2]), [k, v])
+    coming = at_hand(k, v)
     for step in call.steps:
         arrived = coming.arrived()
         if step + 1 < len(call.steps):
@@ -60,24 +81,16 @@ def arriving(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Range, lis
 def give_back(call: Call, step: int, sums: Sequence[Sum], k: Tensor, v: Tensor) -> Transfer:
     """Begin to move the gradients of a step's keys and values to the rank that holds them."""
     if step == 0:
-        return Transfer([], (0, k.shape[2]), [x.finish() for x in sums])
+        return at_hand(*(x.finish() for x in sums))
     (source, target), rank = call.peers(step), call.ranks.rank
     sends: list[tuple[Tensor, int]] = []
     if (wanted := call.needed(rank, source)) is not None:
         sends = [(x.finish().to(dtype_back(wanted, k)).contiguous(), source) for x in sums]
-    if (wanted := call.needed(target, rank)) is None:
-        return Transfer(call.ranks.exchange(sends, []), NOTHING, [])
-    made = [empty(x, wanted.span, dtype_back(wanted, k)) for x in (k, v)]
-    return Transfer(call.ranks.exchange(sends, [(x, target) for x in made]), wanted.span, made)
+    wanted = call.needed(target, rank)
+    return begin(call, sends, wanted, dtype_back(wanted, k), (k, v), target)
 
 
-def empty(x: Tensor, span: Range, dtype: torch.dtype) -> Tensor:
-    """Memory for some of the tokens of x [B, H, S, D]."""
-    B, H, _, D = x.shape
-    return x.new_empty(B, H, span[1] - span[0], D, dtype=dtype)
-
-
-def dtype_back(wanted: Needed, k: Tensor) -> torch.dtype:
+def dtype_back(wanted: Needed | None, k: Tensor) -> torch.dtype:
     """The gradient of one part goes as it is, in the dtype of the keys; a sum of several is not rounded
     on its way."""
-    return k.dtype if wanted.parts == 1 else compute_dtype(k.dtype)
+    return compute_dtype(k.dtype) if wanted is not None and wanted.parts > 1 else k.dtype
