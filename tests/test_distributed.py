@@ -7,11 +7,14 @@ that all of them draw alike; what they give is put together again, and the first
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import processes
@@ -26,8 +29,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import flashproto
-from flashproto import backends, distributed, masks
+from flashproto import backends, distributed, masks, reference
+from flashproto.bench import ring
 from flashproto.distributed.order import WHOLE, parts, pieces, ranges
+from flashproto.distributed.sums import Merged, Sum
 from flashproto.masks import Diagonals
 
 Case = Callable[[], Any]
@@ -114,6 +119,31 @@ def test_first_transfer_takes_in_every_rank(
         if pairs:
             assert {rank for pair in pairs for rank in pair} == set(range(size))
             return
+
+
+# --- sums, without processes -------------------------------------------------------------------------
+
+
+def test_gradients_add_up_in_float32() -> None:
+    total = Sum(torch.empty(1, 1, 4, 1, dtype=torch.bfloat16))
+    for count in range(257):  # of bfloat16 512 + 1 is 512
+        total.add((0, 4) if count == 0 else (1, 3), torch.full((1, 1, 2 + 2 * (count == 0), 1), 2.0))
+    assert total.finish().flatten().tolist() == [2, 514, 514, 2]
+
+
+def test_parts_merge_to_attention() -> None:
+    """Of all keys and of some rows alone; rows without a key; scores far from zero."""
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    q[:, :, 4] *= 300
+    sinks, merged = torch.randn(2), Merged(q, v)
+    part = partial(reference.attention, causal=True, causal_offset=0)
+    merged.add((0, 6), *part(q, k[:, :, :2], v[:, :, :2]))
+    merged.add((2, 6), *part(q[:, :, 2:], k[:, :, 2:4], v[:, :, 2:4]))
+    merged.add((3, 6), *part(q[:, :, 3:], k[:, :, 4:], v[:, :, 4:], causal_offset=-1))
+    out, lse = merged.finish(sinks, torch.float32)
+    exact = reference.attention(q.double(), k.double(), v.double(), causal=True, sinks=sinks)
+    for made, wanted in zip((out, lse), exact, strict=True):
+        assert torch.allclose(made.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_torch_compile_breaks_the_graph() -> None:
@@ -360,6 +390,17 @@ def order() -> None:
     assert torch.allclose(leaf.grad, size * distributed.shard(weight, 1))
 
 
+def bench() -> None:
+    """python -m flashproto.bench ring, which raises where a result is wrong."""
+    sizes = "--tokens=64 --heads=4 --kv-heads=2 --head-dim=16 --rows=16 --repeats=1 --impl=reference"
+    with tempfile.TemporaryDirectory() as folder:
+        ring.main([*sizes.split(), f"--out={folder}"])
+        if dist.get_rank() == 0:
+            cell = json.loads((Path(folder) / "ring.json").read_text())["cells"]["64"]
+            assert set(cell["passes"]) == set(ring.PASSES)
+            assert set(cell["errors"]) == {"out", "lse", "dq", "dk", "dv"}
+
+
 def autocast() -> None:
     q = distributed.shard(torch.randn(1, 2, 24, 8), 2)
     with torch.autocast("cpu", torch.bfloat16):
@@ -429,6 +470,7 @@ OTHERS: dict[str, Case] = {
         no_second_derivative,
         refusals,
         order,
+        bench,
         autocast,
     )
 }

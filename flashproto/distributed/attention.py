@@ -171,8 +171,7 @@ def forward(
             queries, keys, values = of_part(part, span, q, *here)
             variant = call.variant(part, step, q, tensors)
             merged.add(part.queries, *call.attention(queries, keys, values, variant))
-    out, lse = merged.finish(sinks)
-    return out.to(q.dtype), lse
+    return merged.finish(sinks, q.dtype)
 
 
 def backward(

@@ -32,11 +32,11 @@ class Group(NamedTuple):
     ) -> list[dist.Work]:
         """Begin to send and receive tensors, to and from ranks; each Work is to be waited for.
 
-        One batch is one kernel of NCCL, on a stream of its own.  It holds as many multiprocessors as it
-        has channels, for as long as it lasts.  Attention of a step takes far longer than its transfer,
-        so few channels do: NCCL_MAX_CTAS=4, or max_ctas in the options of the group, leaves the others
-        to attention.  NCCL's zero-CTA policy, which copies by the copy engines, is for collectives on
-        symmetric memory, and not for sends.
+        With NCCL a batch is one kernel on a stream of its own, which holds some multiprocessors while
+        it lasts.  Attention of a step takes far longer than the transfer beside it, so a few do:
+        NCCL_MAX_CTAS=4, or max_ctas in the group's options, leaves the others to attention.  Copy
+        engines would hold none; NCCL has them copy for collectives on memory registered for that, and
+        not for sends.
         """
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         operations += [

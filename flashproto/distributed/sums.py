@@ -55,8 +55,8 @@ class Merged:
         self.m[:, :, at], self.l[:, :, at] = m, l
         self.out[:, :, at].mul_(w1[..., None]).addcmul_(out, w2[..., None])
 
-    def finish(self, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out, lse); sinks are the state (sink, 1) with nothing beside it."""
+    def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out in this dtype, lse); sinks are the state (sink, 1) with nothing beside it."""
         assert self.out is not None
         if sinks is not None:
             sink = sinks.to(self.m.dtype)[:, None].expand_as(self.m)
@@ -65,4 +65,5 @@ class Merged:
             )
             self.out.mul_(w1[..., None])
         lse, normaliser = reference.online_softmax_finish(self.m, self.l)
-        return self.out.mul_(normaliser[..., None]), lse
+        made = torch.empty_like(self.out, dtype=dtype)
+        return torch.mul(self.out, normaliser[..., None], out=made), lse
