@@ -146,6 +146,22 @@ def test_parts_merge_to_attention() -> None:
         assert torch.allclose(made.double(), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 2, 5, 8)])
+@pytest.mark.parametrize("method", ["ring", "all_gather"])
+def test_one_rank_is_attention(shape: tuple[int, ...], method: str) -> None:
+    """Without a token, without a batch, of odd lengths, without a key."""
+    keyless = masks.padding(torch.zeros(shape[0], dtype=torch.int32))
+    leaves = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    for options in ({}, {"causal": True, "window": (1, 0)}, {"mask": keyless}):
+        made = []
+        with processes.alone():
+            run = partial(distributed.ring_attention, method=method)
+            for function in (run, flashproto.attention):
+                out, lse = function(*leaves, return_lse=True, impl="reference", **options)
+                made.append([out, lse, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert all(error(*pair) < ATOL[torch.float32] for pair in zip(*made, strict=True))
+
+
 def test_torch_compile_breaks_the_graph() -> None:
     """It gives the same, and fullgraph=True says why it cannot."""
     q = torch.randn(1, 2, 24, 8).requires_grad_()

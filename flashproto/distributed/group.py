@@ -32,11 +32,12 @@ class Group(NamedTuple):
     ) -> list[dist.Work]:
         """Begin to send and receive tensors, to and from ranks; each Work is to be waited for.
 
-        With NCCL a batch is one kernel on a stream of its own, which holds some multiprocessors while
-        it lasts.  Attention of a step takes far longer than the transfer beside it, so a few do:
-        NCCL_MAX_CTAS=4, or max_ctas in the group's options, leaves the others to attention.  Copy
-        engines would hold none; NCCL has them copy for collectives on memory registered for that, and
-        not for sends.
+        With NCCL a batch is one kernel on a stream of its own, which holds a multiprocessor for each
+        of its channels while it lasts; NCCL_MAX_CTAS, or max_ctas in the group's options, bounds them.
+        The Hopper backward loses no more than these: its programs take work as they come.  The order
+        of the forward is fixed, so a program that finds no multiprocessor may end later by the length
+        of the transfer.  Copy engines would hold none; but NCCL has them copy for collectives on memory
+        that is registered for it, not for sends.
         """
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         operations += [

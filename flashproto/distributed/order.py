@@ -81,7 +81,8 @@ def parts(queries: list[Range], keys: list[Range], seen: Diagonals) -> list[Part
     """
     if queries == keys and seen.low is None and seen.high in (None, 0):
         everything = 0, sum(stop - start for start, stop in queries)
-        return [Part(everything, everything, WHOLE if seen.high is None else (True, 0, None, 0))]
+        band = WHOLE if seen.high is None else (True, 0, None, 0)
+        return [Part(everything, everything, band)] if everything[1] else []
     found, row = [], 0
     for q_start, q_stop in queries:
         column = 0

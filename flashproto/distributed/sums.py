@@ -40,30 +40,34 @@ class Merged:
         self.like = q.new_empty(0, dtype=reference.compute_dtype(q.dtype))
         self.out: Tensor | None = None
 
-    def add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
-        """Attention of a part is the state (lse, 1) with out beside it."""
+    def begun(self) -> Tensor:
+        """out, of which nothing is known yet if no part came in."""
         if self.out is None:
-            if out.shape == self.shape:
-                self.m, self.l, self.out = lse, torch.ones_like(lse), out.to(self.like.dtype)
-                return
             self.m, self.l = reference.online_softmax_start(self.shape[:3], self.like)
             self.out = self.like.new_zeros(self.shape)
-        at = slice(*queries)
+        return self.out
+
+    def add(self, queries: Range, out: Tensor, lse: Tensor) -> None:
+        """Attention of a part is the state (lse, 1) with out beside it."""
+        if self.out is None and out.shape == self.shape:
+            self.m, self.l, self.out = lse, torch.ones_like(lse), out.to(self.like.dtype)
+            return
+        total, at = self.begun(), slice(*queries)
         m, l, w1, w2 = reference.online_softmax_merge(
             self.m[:, :, at], self.l[:, :, at], lse, torch.ones_like(lse)
         )
         self.m[:, :, at], self.l[:, :, at] = m, l
-        self.out[:, :, at].mul_(w1[..., None]).addcmul_(out, w2[..., None])
+        total[:, :, at].mul_(w1[..., None]).addcmul_(out, w2[..., None])
 
     def finish(self, sinks: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(out in this dtype, lse); sinks are the state (sink, 1) with nothing beside it."""
-        assert self.out is not None
+        total = self.begun()
         if sinks is not None:
             sink = sinks.to(self.m.dtype)[:, None].expand_as(self.m)
             self.m, self.l, w1, _ = reference.online_softmax_merge(
                 self.m, self.l, sink, torch.ones_like(sink)
             )
-            self.out.mul_(w1[..., None])
+            total.mul_(w1[..., None])
         lse, normaliser = reference.online_softmax_finish(self.m, self.l)
-        made = torch.empty_like(self.out, dtype=dtype)
-        return torch.mul(self.out, normaliser[..., None], out=made), lse
+        made = torch.empty_like(total, dtype=dtype)
+        return torch.mul(total, normaliser[..., None], out=made), lse
