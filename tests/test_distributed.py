@@ -33,7 +33,7 @@ from flashproto import backends, distributed, masks, reference
 from flashproto.bench import ring
 from flashproto.distributed.order import WHOLE, parts, pieces, ranges
 from flashproto.distributed.sums import Merged, Sum
-from flashproto.masks import Diagonals
+from flashproto.mask_values import Diagonals
 
 Case = Callable[[], Any]
 DEVICES = {"gloo": "cpu", "nccl": "cuda"}

@@ -23,7 +23,8 @@ from torch.nn.attention import SDPBackend
 
 import flashproto
 
-from .. import backends, masks
+from .. import backends
+from ..mask_values import TILE
 from . import peers, report
 from .attention import Sampled
 from .measure import OURS, PLAIN, VARLEN, Prepared
@@ -286,7 +287,7 @@ def goals(data: dict[str, Any]) -> str:
     for key in data["cells"]:
         if key in known:
             p, simple = known[key], plainer(known[key])
-            text = f"{key:<42} tiles of {masks.TILE} hold {tiles(p):.3f} times the visible pairs"
+            text = f"{key:<42} tiles of {TILE} hold {tiles(p):.3f} times the visible pairs"
             rows.append(text + (f", the plain ones {tiles(simple):.3f}" if simple else ""))
     return "\n".join([*rows, f"below a goal: {missed} of {2 * len(GOALS)}"])
 

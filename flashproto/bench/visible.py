@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import masks
+from ..mask_values import TILE
 
 
 def queries_of_keys(mask: masks.Mask, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
@@ -29,7 +30,7 @@ def visible_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int) -> int:
     return int((end - begin).clamp(min=0).expand(B, H, Sk).sum())
 
 
-def visited_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int, tile: int = masks.TILE) -> int:
+def visited_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int, tile: int = TILE) -> int:
     """How many pairs, hidden ones too, there are in tiles of tile x tile with a visible one."""
     begin, end = (x.expand(B, H, Sk).reshape(-1, Sk) for x in queries_of_keys(mask, Sq, Sk))
     tiles_q, tiles_k = -(-Sq // tile), -(-Sk // tile)

@@ -23,7 +23,7 @@ from .. import masks
 from ..checks import check_attention, check_by_head, check_choice, check_flag, check_scale, refuse
 from ..functional.attention import _band, _intervals
 from ..functional.autocast import autocast_low_precision
-from ..masks import Diagonals
+from ..mask_values import Diagonals
 from .call import NAME, Call, Needs, Rows, Tensors
 from .group import NOT_TRACED, check_plain, group_of, once
 from .order import Part, Range, check_length, cut, ranges

@@ -14,8 +14,8 @@ from ..backends import KERNELS
 
 # What flashproto.attention is made of, once its arguments are checked.
 from ..functional.attention import _attention, _attention_reasons, _variant
-from ..masks import Diagonals
-from ..variant import Variant, pack
+from ..mask_values import Diagonals
+from ..variant import Variant, pack, tensors_of
 from .group import Group
 from .order import Part, Range, cut, parts, pieces
 
@@ -78,7 +78,7 @@ class Call(NamedTuple):
 
     def variant_of(self, part: Part, q: Tensor, tensors: Tensors) -> Variant:
         """Of a part whose tensors are these."""
-        return _variant(NAME, q, part.band, self.softcap, tensors._asdict(), ())
+        return _variant(NAME, q, part.band, (self.softcap,), tensors._asdict(), ())
 
     def backend(self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> str:
         """What runs all parts."""
@@ -106,7 +106,7 @@ class Call(NamedTuple):
         tensors, ints, floats, text = pack(variant)
         scale = q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
         settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, str(self.impl))
-        names = attention_op.present(variant)
+        names = tensors_of(text)
         wanted = needs.q, needs.keys, needs.keys, *(needs.slopes and n == "alibi_slopes" for n in names)
         given = rows.dout, rows.dlse, None, None, q, k, v, rows.out, rows.lse, *tensors
         dq, dk, dv, *others = attention_op.attention.gradients_visibly(settings, wanted, given)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_integer, described, refuse
-from ..masks import Diagonals
+from ..mask_values import Diagonals
 from ..reference import compute_dtype
 from .group import NOT_TRACED, Group, check_plain, group_of, once
 
