@@ -176,6 +176,7 @@ def attention_cases(arch: int) -> Iterator[Case]:
             "BLOCK_DV": DV,
             "BLOCK_M": rows.block_m,
             "HAS_DLSE": has_dlse,
+            "SLOPES": False,
             "WIDE": False,
             "KIND": Kind(),
         }

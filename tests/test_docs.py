@@ -11,11 +11,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 
 import flashproto
-from flashproto import backends, hooks, masks, nn
+from flashproto import backends, distributed, hooks, masks, nn
 from flashproto.bench import __main__ as bench
 from flashproto.bench import api, docs, features, plots, speed
 
@@ -204,17 +205,19 @@ def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     names = {"torch": torch, "flashproto": flashproto}
     names |= {"backends": backends, "hooks": hooks, "masks": masks, "nn": nn}
+    names |= {"distributed": distributed}
     things = [
         thing for other, thing in DOCUMENTED.items() if other == name or other.startswith(f"{name}.")
     ]
     assert ">>> " in (inspect.getdoc(things[0]) or ""), f"{name} has no example"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []
-    for thing in things:
-        example = doctest.DocTestParser().get_doctest(
-            inspect.getdoc(thing) or "", dict(names), name, None, None
-        )
-        runner.run(example, out=report.append)
+    with processes.alone():
+        for thing in things:
+            example = doctest.DocTestParser().get_doctest(
+                inspect.getdoc(thing) or "", dict(names), name, None, None
+            )
+            runner.run(example, out=report.append)
     assert not runner.failures, "".join(report)
 
 

@@ -20,6 +20,7 @@ FLOORS = {
     "softmax_hooks": 4,
     "ops": 5,
     "functional": 6,
+    "distributed": 7,
     "explain": 7,
     "nn": 7,
     "env": 8,

@@ -12,7 +12,7 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -150,6 +150,20 @@ PICTURES = {
         },
         ("fa4", "sdpa-cudnn", "flex"),
     ),
+    "variants": Picture(
+        "Attention's variants, forward and backward",
+        "variants",
+        {
+            "window 1024 D128 S16384": "window of 1024",
+            "8 documents of 2048 D128 S16384": "8 documents of 2048",
+            "16 sequences of 128 to 4096 D128 S16384": "16 sequences of 128 to 4096",
+            "tree of 8x1024 on 4096 D128 S12288": "tree of 8 branches",
+            "softcap 30 D128 S4096": "softcap",
+            "sinks D128 S4096": "sinks",
+            "ALiBi D128 S4096": "ALiBi",
+        },
+        ("(plain, hopper)", "fa4", "flex"),
+    ),
     "norm": Picture(
         "Norms of rows x columns, forward and backward",
         "norm",
@@ -173,23 +187,28 @@ def best_of_ours(cell: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     return cell | {"passes": passes}
 
 
-def shown(results: Results) -> list[str]:
-    """The pictures in Markdown, from docs/."""
-    drawn = {name: picture for name, picture in PICTURES.items() if picture.taken(results)}
-    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture in drawn.items()]
-
-
-def draw(results: Results, folder: Path) -> list[Path]:
-    """The pictures for which there are results."""
-    written = []
+def drawable(found: Sequence[Results]) -> Iterator[tuple[str, Picture, Results]]:
+    """Each picture for which there are results, by the first machine that has some."""
     for name, picture in PICTURES.items():
-        cells = picture.taken(results)
-        if cells:
-            run = results[picture.subject]["runs"][-1]
-            heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
-            path = folder / f"{name}.png"
-            plots.plot(cells, heading, path, picture.cells.__getitem__)
-            written.append(path)
+        for results in found:
+            if picture.taken(results):
+                yield name, picture, results
+                break
+
+
+def shown(found: Sequence[Results]) -> list[str]:
+    """The pictures in Markdown, from docs/."""
+    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture, _ in drawable(found)]
+
+
+def draw(found: Sequence[Results], folder: Path) -> list[Path]:
+    written = []
+    for name, picture, results in drawable(found):
+        run = results[picture.subject]["runs"][-1]
+        heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
+        path = folder / f"{name}.png"
+        plots.plot(picture.taken(results), heading, path, picture.cells.__getitem__)
+        written.append(path)
     return written
 
 
@@ -201,7 +220,7 @@ def texts(root: Path) -> dict[Path, str | None]:
     found = machines(root)
     readme, attention = root / "README.md", root / "docs" / "attention.md"
     made = {
-        root / "docs" / "speed.md": speed.page(found, shown(found[0])),
+        root / "docs" / "speed.md": speed.page(found, shown(found)),
         root / "docs" / "api.md": api.page(),
         readme: filled(readme.read_text(), readme_table(found[0])),
     }
@@ -235,5 +254,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.check:
         sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
     pictures = ROOT / "docs" / "pictures"
-    for path in (*draw(machines(ROOT)[0], pictures), *features.draw(pictures)):
+    for path in (*draw(machines(ROOT), pictures), *features.draw(pictures)):
         print(f"wrote {path.relative_to(ROOT)}")

@@ -178,6 +178,7 @@ def _attention_of_parts(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
     }
+    check_dtensors(operator, q, {"k": k, "v": v} | tensors)
     variant = _variant(operator, q, band, numbers, tensors, aux)
     return _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, ready=True)
 
@@ -245,6 +246,7 @@ def _attention_qkv_of_parts(
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
     tensors = {"sinks": sinks, "begin": begin, "end": end}
+    check_dtensors(name, qkv, tensors, "qkv")
     variant = _variant(name, q, band, numbers, tensors, ())
     backend = backends.choose(
         name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
@@ -388,6 +390,34 @@ def _intervals(operator, mask, q, k):
     return found
 
 
+def check_dtensors(operator, q, others, name="q"):
+    """That the others, of which some may be None, are DTensors if q is, whose name is `name`."""
+    distributed = backends.has_dtensors((q,))
+    for other, x in others.items():
+        if x is None or backends.has_dtensors((x,)) == distributed:
+            continue
+        if not distributed:
+            got = f"a DTensor beside a plain {name}"
+            refuse(operator, other, got, "a plain tensor", f"Pass {other}.to_local().", TypeError)
+        if other in ("begin", "end"):
+            refuse(
+                operator,
+                "mask",
+                f"made of plain tensors beside a DTensor {name}",
+                "bands, causal() and window(...), beside DTensors",
+                "Pass the .to_local() of all DTensors.",
+                TypeError,
+            )
+        refuse(
+            operator,
+            other,
+            f"a plain tensor beside a DTensor {name}",
+            "a DTensor",
+            f"Pass torch.distributed.tensor.distribute_tensor({other}, {name}.device_mesh).",
+            TypeError,
+        )
+
+
 def _variant(operator, q, band, numbers, tensors, aux) -> Variant:
     """What kind of attention it is; numbers: the first of NUMBERS; tensors: some of variant.VARIABLES,
     by name."""
@@ -434,6 +464,10 @@ def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason
     yield from reasons(backend, variant, q, k, v, return_lse)
     if backend == "torch" and backends.has_tangents((q, k, v)):
         yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
+    if backend == "torch" and backends.has_dtensors((q, k, v)):
+        fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] == v.shape[3]
+        if q.device.type != "cuda" or not fused:
+            yield "PyTorch shards its fused attention on a GPU alone, in 16 bits and with Dv = D"
     if backend == "hopper":
         yield from hopper_attention_reasons(q, k, v)
 

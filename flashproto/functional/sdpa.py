@@ -25,6 +25,7 @@ from .attention import (
     _attention_reasons,
     _variant,
     _with_positive_scale,
+    check_dtensors,
     torch_attention,
 )
 from .autocast import autocast_low_precision
@@ -93,6 +94,7 @@ def scaled_dot_product_attention(
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v, ("query", "key", "value"))
+    check_dtensors(name, query, {"key": key, "value": value, "attn_mask": attn_mask}, "query")
     keys = None
     if attn_mask is not None:
         keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)

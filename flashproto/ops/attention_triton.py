@@ -165,7 +165,7 @@ def backward(
     kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)
     variant = variant._replace(kind=kind) if not kind.TUNED else Variant(kind, variant.offset)
     for_keys, for_queries = configs.attention_backward(
-        capability(q.device), q.element_size(), D, Dv, kind
+        capability(q.device), q.element_size(), D, Dv, kind, alibi_slopes is not None
     )
     rows = New.contiguous(lse.shape, lse.dtype, lse.device)
     lse2, delta = recipe.make(rows), recipe.make(rows)
@@ -200,6 +200,7 @@ def backward(
         given,
         KIND=kind,
         HAS_DLSE=dlse is not None,
+        SLOPES=slope_sums is not None,
         WIDE=wide,
         DV=Dv,
         BLOCK_DV=configs.padded_head_dim(Dv),
