@@ -80,7 +80,9 @@ def variant_cases(
         exact = replace(kind, SOFTCAP=2 if kind.SOFTCAP and itemsize == 4 else kind.SOFTCAP)
         of_gradients = replace(exact, MAX_SCORE=False, ENTROPY=False)
         forward = configs.attention_forward(capability, itemsize, D, Dv)
-        keys, queries = configs.attention_backward(capability, itemsize, D, Dv, of_gradients)
+        keys, queries = configs.attention_backward(
+            capability, itemsize, D, Dv, of_gradients, slopes=of_gradients.ALIBI
+        )
         for kernel, stem, kind, config, extra in (
             (attention_forward_kernel, "forward", exact, forward, {"EXACT": itemsize == 4}),
             (attention_backward_keys_kernel, "keys", of_gradients, keys, {}),
