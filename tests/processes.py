@@ -122,4 +122,5 @@ def work(cases: dict[str, Case], options: tuple[Any, ...], pipe: Connection) -> 
         end = time.monotonic() + case_seconds
         while own.add("done", 0) < world_size and time.monotonic() < end:
             time.sleep(0.002)
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,311 @@
+"""Several processes that train one model: examples/parallel.py and sharded.py against one process."""
+
+from __future__ import annotations
+
+# ruff: noqa: F401  (fixtures are imported)
+import copy
+import dataclasses
+import functools
+import importlib
+import resource
+import types
+import warnings
+from pathlib import Path
+
+import processes
+import pytest
+import torch
+import torch.distributed as dist
+from example_scripts import examples_path
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from flashproto import nn
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without it")
+
+WAYS = ["ddp", "fsdp"]
+SIZES = [2, 4]
+GPT2 = nn.GPTConfig(67, 16, 2, 2, 32)
+LLAMA = nn.GPTConfig(
+    67, 16, 2, 4, 32, n_kv_heads=2, norm="rms", mlp="swiglu", positions="rope", bias=False
+)
+UNTIED = dataclasses.replace(LLAMA, tie_weights=False, bias=True)
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "untied": UNTIED}
+ROWS = 8
+RATE, LIMIT = 1e-2, 0.25  # of learning, and of the gradient's norm
+
+
+def module(name: str) -> types.ModuleType:
+    return importlib.import_module(name)
+
+
+def world():
+    """The World of a process of tests/processes.py."""
+    return module("parallel").World(dist.get_rank(), dist.get_world_size())
+
+
+def make_model(config: nn.GPTConfig, dtype: torch.dtype = torch.float64) -> nn.GPT:
+    torch.manual_seed(5)
+    return nn.GPT(config, impl="torch", dtype=dtype)
+
+
+def make_optimizer(model: nn.GPT) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=RATE, fused=True)
+
+
+def make_batch(config: nn.GPTConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """A global batch; every row has another number of targets."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(config.vocab_size, (ROWS, config.context + 1), generator=generator)
+    tokens, targets = ids[:, :-1], ids[:, 1:].clone()
+    for row in range(ROWS):
+        targets[row, : row + row // 2] = -100
+    return tokens, targets
+
+
+def whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
+def bound(x: Tensor) -> float:
+    """Of what float64 rounds in sums of some thousand products, of which x is made."""
+    return 1000 * torch.finfo(torch.float64).eps * max(1e-3, x.abs().max().item())
+
+
+def close(got: Tensor, want: Tensor, what: str, most: float | None = None) -> None:
+    most = bound(want) if most is None else most
+    worst = (whole(got) - want).abs().max().item()
+    assert worst <= most, f"{what}: {worst:.1e} more than {most:.1e}"
+
+
+# --- losses, gradients and steps ------------------------------------------------------------------
+
+
+def step(w, model, wrapped, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, Tensor]:
+    """The gradient of several global batches; returns their loss and its norm before it was clipped."""
+    total = sum(int((y != -100).sum()) for _, y in batches)
+    loss = 0.0
+    for i, batch in enumerate(batches):
+        x, y = map(w.rows, batch)
+        share = int((batch[1] != -100).sum()) / total
+        with w.accumulating(wrapped, i == len(batches) - 1):
+            _, mean = wrapped(x, y, return_logits=False)
+            weighted = mean * w.weight(int((y != -100).sum())) * share
+            weighted.backward()
+        loss += weighted.item() / w.size
+    loss = w.sum(torch.tensor(loss, dtype=torch.float64)).item()
+    norm = module("parallel").clip(model.parameters(), LIMIT)
+    return loss, norm
+
+
+def training_equals_one_process(name: str, way: str, batches: int) -> None:
+    config, w = CONFIGS[name], world()
+    alone = make_model(config)
+    model = copy.deepcopy(alone)
+    wrapped = w.wrap(model, way)
+    optimizers = make_optimizer(alone), make_optimizer(model)
+    assert all(isinstance(p, DTensor) == (way == "fsdp") for p in model.parameters())
+    data = [make_batch(config, i) for i in range(batches)]
+    want = step(module("parallel").World(), alone, alone, data)
+    got = step(w, model, wrapped, data)
+    assert want[1] > LIMIT  # so that there is something to clip
+    close(torch.tensor(got[0]), torch.tensor(want[0]), "loss")
+    close(got[1], want[1], "norm")
+    for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        close(p.grad, q.grad, f"gradient of {key}")
+    for optimizer in optimizers:
+        optimizer.step()
+    # AdamW's first step is rate * g / (|g| + eps): it multiplies what g is off by rate / eps at most.
+    factor = RATE / optimizers[0].defaults["eps"]
+    for (key, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        close(p, q, key, 2 * factor * bound(q.grad))
+
+
+def bfloat16_blocks_are_autocast(name: str) -> None:
+    """Blocks in bfloat16 are as near to float64 as autocast is, and their gradients are float32."""
+    w, config = world(), CONFIGS[name]
+    exact = make_model(config)
+    auto, model = (make_model(config, torch.float32) for _ in range(2))
+    wrapped = w.wrap(model, "fsdp", bfloat16=True)
+    data = [make_batch(config, 1)]
+    loss, _ = step(module("parallel").World(), exact, exact, data)
+    losses = []
+    for size, m, called in ((module("parallel").World(), auto, auto), (w, model, wrapped)):
+        with torch.autocast("cpu", torch.bfloat16):
+            losses.append(step(size, m, called, data)[0])
+    assert abs(losses[1] - loss) <= 2 * abs(losses[0] - loss) + 1e-3
+    for (key, p), q, r in zip(
+        model.named_parameters(), auto.parameters(), exact.parameters(), strict=True
+    ):
+        assert p.grad.dtype == torch.float32, key
+        far = (q.grad - r.grad).norm()
+        assert (whole(p.grad) - r.grad).norm() <= 1.5 * far + 1e-3 * r.grad.norm(), key
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+SAVED = nn.GPTConfig(67, 16, 2, 2, 32, norm="rms", positions="rope")
+
+
+def trained() -> tuple[nn.GPT, torch.optim.Optimizer, torch.Generator]:
+    """After a step in one process."""
+    model = make_model(SAVED)
+    optimizer, generator = make_optimizer(model), torch.Generator().manual_seed(9)
+    step(module("parallel").World(), model, model, [make_batch(SAVED, 1)])
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, generator
+
+
+def tensors_of(*parts) -> dict[str, Tensor]:
+    model, optimizer, generator = parts
+    return module("checkpoint").training_tensors(model, optimizer, [generator])
+
+
+def restored(way: str, source: Path) -> tuple:
+    """(World, what is called, (model, optimizer, generator)) with the state that `source` holds, a
+    folder of several processes' or the file of one."""
+    checkpoint, sharded, w = module("checkpoint"), module("sharded"), world()
+    model = make_model(SAVED)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.5)
+    wrapped = w.wrap(model, way)
+    parts = model, make_optimizer(model), torch.Generator()
+    layout = sharded.layout_of(*parts[:2])
+    if source.is_dir():
+        tensors, facts = sharded.load(source, w, layout)
+    else:
+        tensors, facts = checkpoint.load(source)
+        tensors = sharded.laid_out(tensors, layout)
+    assert facts == {"step": 1}
+    checkpoint.restore_training(tensors, *parts[:2], [parts[2]])
+    return w, wrapped, parts
+
+
+def goes_on(way: str, source: Path, target: Path) -> None:
+    """What is loaded is what was saved; saved again, it lies in `target`; a step on is the same."""
+    w, wrapped, parts = restored(way, source)
+    wanted = trained()
+    for name, x in tensors_of(*parts).items():
+        assert torch.equal(whole(x), tensors_of(*wanted)[name]), name
+    if w.main:
+        target.mkdir()
+    w.gathered(None)
+    for _ in range(2):  # the second save is beside the first
+        module("sharded").save(target, tensors_of(*parts), {"step": 1}, w)
+    data = [make_batch(SAVED, 2)]
+    step(w, parts[0], wrapped, data)
+    step(module("parallel").World(), wanted[0], wanted[0], data)
+    for optimizer in (parts[1], wanted[1]):
+        optimizer.step()
+    for (key, p), q in zip(parts[0].named_parameters(), wanted[0].parameters(), strict=True):
+        close(p, q, key, 2 * RATE / 1e-8 * bound(q.grad))
+
+
+def a_full_disk_in_one_process(source: Path, target: Path) -> None:
+    """It is said by all which rank could not write, and the checkpoint before stays."""
+    sharded, errors = module("sharded"), module("errors")
+    w, _, parts = restored("fsdp", source)
+    if w.main:
+        target.mkdir()
+    w.gathered(None)
+    sharded.save(target, tensors_of(*parts), {"step": 1}, w)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    last = w.rank == w.size - 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096 if last else soft, hard))
+    try:
+        with pytest.raises(errors.WriteError) as caught:
+            sharded.save(target, tensors_of(*parts), {"step": 2}, w)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert f"could not be written (File too large) in rank {w.size - 1}" in str(caught.value)
+    assert "the checkpoint before is whole. Make room, then go on" in str(caught.value)
+    assert sharded.load(target, w)[1] == {"step": 1}
+    w.gathered(None)
+    sharded.save(target, tensors_of(*parts), {"step": 2}, w)  # over what is left of the failed one
+    w.gathered(None)
+    assert sharded.load(target, w)[1] == {"step": 2}
+
+
+def one_decides_for_all() -> None:
+    w = world()
+    assert w.from_main(lambda: w.rank) == 0
+    assert w.gathered(w.rank) == list(range(w.size))
+    assert w.any(w.rank == w.size - 1)
+    assert not w.any(False)
+    assert [w.weight(t) for t in (5, w.rank)] == [1.0, 2 * w.rank / (w.size - 1)]
+
+
+def test_several_processes_train_as_one(tmp_path):
+    """Of each number of processes all cases in one start; those of 4 load what 2 have written."""
+    checkpoint, sharded, parallel = map(module, ("checkpoint", "sharded", "parallel"))
+    source, parts = tmp_path / "one.safetensors", trained()
+    wanted = tensors_of(*parts)
+    checkpoint.save(source, wanted, {"step": 1})
+    for size in SIZES:
+        cases = {"agreement": one_decides_for_all}
+        for way in WAYS:
+            for name in CONFIGS:
+                cases[f"{name} {way}"] = functools.partial(training_equals_one_process, name, way, 3)
+            cases[f"on with {way}"] = functools.partial(
+                goes_on, way, source, tmp_path / f"{size} {way}"
+            )
+        cases["bfloat16"] = functools.partial(bfloat16_blocks_are_autocast, "gpt2")
+        cases["full disk"] = functools.partial(
+            a_full_disk_in_one_process, source, tmp_path / f"{size} full"
+        )
+        processes.run(cases, size)
+        source = tmp_path / f"{size} fsdp"
+    for size in SIZES:
+        for way in WAYS:
+            tensors, facts = sharded.load(tmp_path / f"{size} {way}", parallel.World())
+            assert facts == {"step": 1}
+            assert tensors.keys() == wanted.keys()
+            for name, x in tensors.items():
+                assert torch.equal(x, wanted[name]), (size, way, name)
+
+
+@pytest.fixture
+def saved(tmp_path) -> Path:
+    """A folder with two checkpoints, written by a process alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        for n in (1, 2):
+            module("sharded").save(
+                tmp_path, {"x": torch.arange(5) * n}, {"step": n}, module("parallel").World()
+            )
+    return tmp_path
+
+
+def test_the_latest_is_read(saved):
+    tensors, facts = module("sharded").load(saved, module("parallel").World())
+    assert facts == {"step": 2}
+    assert tensors["x"].tolist() == [0, 2, 4, 6, 8]
+    assert (saved / "latest").read_text().startswith("checkpoint-b ")
+
+
+def shorten(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [shorten, alter, Path.unlink])
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "facts.json"])
+def test_a_damaged_checkpoint_is_named(saved, name, damage):
+    path = saved / "checkpoint-b" / name
+    damage(path)
+    with pytest.raises(module("errors").CheckpointError) as caught:
+        module("sharded").load(saved, module("parallel").World())
+    said = str(caught.value)
+    assert str(saved / "latest" if name == "facts.json" else path) in said
+    assert said.endswith("Use another copy, or start a new run.")
