@@ -7,6 +7,7 @@ import logging
 import torch
 from settings import Settings
 from text_data import Corpus
+from torch import Tensor
 
 from flashproto.nn import GPT
 
@@ -59,7 +60,7 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
     log.setLevel(logging.INFO)
     try:
         with torch.no_grad(), settings.autocast():
-            model(corpus.train[None, :1].to(settings.device))
+            model(corpus.train[:1][None].to(settings.device))
     finally:
         log.removeHandler(listener)
         log.setLevel(level)
@@ -68,16 +69,21 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
 
 def describe(model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float]) -> None:
     """Print what is trained, on what, and what to compare its loss with."""
-    level, config = settings.level, model.config
+    unit, config = corpus.unit, model.config
     total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
     predicted = len(corpus.targets)
-    unknown = corpus.vocabulary.unseen(corpus.train)
+    counted = "the training part"
+    if corpus.counted < len(corpus.train):
+        counted = f"its first {corpus.counted} {unit}s"
+    ids = corpus.train  # those in files have no unknown ones
+    unknown = corpus.vocabulary.unseen(ids) if isinstance(ids, Tensor) else 0
     lines = {
-        "text": f"{corpus.name}: {total} {level}s, SHA-256 {corpus.sha256}"
+        "text": f"{corpus.name}: {total} {unit}s, SHA-256 {corpus.sha256}"
         + f"; {unknown} of the training part are not in the vocabulary" * (unknown > 0),
-        "validation": f"{predicted} of the last {last} {level}s: {corpus.unseen} unseen in training; "
-        f"{corpus.share_seen():.0%} of passages of 64 also stand in the training part",
-        "bigram": f"{bigram[0]:.4f} nats per {level}, {bigram[1]:.4f} bits per byte",
+        "validation": f"{predicted} of {last} {unit}s: {corpus.unseen} unseen in training; "
+        f"{corpus.share_seen():.0%} of passages of 64 also stand in {counted}",
+        "bigram": f"{bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte"
+        + f", from {counted}" * (corpus.counted < len(corpus.train)),
         "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"
         + ", compiled" * settings.compile,
         "backends": backends_in_use(model, corpus, settings),

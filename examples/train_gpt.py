@@ -20,6 +20,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -30,58 +31,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import checkpoint
 import run_folder
 import torch
+from batches import Batches
 from errors import EXPECTED, CheckpointError, TrainingError, tell
 from machine import describe, machine, peak_flops
 from run_folder import Log
 from sampling import show, stream
-from settings import Settings, option, parse
+from schedule import learning_rate
+from settings import SCHEDULE, Settings, option, parse
 from stop import StopSignal
 from text_data import Corpus
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 from validation import validate
-from vocabulary import Vocabulary, code_points
+from vocabulary import AnyVocabulary
+from watch import TRACE, MaxScores, not_finite, profiler
 
 from flashproto.nn import GPT, GPTConfig
 
-BETAS, WEIGHT_DECAY, MAX_GRADIENT_NORM = (0.9, 0.95), 0.1, 1.0
-WARMUP_SHARE, FINAL_LEARNING_RATE = 0.1, 0.05  # of the steps; of the peak
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 SMOOTHED = 50  # steps whose mean loss the bar shows
-
-
-# --- the parts of a step ------------------------------------------------------------------------
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine: of the step alone, so that a resumed run agrees."""
-    warmup = max(1, round(WARMUP_SHARE * settings.steps))
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
-
-
-def draw_batch(ids: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
-    """[B, context + 1] ids from random places: the inputs, and one more for the last target."""
-    B, T = settings.batch_size, settings.context
-    starts = torch.randint(len(ids) - T, (B, 1), generator=generator)
-    return ids[starts + torch.arange(T + 1)]
-
-
-def make_optimizer(model: GPT) -> torch.optim.Optimizer:
-    """AdamW, decaying the matrices but not norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -96,21 +70,33 @@ class Run:
     corpus: Corpus
     model: GPT
     optimizer: torch.optim.Optimizer
-    generator: torch.Generator
+    batches: Batches
     step: int = 0
+    saved: int = 0  # the step of the checkpoint
+    best: float | None = None  # the least validation loss, that of best.safetensors
+    max_scores: MaxScores | None = None
     speed: float | None = None  # tokens/s of the median step
 
-    def save(self) -> None:
-        facts = {
+    def facts(self) -> dict:
+        """What a checkpoint says beside its tensors."""
+        return {
             "step": self.step,
+            "best": self.best,
             "settings": dataclasses.asdict(self.settings),
             "config": dataclasses.asdict(self.model.config),
-            "vocabulary": dataclasses.asdict(self.corpus.vocabulary),
+            "vocabulary": self.corpus.vocabulary.facts(),
             "data": {"name": self.corpus.name, "sha256": self.corpus.sha256},
             "machine": machine(self.settings),
         }
-        tensors = checkpoint.training_tensors(self.model, self.optimizer, [self.generator])
-        checkpoint.save(self.folder / checkpoint.NAME, tensors, facts)
+
+    def save(self) -> None:
+        tensors = checkpoint.training_tensors(self.model, self.optimizer)
+        checkpoint.save(self.folder / checkpoint.NAME, tensors, self.facts())
+        self.saved = self.step
+
+    def save_best(self) -> None:
+        tensors = checkpoint.model_tensors(self.model)
+        checkpoint.save(self.folder / checkpoint.BEST, tensors, self.facts())
 
     def validates(self) -> bool:
         """Whether this step ends with a validation."""
@@ -119,11 +105,22 @@ class Run:
     def sample(self, length: int, stop: StopSignal) -> None:
         """Print what the model writes, until it is asked to stop."""
         s, vocabulary = self.settings, self.corpus.vocabulary
-        ids = vocabulary.encode(code_points(vocabulary.opening().encode(), s.level)).to(s.device)
+        ids = vocabulary.opening()[1].to(s.device)
         generator = torch.Generator(s.device).manual_seed(s.seed)
         with s.autocast():
             drawn = stream(self.model, ids, length, 0.8, None, generator)
             show(vocabulary.pieces(itertools.takewhile(lambda _: not stop, drawn)))
+
+
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW, decaying the matrices but not norms and biases."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 def prepare(given: dict) -> Run:
@@ -136,7 +133,7 @@ def prepare(given: dict) -> Run:
     tensors: dict[str, Tensor] = {}
     facts: dict = {}
     config: GPTConfig | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: AnyVocabulary | None = None
     if resumed:
         tensors, facts = checkpoint.load(path)
         config, vocabulary = checkpoint.model_parts(facts)
@@ -149,7 +146,7 @@ def prepare(given: dict) -> Run:
         if given.get("init_from") is None:
             settings = Settings(**given).resolved()
         else:
-            source = Path(given["init_from"]) / checkpoint.NAME
+            source = checkpoint.path_of(given["init_from"])
             tensors, facts = checkpoint.load(source)
             config, vocabulary = checkpoint.model_parts(facts)
             began = Settings.from_json(facts["settings"], source)
@@ -160,9 +157,8 @@ def prepare(given: dict) -> Run:
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    corpus = Corpus.load(
-        settings.data, settings.level, settings.context, settings.validate_tokens, vocabulary
-    )
+    corpus = Corpus.load(settings, vocabulary)
+    settings = dataclasses.replace(settings, level=corpus.vocabulary.level)
     if resumed and facts["data"]["sha256"] != corpus.sha256:
         raise CheckpointError(
             f"the text {corpus.name!r} has SHA-256 {corpus.sha256}; the run in {folder} takes "
@@ -170,16 +166,17 @@ def prepare(given: dict) -> Run:
             "Restore that text, or start a new run."
         )
     if config is None:
-        config = GPTConfig.preset(
-            settings.preset, vocab_size=corpus.vocabulary.size, context=settings.context
-        )
+        config = settings.model(corpus.vocabulary.size)
+    batches = Batches(corpus.train, settings)
     torch.manual_seed(settings.seed)  # weights are drawn on the CPU: the same on every device
     model = GPT(config, impl=settings.impl).to(settings.device)
-    generator = torch.Generator().manual_seed(settings.seed)
-    run = Run(folder, settings, corpus, model, make_optimizer(model), generator)
+    run = Run(folder, settings, corpus, model, make_optimizer(model), batches)
+    if settings.log_max_score:
+        run.max_scores = MaxScores(model)
     if resumed:
-        checkpoint.restore_training(tensors, model, run.optimizer, [generator])
-        run.step = facts["step"]
+        checkpoint.restore_training(tensors, model, run.optimizer)
+        run.step = run.saved = facts["step"]
+        run.best = facts["best"]
         note_changes(run, began, facts["machine"])
     elif tensors:
         checkpoint.restore_model(tensors, model)
@@ -188,35 +185,68 @@ def prepare(given: dict) -> Run:
 
 def note_changes(run: Run, began: Settings, began_on: str) -> None:
     """Say in what a resumed run differs from the one that stopped."""
-    for name in ("steps", "learning_rate"):
+    for name in SCHEDULE:
         before, now = getattr(began, name), getattr(run.settings, name)
         if before != now:
             print(
                 f"note: {option(name)} is {now}, and was {before}: the learning rate follows the "
                 f"new schedule from step {run.step + 1} on"
             )
-    if began_on != machine(run.settings):
+    now_on = machine(run.settings)
+    if began_on != now_on:
         print(
-            f"note: this run began on {began_on} and goes on on {machine(run.settings)}: "
+            f"note: this run began on {began_on} and goes on on {now_on}: "
             f"its losses may differ in the last digits"
         )
 
 
-def train_step(run: Run, forward: Callable) -> tuple[float, float]:
-    """One step; returns its loss and its learning rate."""
+# --- a step -------------------------------------------------------------------------------------
+
+
+def gradients(run: Run, forward: Callable) -> Tensor:
+    """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
     s = run.settings
+    mean = torch.zeros((), device=s.device)
+    for micro in range(s.accumulate):
+        batch = run.batches(run.step, micro).to(s.device)
+        with s.autocast():
+            _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
+        if run.max_scores is not None:
+            run.max_scores.add()
+        loss = loss / s.accumulate
+        loss.backward()
+        mean += loss.detach()
+    return mean
+
+
+def train_step(run: Run, forward: Callable) -> dict[str, Any]:
+    """One step; returns its row of the log.  TrainingError where a number is not finite, with the
+    weights as they were before the step."""
+    s, parameters = run.settings, list(run.model.parameters())
     rate = learning_rate(run.step, s)
+    mean = gradients(run, forward)
+    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
+    if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+        found = not_finite(run.model) or f"the norm of its gradient is {gradient_norm}"
+        raise TrainingError(
+            f"the loss of step {run.step + 1} is {loss}, and {found}; training takes finite numbers. "
+            f"The checkpoint of step {run.saved} is kept; try a lower --learning-rate in a new run."
+        )
+    if s.clip:
+        clip_grads_with_norm_(parameters, s.clip, norm)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    batch = draw_batch(run.corpus.train, s, run.generator).to(s.device)
-    with s.autocast():
-        _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     run.step += 1
-    return loss.item(), rate
+    row = {"step": run.step, "loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm}
+    if run.max_scores is not None:
+        row["max_score"] = run.max_scores.take()
+    return row
+
+
+# --- training -----------------------------------------------------------------------------------
 
 
 def unvalidated(run: Run, log: Log) -> dict | None:
@@ -225,12 +255,26 @@ def unvalidated(run: Run, log: Log) -> dict | None:
     return row if row.get("step") == run.step and run.validates() and "validation" not in row else None
 
 
+def check(run: Run, row: dict, stop: StopSignal) -> None:
+    """Add the validation of its step to a row of the log; keep the weights that are the best so far."""
+    row |= validate(run.model, run.corpus, run.settings, stop) or {}
+    if "validation" in row:
+        tqdm.write(
+            f"step {run.step}: validation {row['validation']:.4f} nats per {run.corpus.unit}, "
+            f"{row['bits_per_byte']:.4f} bits per byte",
+            file=sys.stdout,
+        )
+        if run.best is None or row["validation"] < run.best:
+            run.best = row["validation"]
+            run.save_best()
+
+
 def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     """Train to the last step; returns why it stopped before, if it did."""
     s, model = run.settings, run.model
     forward = torch.compile(model) if s.compile else model
     peak, flops, tokens = peak_flops(s), model.flops_per_token(), s.batch_size * s.context
-    began, saved_at = time.monotonic(), run.step
+    began = time.monotonic()
     durations: list[float] = []
     bar = tqdm(
         total=s.steps,
@@ -240,35 +284,21 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         file=sys.stdout,
         mininterval=0.5 if sys.stdout.isatty() else 10.0,
     )
-
-    def check(row: dict) -> None:
-        """Add the validation of its step to a row of the log."""
-        row |= validate(model, run.corpus, s, stop) or {}
-        if "validation" in row:
-            bar.write(
-                f"step {run.step}: validation {row['validation']:.4f} nats per {s.level}, "
-                f"{row['bits_per_byte']:.4f} bits per byte",
-                file=sys.stdout,
-            )
-
-    with bar:
+    trace = profiler(run.folder / TRACE) if s.profile else None
+    with bar, trace or contextlib.nullcontext():
         interrupted = unvalidated(run, log)
         if interrupted is not None:
-            check(interrupted)
+            check(run, interrupted, stop)
         log.begin()
         reason = stop.name
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
-            loss, rate = train_step(run, forward)
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss of step {run.step} is {loss}; training takes a finite one. The "
-                    f"checkpoint of step {saved_at} is kept; try a lower --learning-rate in a new run."
-                )
+            row = train_step(run, forward)
             durations.append(time.perf_counter() - t)
-            row = {"step": run.step, "loss": loss, "learning_rate": rate}
+            if trace is not None:
+                trace.step()
             if run.validates():
-                check(row)
+                check(run, row, stop)
             log.write(row)
             speed = tokens / statistics.median(durations[-SMOOTHED:])
             shown = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
@@ -282,7 +312,6 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
             if done or reason or run.step % s.save_every == 0:
                 log.flush()
                 run.save()
-                saved_at = run.step
     if durations:
         run.speed = tokens / statistics.median(durations)
     return reason
@@ -290,14 +319,14 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
 
 def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) -> None:
     """The end of a finished run: what it reached, the curve, a sample."""
-    level = run.settings.level
+    unit = run.corpus.unit
     last = log.rows[-1] if log.rows else {}
     if "validation" not in last:
         last = validate(run.model, run.corpus, run.settings, stop) or {}
     if last:
         nats, bits = last["validation"], last["bits_per_byte"]
-        print(f"validation  {nats:.4f} nats per {level}, {bits:.4f} bits per byte")
-    print(f"bigram      {bigram[0]:.4f} nats per {level}, {bigram[1]:.4f} bits per byte")
+        print(f"validation  {nats:.4f} nats per {unit}, {bits:.4f} bits per byte")
+    print(f"bigram      {bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte")
     if run.speed is not None:
         print(f"speed       {run.speed:,.0f} tokens/s (median step)")
     print(f"files       {run.folder}: {', '.join(sorted(p.name for p in run.folder.iterdir()))}")

@@ -20,6 +20,7 @@ from flashproto.backends import get_default, set_default
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CHECKPOINT, LOG, SETTINGS, PLOT = "checkpoint.safetensors", "log.jsonl", "settings.json", "loss.png"
+BEST = "best.safetensors"
 # A second of training on one core.
 TINY = [
     "--steps",

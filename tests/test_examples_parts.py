@@ -27,8 +27,9 @@ def module(name: str) -> ModuleType:
 # --- the text ------------------------------------------------------------------------------------
 
 
-def load(path: Path, *arguments: object):
-    return module("text_data").Corpus.load(str(path), *arguments)
+def load(path: Path, level: str, context: int, most: int | None = None):
+    given = settings(data=str(path), level=level, context=context, validate_tokens=most)
+    return module("text_data").Corpus.load(given)
 
 
 def test_unseen_characters_are_counted_and_paid_for(tmp_path):
