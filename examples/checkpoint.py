@@ -22,6 +22,7 @@ from vocabulary import AnyVocabulary, vocabulary_of
 from flashproto.nn import GPT, GPTConfig
 
 NAME, BEST = "checkpoint.safetensors", "best.safetensors"
+LATEST, FOLDERS = "latest", ("checkpoint-a", "checkpoint-b")  # of several processes, see sharded.py
 FORMAT = "flashproto-gpt-2"
 
 

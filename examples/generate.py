@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 
 import checkpoint
+import sharded
 import torch
 from errors import EXPECTED, OptionError, tell
 from run_folder import newest_folder, no_run
@@ -66,15 +67,15 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
-        folder = options.run or newest_folder(checkpoint.NAME)
+        folder = options.run or newest_folder(checkpoint.NAME, checkpoint.LATEST)
         if folder is None:
             raise no_run("--run")
-        tensors, facts = checkpoint.load(checkpoint.path_of(folder))
-        config, vocabulary = checkpoint.model_parts(facts)
+        saved = sharded.find(folder)
+        config, vocabulary = checkpoint.model_parts(saved.facts)
         device = check_device(options.device)
         check_backend(options.impl, device)
         model = GPT(config, impl=options.impl)
-        checkpoint.restore_model(tensors, model)
+        checkpoint.restore_model(saved.tensors(sharded.whole_tensors), model)
         prompt, ids = vocabulary.opening()
         if options.prompt is not None:
             prompt, ids = options.prompt, encode_prompt(options.prompt, vocabulary)

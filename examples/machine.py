@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
+from parallel import World
 from settings import Settings
 from text_data import Corpus
 from torch import Tensor
@@ -31,9 +32,10 @@ def device_name(device: str) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def machine(settings: Settings) -> str:
+def machine(settings: Settings, world: World) -> str:
     """What the last bits of the losses depend on."""
-    return f"{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
+    many = "" if world.size == 1 else f"{world.size} processes ({settings.parallel}), each "
+    return f"{many}{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
 
 
 def peak_flops(settings: Settings) -> float | None:
@@ -67,7 +69,9 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
     return ", ".join(f"{operator} {backend}" for operator, backend in chosen.items())
 
 
-def describe(model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float]) -> None:
+def describe(
+    model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float], world: World
+) -> None:
     """Print what is trained, on what, and what to compare its loss with."""
     unit, config = corpus.unit, model.config
     total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
@@ -85,7 +89,8 @@ def describe(model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float
         "bigram": f"{bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte"
         + f", from {counted}" * (corpus.counted < len(corpus.train)),
         "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"
-        + ", compiled" * settings.compile,
+        + ", compiled" * settings.compile
+        + f", {world.size} processes ({settings.parallel})" * (world.size > 1),
         "backends": backends_in_use(model, corpus, settings),
         "model": f"{settings.preset}: {model.parameter_count():,} parameters, {config.n_layers} "
         f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids",

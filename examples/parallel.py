@@ -85,22 +85,25 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def any(self, flag: bool) -> bool:
-        """Whether `flag` is true in any process: all of them stop at the same step."""
-        return bool(self.sum(torch.tensor([float(flag)])).item())
+    def any(self, flag: object) -> bool:
+        """Whether `flag` is true in any process."""
+        if self.size == 1:
+            return bool(flag)
+        return bool(self.sum(torch.tensor([float(bool(flag))])).item())
 
-    # --- the batch ------------------------------------------------------------------------------
+    def agreed(self, reason: str | None) -> str | None:
+        """A reason to stop that one of the processes has; None where none has any: so all of them stop
+        at the same step, and no one waits for a barrier."""
+        return next(filter(None, self.gathered(reason))) if self.any(reason) else None
 
-    def rows(self, batch: Tensor) -> Tensor:
-        """Those of a global batch [B, ...] that this process takes, [B / size, ...]."""
-        return batch.chunk(self.size)[self.rank]
+    # --- the model ----------------------------------------------------------------------------
 
-    def check_batch_size(self, batch_size: int) -> None:
-        """Raise OptionError for a global batch that the processes cannot share."""
-        if batch_size % self.size:
+    def check_several(self, way: str) -> None:
+        """Raise OptionError where there is one process, and no way to share a model."""
+        if self.size == 1:
             raise OptionError(
-                f"--batch-size is {batch_size}, and {self.size} processes share it; it takes a "
-                f"multiple of {self.size}. Pass {-(-batch_size // self.size) * self.size}."
+                f"--parallel is {way!r}, and there is one process; it takes several. Leave it out, or "
+                f"start them: torchrun --nproc-per-node 2 {sys.argv[0]} ..."
             )
 
     def check_device(self, device: str) -> None:
@@ -110,15 +113,6 @@ class World:
                 f"--nproc-per-node is {self.local_size}, and torch sees {torch.cuda.device_count()} "
                 "GPUs; it takes at most one process for each. Start fewer, or pass --device cpu."
             )
-
-    def weight(self, tokens: int) -> float:
-        """What to multiply this process's mean loss over `tokens` targets by, so that the average over
-        the processes is the mean over the targets of all: 1 where all have as many."""
-        if self.size == 1:
-            return 1.0
-        return tokens * self.size / self.sum(torch.tensor([float(tokens)])).item()
-
-    # --- the model ------------------------------------------------------------------------------
 
     def wrap(self, model: GPT, way: str, *, compile: bool = False, bfloat16: bool = False) -> nn.Module:
         """The module to call in place of `model`, whose gradients are then those of all processes.
@@ -223,6 +217,9 @@ class World:
         os._exit(code)
 
 
+ALONE = World()
+
+
 @contextlib.contextmanager
 def joined() -> Iterator[World]:
     """The World that torchrun describes, or that of one process.
@@ -257,15 +254,14 @@ def joined() -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def clip(parameters: Iterable[Tensor], limit: float) -> Tensor:
-    """Scale all gradients, sharded or not, so that their common norm is at most `limit`; returns what
-    the norm was."""
-    parameters = list(parameters)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-    return norm
+def norm_of_gradients(parameters: Iterable[Tensor]) -> Tensor:
+    """The norm of all gradients together, sharded or not."""
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+
+
+def whole(x: Tensor) -> Tensor:
+    """x, put together where it is sharded: all processes call this together."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
 
 
 def laid_out_as(x: Tensor, other: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import re
@@ -41,6 +42,7 @@ class Settings:
     decay: float = 0.2
     clip: float = 1.0
     seed: int = 0
+    parallel: str = "ddp"
     device: str = "auto"
     dtype: str = "auto"
     impl: str | None = None
@@ -124,6 +126,10 @@ class Settings:
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def eager(self) -> contextlib.AbstractContextManager:
+        """For shapes that are seen once, which it does not pay to compile for."""
+        return torch.compiler.set_stance("force_eager") if self.compile else contextlib.nullcontext()
 
     @classmethod
     def from_json(cls, saved: object, where: Path) -> Settings:
@@ -274,6 +280,7 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--decay", "share of the steps in which it falls, with wsd", type=share, metavar="X")
     add("--clip", "largest norm of the gradient; 0: any", type=not_negative(float), metavar="X")
     add("--seed", "of weights and batches", type=integer_seed, metavar="N")
+    add("--parallel", "how the processes that torchrun starts share a model", choices=("ddp", "fsdp"))
     add("--device", "cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     add("--dtype", "bfloat16 is autocast; auto: on a GPU", choices=("auto", "float32", "bfloat16"))
     add("--impl", "backend (the best that runs); hopper: of attention alone", choices=BACKENDS)

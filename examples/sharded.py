@@ -1,13 +1,12 @@
-"""Checkpoints that several processes write together, with torch.distributed.checkpoint.
+"""Checkpoints of a run in one process or several: written by all together, read by any number.
 
-A folder holds the tensors of one save, each process's part in a file of its own; its facts.json holds
-the same facts as a checkpoint of one process, and the SHA-256 of every file.  A run has two such
-folders and writes to them in turn.  The file `latest` names the one that is whole, with the SHA-256 of
-its facts.json.  It is written last, so that a run that is killed while it saves keeps the checkpoint
-before.
+One process writes the file of checkpoint.py.  Several write a folder with torch.distributed.checkpoint:
+each its part of the tensors in a file of its own, and facts.json with the same facts and the SHA-256 of
+every file.  A run has two such folders and writes to them in turn.  The file `latest` names the whole
+one, with the SHA-256 of its facts.json.  It is written last: a run that is killed while it saves keeps
+the checkpoint before.
 
-Any number of processes can read it, one alone as well.  Like all that torch pickles, read it only from
-where you trust.
+Like all that torch pickles, read such a folder only from where you trust.
 """
 
 from __future__ import annotations
@@ -17,13 +16,15 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
+import checkpoint
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint import FORMAT, write_atomically
+from checkpoint import FOLDERS, FORMAT, LATEST, NAME, write_atomically
 from errors import CheckpointError, WriteError
-from parallel import World, laid_out_as
+from parallel import ALONE, World, laid_out_as
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -31,59 +32,51 @@ from torch.futures import Future
 
 from flashproto.nn import GPT
 
-LATEST, FACTS = "latest", "facts.json"
-FOLDERS = ("checkpoint-a", "checkpoint-b")
+FACTS = "facts.json"
 
-
-def save(run: Path, tensors: Mapping[str, Tensor], facts: dict, world: World) -> None:
-    """Write tensors (whole or sharded) and JSON-able facts as the latest checkpoint in folder `run`.
-
-    Called by every process; WriteError where that fails in one.
-    """
-    folder = run / world.from_main(lambda: _next(run))
-    try:
-        dcp.save(dict(tensors), storage_writer=_Writer(folder))
-    except CheckpointException as error:
-        raise _not_written(folder, error) from None
-    names = world.from_main(lambda: sorted(p.name for p in folder.iterdir()))
-    digests = {name: _sha256(folder / name) for name in names[world.rank :: world.size]}
-    files = {name: digest for part in world.gathered(digests) for name, digest in part.items()}
-    if world.main:
-        write_atomically(
-            folder / FACTS, json.dumps({"format": FORMAT, "facts": facts, "files": files}).encode()
-        )
-        write_atomically(run / LATEST, f"{folder.name} {_sha256(folder / FACTS)}".encode())
-
-
+# The tensor that the one of a name and a shape in a checkpoint is to lie in memory as; None: whole.
 Layout = Callable[[str, torch.Size], Tensor | None]
 
 
-def whole(name: str, shape: torch.Size) -> None:
-    """The layout of tensors that are whole, on the CPU."""
+def whole_tensors(name: str, shape: torch.Size) -> None:
+    """The layout in which every process has all of every tensor, on the CPU."""
 
 
 def layout_of(model: GPT, optimizer: torch.optim.Optimizer) -> Layout:
-    """For the name and the shape of a checkpoint's tensor the parameter that it lies in memory as; None
-    for one that every process has."""
+    """The layout of a model's parameters, and of the optimizer's state that is of their shape."""
     parameters = {f"model.{name}": p for name, p in model.named_parameters()}
-    of_state = [p for group in optimizer.param_groups for p in group["params"]]
+    optimized = [p for group in optimizer.param_groups for p in group["params"]]
 
     def layout(name: str, shape: torch.Size) -> Tensor | None:
         kind, number, *_ = name.split(".")
-        p = of_state[int(number)] if kind == "optimizer" else parameters.get(name)
+        p = optimized[int(number)] if kind == "optimizer" else parameters.get(name)
         return p if p is not None and p.shape == shape else None
 
     return layout
 
 
-def laid_out(tensors: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
-    """Whole tensors, each sharded as its layout is."""
-    return {name: laid_out_as(x, layout(name, x.shape)) for name, x in tensors.items()}
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole: its facts, and its tensors in the layout that is wanted."""
+
+    facts: dict
+    tensors: Callable[[Layout], dict[str, Tensor]]
 
 
-def load(run: Path, world: World, layout: Layout = whole) -> tuple[dict[str, Tensor], dict]:
-    """The tensors and the facts of the latest checkpoint; CheckpointError for a damaged one."""
-    folder, content = _read_facts(run)
+def find(source: str | Path, world: World = ALONE) -> Saved:
+    """What an option names: a run's folder or a file in it; CheckpointError where it is damaged.
+
+    Called by every process: each looks at its part of the files.
+    """
+    source = Path(source)
+    if not (source / LATEST).is_file():
+        tensors, facts = checkpoint.load(checkpoint.path_of(source))
+
+        def laid_out(layout: Layout) -> dict[str, Tensor]:
+            return {name: laid_out_as(x, layout(name, x.shape)) for name, x in tensors.items()}
+
+        return Saved(facts, laid_out)
+    folder, content = _facts(source)
     files = sorted(content["files"].items())
     for name, digest in files[world.rank :: world.size]:
         path = folder / name
@@ -91,15 +84,51 @@ def load(run: Path, world: World, layout: Layout = whole) -> tuple[dict[str, Ten
             raise CheckpointError(_damaged(path, "is missing"))
         if _sha256(path) != digest:
             raise CheckpointError(_damaged(path, "does not have the content that its SHA-256 says"))
-    world.gathered(None)  # all are whole
+    world.gathered(None)  # the others' are whole too
+    return Saved(content["facts"], lambda layout: _read(folder, layout))
+
+
+def save(run: Path, tensors: dict[str, Tensor], facts: dict, world: World) -> None:
+    """Write tensors (whole or sharded) and JSON-able facts as the checkpoint of the folder `run`, in
+    the place of the one before.
+
+    Called by every process; WriteError where one cannot write.
+    """
+    if world.size == 1:
+        checkpoint.save(run / NAME, tensors, facts)
+        for name in (LATEST, *FOLDERS):  # in this order: what `latest` names is whole
+            _remove(run / name)
+    else:
+        save_together(run, tensors, facts, world)
+        if world.main:
+            _remove(run / NAME)
+
+
+def save_together(run: Path, tensors: Mapping[str, Tensor], facts: dict, world: World) -> None:
+    """`save` to a folder that the processes share."""
+    folder = run / world.from_main(lambda: _next(run))
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            dcp.save(dict(tensors), storage_writer=_Writer(folder))
+    except CheckpointException as error:
+        raise _not_written(folder, error) from None
+    names = world.from_main(lambda: sorted(p.name for p in folder.iterdir()))
+    digests = {name: _sha256(folder / name) for name in names[world.rank :: world.size]}
+    files = {name: digest for part in world.gathered(digests) for name, digest in part.items()}
+    if world.main:
+        content = {"format": FORMAT, "facts": facts, "files": files}
+        write_atomically(folder / FACTS, json.dumps(content).encode())
+        write_atomically(run / LATEST, f"{folder.name} {_sha256(folder / FACTS)}".encode())
+
+
+def _read(folder: Path, layout: Layout) -> dict[str, Tensor]:
     try:
         reader = dcp.FileSystemReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
         tensors = {}
-        for name, what in saved.items():
+        for name, what in reader.read_metadata().state_dict_metadata.items():
             assert isinstance(what, TensorStorageMetadata)
-            other = layout(name, what.size)
-            dtype = what.properties.dtype
+            other, dtype = layout(name, what.size), what.properties.dtype
             tensors[name] = (
                 torch.empty(what.size, dtype=dtype)
                 if other is None
@@ -114,10 +143,11 @@ def load(run: Path, world: World, layout: Layout = whole) -> tuple[dict[str, Ten
             f"the checkpoint {str(folder)!r} does not fit torch {torch.__version__}: {reason}. "
             "Use the version that wrote it, or start a new run."
         ) from None
-    return tensors, content["facts"]
+    return tensors
 
 
-def _read_facts(run: Path) -> tuple[Path, dict]:
+def _facts(run: Path) -> tuple[Path, dict]:
+    """The latest folder of a run, and what its facts.json holds."""
     latest = run / LATEST
     try:
         name, digest = latest.read_text().split()
@@ -131,21 +161,26 @@ def _read_facts(run: Path) -> tuple[Path, dict]:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
         return folder, content
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            _damaged(latest, f"names no checkpoint that can be read: {error}")
-        ) from None
+        what = f"names no checkpoint that can be read: {error}"
+        raise CheckpointError(_damaged(latest, what)) from None
 
 
 def _next(run: Path) -> str:
     """The folder that is not the latest, without what a killed run left in it."""
     latest = run / LATEST
     name = FOLDERS[latest.is_file() and latest.read_text().startswith(FOLDERS[0])]
-    try:
-        if (run / name).exists():
-            shutil.rmtree(run / name)
-    except OSError as error:
-        raise WriteError(run / name, error) from None
+    _remove(run / name)
     return name
+
+
+def _remove(path: Path) -> None:
+    try:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise WriteError(path, error) from None
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from batches import Ids
 from errors import DataError
+from parallel import ALONE, World
 from settings import Settings
 from shards import TokenFolder
 from torch import Tensor
@@ -85,15 +86,19 @@ class Corpus:
     validation_bytes: int  # of the targets
 
     @classmethod
-    def load(cls, settings: Settings, vocabulary: AnyVocabulary | None = None) -> Corpus:
+    def load(
+        cls, settings: Settings, vocabulary: AnyVocabulary | None = None, world: World = ALONE
+    ) -> Corpus:
         """What --data names, a text or a folder of shards; DataError where it cannot be trained on, or
         is too short for --context.
 
         vocabulary: that of an earlier run; None makes one of the training part, or takes the folder's.
+        world: the processes that load it; each looks at the checksums of its part of the shards.
         """
         s = settings
         if s.data is not None and Path(s.data).is_dir():
-            shards = TokenFolder.open(Path(s.data), checksums=not s.skip_checksums)
+            part = slice(0) if s.skip_checksums else slice(world.rank, None, world.size)
+            shards = TokenFolder.open(Path(s.data), part)
             if vocabulary is not None and vocabulary != shards.vocabulary:
                 raise DataError(
                     f"the tokens in {s.data!r} are of another vocabulary than the run's; it takes its "

@@ -6,6 +6,7 @@
     python examples/train_gpt.py --resume --steps 3000  and further than it was to go
     python examples/train_gpt.py --init-from runs/gpt-1 --data book.txt    begin with its weights
     python examples/generate.py --prompt "The "         sample from it
+    torchrun --nproc-per-node 2 examples/train_gpt.py   the same on two GPUs; see parallel.py
 
 A run is a folder (runs/gpt-N, or --out): settings.json, checkpoint.safetensors, log.jsonl with the
 loss of every step, and loss.png.  A run that was stopped, by Ctrl-C or by kill -9, goes on with
@@ -28,25 +29,27 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import checkpoint
 import run_folder
+import sharded
 import torch
 from batches import Batches
 from errors import EXPECTED, CheckpointError, TrainingError, tell
 from machine import describe, machine, peak_flops
+from parallel import World, joined, norm_of_gradients, whole
 from run_folder import Log
 from sampling import show, stream
 from schedule import learning_rate
 from settings import SCHEDULE, Settings, option, parse
+from sharded import Saved
 from stop import StopSignal
 from text_data import Corpus
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 from tqdm import tqdm
 from validation import validate
 from vocabulary import AnyVocabulary
@@ -68,7 +71,9 @@ class Run:
     folder: Path
     settings: Settings
     corpus: Corpus
+    world: World
     model: GPT
+    forward: torch.nn.Module  # the model as training calls it: compiled, for all processes
     optimizer: torch.optim.Optimizer
     batches: Batches
     step: int = 0
@@ -86,17 +91,22 @@ class Run:
             "config": dataclasses.asdict(self.model.config),
             "vocabulary": self.corpus.vocabulary.facts(),
             "data": {"name": self.corpus.name, "sha256": self.corpus.sha256},
-            "machine": machine(self.settings),
+            "machine": machine(self.settings, self.world),
         }
 
     def save(self) -> None:
         tensors = checkpoint.training_tensors(self.model, self.optimizer)
-        checkpoint.save(self.folder / checkpoint.NAME, tensors, self.facts())
+        sharded.save(self.folder, tensors, self.facts(), self.world)
         self.saved = self.step
 
     def save_best(self) -> None:
-        tensors = checkpoint.model_tensors(self.model)
-        checkpoint.save(self.folder / checkpoint.BEST, tensors, self.facts())
+        tensors = {}
+        for name, x in checkpoint.model_tensors(self.model).items():
+            x = whole(x)
+            if self.world.main:
+                tensors[name] = x.cpu()
+        if self.world.main:
+            checkpoint.save(self.folder / checkpoint.BEST, tensors, self.facts())
 
     def validates(self) -> bool:
         """Whether this step ends with a validation."""
@@ -104,12 +114,12 @@ class Run:
 
     def sample(self, length: int, stop: StopSignal) -> None:
         """Print what the model writes, until it is asked to stop."""
-        s, vocabulary = self.settings, self.corpus.vocabulary
+        s, vocabulary, world = self.settings, self.corpus.vocabulary, self.world
         ids = vocabulary.opening()[1].to(s.device)
         generator = torch.Generator(s.device).manual_seed(s.seed)
-        with s.autocast():
+        with s.autocast(), s.eager():
             drawn = stream(self.model, ids, length, 0.8, None, generator)
-            show(vocabulary.pieces(itertools.takewhile(lambda _: not stop, drawn)))
+            show(vocabulary.pieces(itertools.takewhile(lambda _: not world.any(stop), drawn)))
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -123,63 +133,77 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
-def prepare(given: dict) -> Run:
+def find(out: str | None, resume: bool | str | None) -> tuple[Path, bool, Settings | None]:
+    """(the folder to train in, whether a run goes on in it, the settings of one that has yet to begin
+    there)"""
+    folder = run_folder.find(out, resume)
+    resumed = resume is not None and not run_folder.may_begin(folder)
+    return folder, resumed, run_folder.begun(folder) if resume and not resumed else None
+
+
+def prepare(given: dict, world: World) -> Run:
     """Read the checkpoint to go on with or to begin with, and the text, and build the model; writes
     nothing."""
     resume, out = given.pop("resume", None), given.pop("out", None)
-    folder = run_folder.find(out, resume)
-    path = folder / checkpoint.NAME
-    resumed = resume is not None and not run_folder.may_begin(folder)
-    tensors: dict[str, Tensor] = {}
-    facts: dict = {}
+    folder, resumed, earlier = world.from_main(lambda: find(out, resume))
+    world.begin(folder)
+    saved: Saved | None = None
     config: GPTConfig | None = None
     vocabulary: AnyVocabulary | None = None
+    if "parallel" in given:
+        world.check_several(given["parallel"])
     if resumed:
-        tensors, facts = checkpoint.load(path)
-        config, vocabulary = checkpoint.model_parts(facts)
-        began = Settings.from_json(facts["settings"], path)
-        settings = began.resumed(given, facts["step"])
+        saved = sharded.find(folder, world)
+        config, vocabulary = checkpoint.model_parts(saved.facts)
+        began = Settings.from_json(saved.facts["settings"], folder)
+        settings = began.resumed(given, saved.facts["step"])
     else:
-        earlier = run_folder.begun(folder) if resume else None
         if earlier is not None:
             given = dataclasses.asdict(earlier.resumed(given, 0))
         if given.get("init_from") is None:
             settings = Settings(**given).resolved()
         else:
-            source = checkpoint.path_of(given["init_from"])
-            tensors, facts = checkpoint.load(source)
-            config, vocabulary = checkpoint.model_parts(facts)
-            began = Settings.from_json(facts["settings"], source)
+            source = Path(given["init_from"])
+            saved = sharded.find(source, world)
+            config, vocabulary = checkpoint.model_parts(saved.facts)
+            began = Settings.from_json(saved.facts["settings"], source)
             settings = Settings.from_run(given, began, config)
             if config.positions == "rope":
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
+    world.check_device(settings.device)
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    corpus = Corpus.load(settings, vocabulary)
+    corpus = Corpus.load(settings, vocabulary, world)
     settings = dataclasses.replace(settings, level=corpus.vocabulary.level)
-    if resumed and facts["data"]["sha256"] != corpus.sha256:
+    if resumed and saved and saved.facts["data"]["sha256"] != corpus.sha256:
         raise CheckpointError(
             f"the text {corpus.name!r} has SHA-256 {corpus.sha256}; the run in {folder} takes "
-            f"the one it began with, {facts['data']['sha256']}. "
+            f"the one it began with, {saved.facts['data']['sha256']}. "
             "Restore that text, or start a new run."
         )
     if config is None:
         config = settings.model(corpus.vocabulary.size)
-    batches = Batches(corpus.train, settings)
+    batches = Batches(corpus.train, settings, world.rank, world.size)
     torch.manual_seed(settings.seed)  # weights are drawn on the CPU: the same on every device
     model = GPT(config, impl=settings.impl).to(settings.device)
-    run = Run(folder, settings, corpus, model, make_optimizer(model), batches)
+    forward = world.wrap(
+        model, settings.parallel, compile=settings.compile, bfloat16=settings.dtype == "bfloat16"
+    )
+    optimizer = make_optimizer(model)
+    run = Run(folder, settings, corpus, world, model, forward, optimizer, batches)
     if settings.log_max_score:
         run.max_scores = MaxScores(model)
-    if resumed:
-        checkpoint.restore_training(tensors, model, run.optimizer)
-        run.step = run.saved = facts["step"]
-        run.best = facts["best"]
-        note_changes(run, began, facts["machine"])
-    elif tensors:
-        checkpoint.restore_model(tensors, model)
+    if saved:
+        tensors = saved.tensors(sharded.layout_of(model, optimizer))
+        if resumed:
+            checkpoint.restore_training(tensors, model, optimizer)
+            run.step = run.saved = saved.facts["step"]
+            run.best = saved.facts["best"]
+            note_changes(run, began, saved.facts["machine"])
+        else:
+            checkpoint.restore_model(tensors, model)
     return run
 
 
@@ -192,7 +216,7 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
                 f"note: {option(name)} is {now}, and was {before}: the learning rate follows the "
                 f"new schedule from step {run.step + 1} on"
             )
-    now_on = machine(run.settings)
+    now_on = machine(run.settings, run.world)
     if began_on != now_on:
         print(
             f"note: this run began on {began_on} and goes on on {now_on}: "
@@ -203,29 +227,30 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
 # --- a step -------------------------------------------------------------------------------------
 
 
-def gradients(run: Run, forward: Callable) -> Tensor:
+def gradients(run: Run) -> Tensor:
     """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
-    s = run.settings
+    s, world = run.settings, run.world
     mean = torch.zeros((), device=s.device)
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
-        with s.autocast():
-            _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
-        if run.max_scores is not None:
-            run.max_scores.add()
-        loss = loss / s.accumulate
-        loss.backward()
+        with world.accumulating(run.forward, micro == s.accumulate - 1):
+            with s.autocast():
+                _, loss = run.forward(batch[:, :-1], batch[:, 1:], return_logits=False)
+            if run.max_scores is not None:
+                run.max_scores.add()
+            loss = loss / s.accumulate
+            loss.backward()
         mean += loss.detach()
-    return mean
+    return world.sum(mean) / world.size  # every process has as many targets
 
 
-def train_step(run: Run, forward: Callable) -> dict[str, Any]:
+def train_step(run: Run) -> dict[str, Any]:
     """One step; returns its row of the log.  TrainingError where a number is not finite, with the
     weights as they were before the step."""
     s, parameters = run.settings, list(run.model.parameters())
     rate = learning_rate(run.step, s)
-    mean = gradients(run, forward)
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+    mean = gradients(run)
+    norm = norm_of_gradients(parameters)
     loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
     if not math.isfinite(loss) or not math.isfinite(gradient_norm):
         found = not_finite(run.model) or f"the norm of its gradient is {gradient_norm}"
@@ -242,7 +267,7 @@ def train_step(run: Run, forward: Callable) -> dict[str, Any]:
     run.step += 1
     row = {"step": run.step, "loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm}
     if run.max_scores is not None:
-        row["max_score"] = run.max_scores.take()
+        row["max_score"] = run.max_scores.take(run.world)
     return row
 
 
@@ -257,7 +282,7 @@ def unvalidated(run: Run, log: Log) -> dict | None:
 
 def check(run: Run, row: dict, stop: StopSignal) -> None:
     """Add the validation of its step to a row of the log; keep the weights that are the best so far."""
-    row |= validate(run.model, run.corpus, run.settings, stop) or {}
+    row |= validate(run.model, run.corpus, run.settings, stop, run.world) or {}
     if "validation" in row:
         tqdm.write(
             f"step {run.step}: validation {row['validation']:.4f} nats per {run.corpus.unit}, "
@@ -271,9 +296,9 @@ def check(run: Run, row: dict, stop: StopSignal) -> None:
 
 def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     """Train to the last step; returns why it stopped before, if it did."""
-    s, model = run.settings, run.model
-    forward = torch.compile(model) if s.compile else model
-    peak, flops, tokens = peak_flops(s), model.flops_per_token(), s.batch_size * s.context
+    s, world = run.settings, run.world
+    peak, tokens = peak_flops(s), s.batch_size * s.context
+    flops = run.model.flops_per_token() / world.size
     began = time.monotonic()
     durations: list[float] = []
     bar = tqdm(
@@ -284,16 +309,16 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         file=sys.stdout,
         mininterval=0.5 if sys.stdout.isatty() else 10.0,
     )
-    trace = profiler(run.folder / TRACE) if s.profile else None
+    trace = profiler(run.folder / TRACE) if s.profile and world.main else None
     with bar, trace or contextlib.nullcontext():
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
         log.begin()
-        reason = stop.name
+        reason = world.agreed(stop.name)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
-            row = train_step(run, forward)
+            row = train_step(run)
             durations.append(time.perf_counter() - t)
             if trace is not None:
                 trace.step()
@@ -309,6 +334,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
             done, reason = run.step == s.steps, stop.name
             if s.minutes is not None and time.monotonic() - began >= 60 * s.minutes and not done:
                 reason = reason or f"--minutes {s.minutes:g}"
+            reason = world.agreed(reason)
             if done or reason or run.step % s.save_every == 0:
                 log.flush()
                 run.save()
@@ -322,7 +348,7 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     unit = run.corpus.unit
     last = log.rows[-1] if log.rows else {}
     if "validation" not in last:
-        last = validate(run.model, run.corpus, run.settings, stop) or {}
+        last = validate(run.model, run.corpus, run.settings, stop, run.world) or {}
     if last:
         nats, bits = last["validation"], last["bits_per_byte"]
         print(f"validation  {nats:.4f} nats per {unit}, {bits:.4f} bits per byte")
@@ -334,37 +360,44 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     run.sample(400, stop)
 
 
+def whole_run(given: dict, world: World) -> int:
+    """All that main does, in one of the processes of `world`; returns the exit code."""
+    run = prepare(given, world)
+    s, bigram = run.settings, run.corpus.bigram_loss()
+    describe(run.model, run.corpus, s, bigram, world)
+    print(f"run         {run.folder}, steps {run.step} to {s.steps} of {s.batch_size} x {s.context}")
+    log = Log(run.folder / run_folder.LOG, run.step, writes=world.main)
+    if log.holes():
+        print(f"note: {log.holes()}; the run does not need them, the picture has a gap")
+    finished = run.step == s.steps and unvalidated(run, log) is None
+    stop = world.stop = StopSignal()
+    stop.text *= world.main
+    reason = None
+    if not finished:  # else it is looked at, and nothing of it needs to be written
+        if world.main:
+            run_folder.begin(run.folder, s)
+        run.save()
+        if run.step == 0:
+            print("\nsample before training:")
+            run.sample(100, stop)
+        reason = train(run, log, stop)
+    if world.main:
+        run_folder.plot(log.rows, bigram[0], run.folder / run_folder.PLOT)
+    if reason is None:
+        stop.text = "stopping" * world.main
+        report(run, log, bigram, stop)
+    else:
+        said = f"stopped at step {run.step} ({reason}) and saved; go on with: {world.command()}"
+        print(said)
+        world.note(said)
+    return 0 if stop.number is None else 128 + stop.number
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
-        run = prepare(parse(argv, __doc__))
-        s, bigram = run.settings, run.corpus.bigram_loss()
-        describe(run.model, run.corpus, s, bigram)
-        print(
-            f"run         {run.folder}, steps {run.step} to {s.steps} of {s.batch_size} x {s.context}"
-        )
-        log = Log(run.folder / run_folder.LOG, run.step)
-        if log.holes():
-            print(f"note: {log.holes()}; the run does not need them, the picture has a gap")
-        finished = run.step == s.steps and unvalidated(run, log) is None
-        stop = StopSignal()
-        reason = None
-        if not finished:  # else it is looked at, and nothing of it needs to be written
-            run_folder.begin(run.folder, s)
-            run.save()
-            if run.step == 0:
-                print("\nsample before training:")
-                run.sample(100, stop)
-            reason = train(run, log, stop)
-        run_folder.plot(log.rows, bigram[0], run.folder / run_folder.PLOT)
-        if reason is None:
-            stop.text = "stopping"
-            report(run, log, bigram, stop)
-        else:
-            print(
-                f"stopped at step {run.step} ({reason}) and saved; go on with: "
-                f"python {sys.argv[0]} --resume --out {run.folder}"
-            )
-        return 0 if stop.number is None else 128 + stop.number
+        given = parse(argv, __doc__)
+        with joined() as world:
+            return whole_run(given, world)
     except EXPECTED as error:
         return tell("train_gpt.py", error)
     except KeyboardInterrupt:

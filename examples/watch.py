@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parallel import World, whole
 
 from flashproto import nn
 
@@ -19,11 +20,8 @@ def not_finite(model: torch.nn.Module) -> str | None:
     Of several it is the last one of the model, where the backward pass comes first: what is before it
     in the model has such numbers from there.
     """
-    bad = [
-        (name, p.grad)
-        for name, p in model.named_parameters()
-        if p.grad is not None and not p.grad.isfinite().all()
-    ]
+    gradients = [(name, whole(p.grad)) for name, p in model.named_parameters() if p.grad is not None]
+    bad = [(name, grad) for name, grad in gradients if not grad.isfinite().all()]
     if not bad:
         return None
     name, grad = bad[-1]
@@ -46,9 +44,10 @@ class MaxScores:
         found = torch.stack([x.max_score.amax() for x in self.layers if x.max_score is not None])
         self.largest = found if self.largest is None else torch.maximum(self.largest, found)
 
-    def take(self) -> list[float]:
+    def take(self, world: World) -> list[float]:
         found, self.largest = self.largest, None
-        return [] if found is None else found.tolist()
+        each = world.gathered([] if found is None else found.tolist())
+        return [max(layer) for layer in zip(*each, strict=True)]
 
 
 def profiler(path: Path) -> Any:
