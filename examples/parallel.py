@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -256,7 +256,7 @@ def joined() -> Iterator[World]:
 
 def norm_of_gradients(parameters: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients together, sharded or not."""
-    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    return whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters]))
 
 
 def whole(x: Tensor) -> Tensor:

@@ -247,9 +247,10 @@ def gradients(run: Run) -> Tensor:
 def train_step(run: Run) -> dict[str, Any]:
     """One step; returns its row of the log.  TrainingError where a number is not finite, with the
     weights as they were before the step."""
-    s, parameters = run.settings, list(run.model.parameters())
+    s = run.settings
     rate = learning_rate(run.step, s)
     mean = gradients(run)
+    parameters = list(run.model.parameters())  # of FSDP, before the backward some are put together
     norm = norm_of_gradients(parameters)
     loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
     if not math.isfinite(loss) or not math.isfinite(gradient_norm):
