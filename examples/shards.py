@@ -10,6 +10,7 @@ The files are mapped into memory: what is not looked at is not read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,14 +22,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from errors import DataError
+from bars import bar
+from errors import DataError, WriteError
 from torch import Tensor
-from tqdm import tqdm
 from vocabulary import BPE
 
 INDEX, TOKENIZER, FORMAT = "index.json", "tokenizer.json", "flashproto-tokens-1"
 SPLITS = ("train", "validation")
 BLOCK = 1 << 22  # bytes read at a time
+AGAIN = "run the same command again"  # what to do when a file could not be written
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -133,25 +135,18 @@ def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def check_sums(folder: Path, sums: dict[str, str], sizes: dict[str, int]) -> None:
     """Read every shard, several at a time; DataError for one whose SHA-256 is another."""
-    bar = tqdm(
-        total=sum(sizes.values()),
-        desc="checksums",
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        delay=1.0,
-        dynamic_ncols=True,
-    )
+    size = sum(sizes.values())
+    shown = bar(0.5, total=size, desc="checksums", unit="B", unit_scale=True, leave=False)
 
     def digest(name: str) -> str:
         sha = hashlib.sha256()
         with open(folder / name, "rb") as file:
             while block := file.read(BLOCK):
                 sha.update(block)
-                bar.update(len(block))
+                shown.update(len(block))
         return sha.hexdigest()
 
-    with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with shown, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for name, found in zip(sums, pool.map(digest, sums), strict=True):
             if found != sums[name]:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -176,8 +171,11 @@ class ShardWriter:
                 self._begin()
             entry = self.entries[-1]
             part, rest = np.split(rest, [self.most - entry["tokens"]])
-            self.file.write(part.tobytes())
             self.sha.update(part.tobytes())
+            try:
+                self.file.write(part.tobytes())
+            except OSError as error:
+                raise self._not_written(error) from None
             entry["tokens"] += len(part)
             if entry["tokens"] == self.most:
                 self.close()
@@ -185,9 +183,12 @@ class ShardWriter:
     def close(self) -> None:
         """End the file: it is on the disk."""
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
+            try:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+                self.file.close()
+            except OSError as error:
+                raise self._not_written(error) from None
             self.file = None
             self.entries[-1]["sha256"] = self.sha.hexdigest()
 
@@ -199,7 +200,15 @@ class ShardWriter:
     def _begin(self) -> None:
         self.entries.append({"file": f"{self.split}-{len(self.entries):05}.bin", "tokens": 0})
         self.sha = hashlib.sha256()
-        self.file = open(self.path, "wb")  # noqa: SIM115
+        try:
+            self.file = open(self.path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise WriteError(self.path, error, then=AGAIN) from None
+
+    def _not_written(self, error: OSError) -> WriteError:
+        with contextlib.suppress(OSError):
+            self.file.close()  # which would try again when the process ends
+        return WriteError(self.path, error, then=AGAIN)
 
 
 def left_over(folder: Path) -> Iterator[Path]:

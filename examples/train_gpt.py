@@ -36,6 +36,7 @@ from typing import Any
 import checkpoint
 import run_folder
 import torch
+from bars import bar
 from batches import Batches
 from errors import EXPECTED, CheckpointError, TrainingError, tell
 from machine import describe, machine, peak_flops
@@ -50,7 +51,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from tqdm import tqdm
 from validation import validate
 from vocabulary import AnyVocabulary
-from watch import TRACE, MaxScores, not_finite, profiler
+from watch import TRACE, WARM_UP_STEPS, MaxScores, not_finite, profiler
 
 from flashproto.nn import GPT, GPTConfig
 
@@ -206,23 +207,22 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
 def gradients(run: Run, forward: Callable) -> Tensor:
     """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
     s = run.settings
-    mean = torch.zeros((), device=s.device)
+    losses = []
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
-        with s.autocast():
+        with s.autocast(), run.max_scores or contextlib.nullcontext():
             _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
-        if run.max_scores is not None:
-            run.max_scores.add()
         loss = loss / s.accumulate
         loss.backward()
-        mean += loss.detach()
-    return mean
+        losses.append(loss.detach())
+    return torch.stack(losses).sum()
 
 
 def train_step(run: Run, forward: Callable) -> dict[str, Any]:
     """One step; returns its row of the log.  TrainingError where a number is not finite, with the
     weights as they were before the step."""
-    s, parameters = run.settings, list(run.model.parameters())
+    s = run.settings
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     rate = learning_rate(run.step, s)
     mean = gradients(run, forward)
     norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -276,16 +276,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     peak, flops, tokens = peak_flops(s), model.flops_per_token(), s.batch_size * s.context
     began = time.monotonic()
     durations: list[float] = []
-    bar = tqdm(
-        total=s.steps,
-        initial=run.step,
-        unit="step",
-        dynamic_ncols=True,
-        file=sys.stdout,
-        mininterval=0.5 if sys.stdout.isatty() else 10.0,
-    )
     trace = profiler(run.folder / TRACE) if s.profile else None
-    with bar, trace or contextlib.nullcontext():
+    with bar(total=s.steps, initial=run.step, unit="step") as shown, trace or contextlib.nullcontext():
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
@@ -301,11 +293,11 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
                 check(run, row, stop)
             log.write(row)
             speed = tokens / statistics.median(durations[-SMOOTHED:])
-            shown = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
+            facts = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
             if peak is not None:
-                shown["MFU"] = f"{flops * speed / peak:.1%}"
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
+                facts["MFU"] = f"{flops * speed / peak:.1%}"
+            shown.set_postfix(facts, refresh=False)
+            shown.update()
             done, reason = run.step == s.steps, stop.name
             if s.minutes is not None and time.monotonic() - began >= 60 * s.minutes and not done:
                 reason = reason or f"--minutes {s.minutes:g}"
@@ -314,6 +306,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
                 run.save()
     if durations:
         run.speed = tokens / statistics.median(durations)
+    if s.profile and len(durations) <= WARM_UP_STEPS:
+        print(f"note: {TRACE} takes more than {WARM_UP_STEPS} steps, and was not written")
     return reason
 
 

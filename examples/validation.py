@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from bars import bar
 from settings import Settings
 from stop import StopSignal
 from text_data import Corpus
-from tqdm import tqdm
 
 SMALLEST_BATCH = 4096  # tokens
 
@@ -22,18 +20,8 @@ def validate(
     windows, device = corpus.windows, settings.device
     batch = max(settings.batch_size, SMALLEST_BATCH // windows.length)
     places = torch.arange(windows.length + 1)
-    total, terminal = 0.0, sys.stdout.isatty()
-    bar = tqdm(
-        total=len(windows),
-        desc="validating",
-        unit="window",
-        leave=False,
-        dynamic_ncols=True,
-        file=sys.stdout,
-        delay=0.5 if terminal else 10.0,
-        mininterval=0.5 if terminal else 10.0,
-    )
-    with bar:
+    total = 0.0
+    with bar(0.5, total=len(windows), desc="validating", unit="window", leave=False) as shown:
         for starts, skipped in zip(
             windows.starts.split(batch), windows.skipped.split(batch), strict=True
         ):
@@ -45,6 +33,6 @@ def validate(
             with settings.autocast():
                 _, loss = model(x, y.to(device), return_logits=False)
             total += loss.item() * int((y != -100).sum())
-            bar.update(len(starts))
+            shown.update(len(starts))
     nats, bits = corpus.validation_loss(total / len(corpus.targets))
     return {"validation": nats, "bits_per_byte": bits}
