@@ -69,9 +69,10 @@ def chunks(sources: Sequence[Source], separator: str) -> Iterator[Chunk]:
     document, line_between = -1, separator.encode()
     for source in sources:
         with source.open("rb") as file:
-            held, offset, begun = bytearray(), 0, False
+            held, offset, begun, whole = bytearray(), 0, False, True
             while line := file.readline(CHUNK):
-                if line.strip() == line_between:
+                at_its_begin, whole = whole, line.endswith(b"\n")
+                if at_its_begin and line.strip() == line_between:
                     if begun or held.strip():
                         document += not begun
                         yield Chunk(document, bytes(held), True, source, offset)

@@ -34,7 +34,7 @@ from shards import AGAIN, FORMAT, INDEX, SPLITS, TOKENIZER, ShardWriter, left_ov
 from vocabulary import BPE, END_OF_TEXT, vocabulary_of
 
 VOCABULARY, SMALLEST, LARGEST = 32768, 257, 1 << 24  # of ids; each byte is one, and END_OF_TEXT
-BATCH = 1 << 22  # bytes of text that are encoded together
+BATCH = 1 << 20  # bytes of text that are encoded together
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -49,14 +49,15 @@ class Tokens:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, where: slice | Tensor) -> Tensor:
-        places = torch.arange(*where.indices(len(self))) if isinstance(where, slice) else where
-        flat = places.reshape(-1).numpy()
+        if isinstance(where, slice):
+            where = torch.from_numpy(np.arange(*where.indices(len(self))))
+        flat = where.reshape(-1).numpy()
         file_of = np.searchsorted(self.ends, flat, side="right")
         ids = np.empty(len(flat), np.int64)
         for i in np.unique(file_of):
             here = file_of == i
             ids[here] = self.files[i][flat[here] - (self.ends[i] - len(self.files[i]))]
-        return torch.from_numpy(ids).view(places.shape)
+        return torch.from_numpy(ids).view(where.shape)
 
 
 @dataclass(frozen=True)

@@ -43,11 +43,12 @@ class MaxScores:
         for layer in self.layers:
             layer.record_max_score = True
 
-    def __exit__(self, *_: object) -> None:
-        scores = [x.max_score.amax() for x in self.layers if x.max_score is not None]
-        self.found.append(torch.stack(scores))
+    def __exit__(self, failure: object, *_: object) -> None:
         for layer in self.layers:
             layer.record_max_score = False
+        if failure is None:
+            scores = [x.max_score.amax() for x in self.layers if x.max_score is not None]
+            self.found.append(torch.stack(scores))
 
     def take(self) -> list[float]:
         """[layers], since it was last asked."""
