@@ -38,7 +38,7 @@ import run_folder
 import torch
 from bars import bar
 from batches import Batches
-from errors import EXPECTED, CheckpointError, TrainingError, tell
+from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
 from machine import describe, machine, peak_flops
 from run_folder import Log
 from sampling import show, stream
@@ -155,6 +155,11 @@ def prepare(given: dict) -> Run:
             if config.positions == "rope":
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
+    if "level" in given and settings.data is not None and Path(settings.data).is_dir():
+        raise OptionError(
+            f"--level is {given['level']!r}, and --data is a folder of tokens; it takes a text there. "
+            "Leave it out."
+        )
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
