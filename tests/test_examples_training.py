@@ -7,6 +7,8 @@ import dataclasses
 import importlib
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -15,6 +17,7 @@ import torch
 from example_scripts import (
     BEST,
     CHECKPOINT,
+    EXAMPLES,
     TINY,
     books,
     called,
@@ -355,3 +358,20 @@ def test_without_the_package_its_name_is_said(monkeypatch, capsys, tokens):
     for script, option in (("prepare_data", []), ("train_gpt", ["--data"])):
         said = refused(capsys, script, *option, tokens, "--out", "nowhere")
         assert "Run: pip install tokenizers." in said
+
+
+# --- the documentation ----------------------------------------------------------------------------
+
+
+def test_commands_of_the_documentation_are_commands():
+    """Each line of docs/training.md and README that runs a script has options that it takes."""
+    found = 0
+    for page in (EXAMPLES.parent / "docs" / "training.md", EXAMPLES.parent / "README.md"):
+        text = page.read_text().replace("\\\n", " ")
+        for script, options in re.findall(r"python examples/(\w+)\.py([^#`\n]*)", text):
+            if script == "train_gpt":
+                module("settings").parse(shlex.split(options), None)
+            else:
+                module(script).parse(shlex.split(options))
+            found += 1
+    assert found >= 20
