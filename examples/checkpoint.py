@@ -26,8 +26,19 @@ LATEST, FOLDERS = "latest", ("checkpoint-a", "checkpoint-b")  # of several proce
 FORMAT = "flashproto-gpt-2"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write the file so that readers, and a crash at any moment, leave the old or the new one."""
+RESUME = "go on with --resume"
+
+
+def make_folder(folder: Path, then: str = RESUME) -> None:
+    """WriteError where that fails, which says what to do `then`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(folder, error, then=then) from None
+
+
+def write_atomically(path: Path, content: bytes, then: str = RESUME) -> None:
+    """Write the file so that a crash at any moment leaves the old or the new one."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -42,7 +53,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.close(folder)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise WriteError(path, error, "; what it held before is unchanged") from None
+        raise WriteError(path, error, "; what it held before is unchanged", then) from None
 
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -9,6 +10,7 @@ from parallel import World
 from settings import Settings
 from text_data import Corpus
 from torch import Tensor
+from watch import MaxScores
 
 from flashproto.nn import GPT
 
@@ -61,7 +63,8 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
     log.addHandler(listener)
     log.setLevel(logging.INFO)
     try:
-        with torch.no_grad(), settings.autocast():
+        watched = MaxScores(model) if settings.log_max_score else contextlib.nullcontext()
+        with torch.no_grad(), settings.autocast(), watched:
             model(corpus.train[:1][None].to(settings.device))
     finally:
         log.removeHandler(listener)

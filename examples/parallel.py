@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -84,6 +84,10 @@ class World:
         if self.size > 1:
             dist.all_reduce(values)
         return values
+
+    def largest(self, values: list[float]) -> list[float]:
+        """The largest of the processes' first values, of their second ones, and so on."""
+        return [max(each) for each in zip(*self.gathered(values), strict=True)]
 
     def any(self, flag: object) -> bool:
         """Whether `flag` is true in any process."""
@@ -149,7 +153,7 @@ class World:
         return model
 
     @contextlib.contextmanager
-    def accumulating(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
+    def accumulating(self, wrapped: Callable, last: bool) -> Iterator[None]:
         """Forward and backward of one of several batches whose gradients are added up.
 
         With DDP they are averaged over the processes in the last one alone.  With FSDP that is done in
@@ -256,7 +260,7 @@ def joined() -> Iterator[World]:
 
 def norm_of_gradients(parameters: Iterable[Tensor]) -> Tensor:
     """The norm of all gradients together, sharded or not."""
-    return whole(torch.nn.utils.get_total_norm([cast(Tensor, p.grad) for p in parameters]))
+    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
 
 
 def whole(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import FOLDERS, LATEST, NAME, write_atomically
+from checkpoint import FOLDERS, LATEST, NAME, make_folder, write_atomically
 from errors import CheckpointError, OptionError, WriteError
 from settings import Settings
 
@@ -81,10 +81,7 @@ def may_begin(folder: Path) -> bool:
 
 def begin(folder: Path, settings: Settings) -> None:
     """Make the folder, and note in it what the run is."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(folder, error) from None
+    make_folder(folder)
     content = json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
     write_atomically(folder / SETTINGS, content.encode())
 

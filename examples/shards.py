@@ -10,6 +10,7 @@ The files are mapped into memory: what is not looked at is not read.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -21,14 +22,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from errors import DataError
+from bars import bar
+from errors import DataError, WriteError
 from torch import Tensor
-from tqdm import tqdm
 from vocabulary import BPE
 
 INDEX, TOKENIZER, FORMAT = "index.json", "tokenizer.json", "flashproto-tokens-1"
 SPLITS = ("train", "validation")
 BLOCK = 1 << 22  # bytes read at a time
+AGAIN = "run the same command again"  # what to do when a file could not be written
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -47,14 +49,15 @@ class Tokens:
         return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, where: slice | Tensor) -> Tensor:
-        places = torch.arange(*where.indices(len(self))) if isinstance(where, slice) else where
-        flat = places.reshape(-1).numpy()
+        if isinstance(where, slice):
+            where = torch.from_numpy(np.arange(*where.indices(len(self))))
+        flat = where.reshape(-1).numpy()
         file_of = np.searchsorted(self.ends, flat, side="right")
         ids = np.empty(len(flat), np.int64)
         for i in np.unique(file_of):
             here = file_of == i
             ids[here] = self.files[i][flat[here] - (self.ends[i] - len(self.files[i]))]
-        return torch.from_numpy(ids).view(places.shape)
+        return torch.from_numpy(ids).view(where.shape)
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,12 @@ class TokenFolder:
     validation: Tokens
 
     @classmethod
-    def open(cls, folder: Path, checked: slice = slice(None)) -> TokenFolder:
-        """Map the files; DataError where one is missing, or where its size is not what the index says,
-        or, for those of `checked`, its content."""
+    def open(cls, folder: Path, checksums: bool = True, part: slice = slice(None)) -> TokenFolder:
+        """Map the files; DataError where one is missing, or where its size or (with checksums) its
+        content is not what the index says.
+
+        part: the files whose checksums this process looks at.
+        """
         content = read(folder / INDEX, folder)
         try:
             index = json.loads(content)
@@ -98,7 +104,8 @@ class TokenFolder:
                     f"the shard {folder / name} has {found} bytes; {INDEX} says {expected}. "
                     f"{again(folder)}"
                 )
-        check_sums(folder, dict([*sums.items()][checked]), sizes)
+        if checksums:
+            check_sums(folder, dict([*sums.items()][part]), sizes)
         train, validation = (
             Tokens([map_file(folder / e["file"], dtype) for e in index[split]["shards"]])
             for split in SPLITS
@@ -132,25 +139,18 @@ def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def check_sums(folder: Path, sums: dict[str, str], sizes: dict[str, int]) -> None:
     """Read every shard, several at a time; DataError for one whose SHA-256 is another."""
-    bar = tqdm(
-        total=sum(sizes[name] for name in sums),
-        desc="checksums",
-        unit="B",
-        unit_scale=True,
-        leave=False,
-        delay=1.0,
-        dynamic_ncols=True,
-    )
+    size = sum(sizes[name] for name in sums)
+    shown = bar(0.5, total=size, desc="checksums", unit="B", unit_scale=True, leave=False)
 
     def digest(name: str) -> str:
         sha = hashlib.sha256()
         with open(folder / name, "rb") as file:
             while block := file.read(BLOCK):
                 sha.update(block)
-                bar.update(len(block))
+                shown.update(len(block))
         return sha.hexdigest()
 
-    with bar, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with shown, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         for name, found in zip(sums, pool.map(digest, sums), strict=True):
             if found != sums[name]:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -175,8 +175,11 @@ class ShardWriter:
                 self._begin()
             entry = self.entries[-1]
             part, rest = np.split(rest, [self.most - entry["tokens"]])
-            self.file.write(part.tobytes())
             self.sha.update(part.tobytes())
+            try:
+                self.file.write(part.tobytes())
+            except OSError as error:
+                raise self._not_written(error) from None
             entry["tokens"] += len(part)
             if entry["tokens"] == self.most:
                 self.close()
@@ -184,9 +187,12 @@ class ShardWriter:
     def close(self) -> None:
         """End the file: it is on the disk."""
         if self.file is not None:
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
+            try:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+                self.file.close()
+            except OSError as error:
+                raise self._not_written(error) from None
             self.file = None
             self.entries[-1]["sha256"] = self.sha.hexdigest()
 
@@ -198,7 +204,15 @@ class ShardWriter:
     def _begin(self) -> None:
         self.entries.append({"file": f"{self.split}-{len(self.entries):05}.bin", "tokens": 0})
         self.sha = hashlib.sha256()
-        self.file = open(self.path, "wb")  # noqa: SIM115
+        try:
+            self.file = open(self.path, "wb")  # noqa: SIM115
+        except OSError as error:
+            raise WriteError(self.path, error, then=AGAIN) from None
+
+    def _not_written(self, error: OSError) -> WriteError:
+        with contextlib.suppress(OSError):
+            self.file.close()  # which would try again when the process ends
+        return WriteError(self.path, error, then=AGAIN)
 
 
 def left_over(folder: Path) -> Iterator[Path]:

@@ -97,8 +97,8 @@ class Corpus:
         """
         s = settings
         if s.data is not None and Path(s.data).is_dir():
-            part = slice(0) if s.skip_checksums else slice(world.rank, None, world.size)
-            shards = TokenFolder.open(Path(s.data), part)
+            part = slice(world.rank, None, world.size)
+            shards = TokenFolder.open(Path(s.data), checksums=not s.skip_checksums, part=part)
             if vocabulary is not None and vocabulary != shards.vocabulary:
                 raise DataError(
                     f"the tokens in {s.data!r} are of another vocabulary than the run's; it takes its "

@@ -29,6 +29,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,11 @@ import checkpoint
 import run_folder
 import sharded
 import torch
+from bars import bar
 from batches import Batches
-from errors import EXPECTED, CheckpointError, TrainingError, tell
+from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
 from machine import describe, machine, peak_flops
-from parallel import World, joined, norm_of_gradients, whole
+from parallel import ALONE, World, joined, norm_of_gradients, whole
 from run_folder import Log
 from sampling import show, stream
 from schedule import learning_rate
@@ -53,7 +55,7 @@ from torch.nn.utils import clip_grads_with_norm_
 from tqdm import tqdm
 from validation import validate
 from vocabulary import AnyVocabulary
-from watch import TRACE, MaxScores, not_finite, profiler
+from watch import TRACE, WARM_UP_STEPS, MaxScores, not_finite, profiler
 
 from flashproto.nn import GPT, GPTConfig
 
@@ -141,7 +143,7 @@ def find(out: str | None, resume: bool | str | None) -> tuple[Path, bool, Settin
     return folder, resumed, run_folder.begun(folder) if resume and not resumed else None
 
 
-def prepare(given: dict, world: World) -> Run:
+def prepare(given: dict, world: World = ALONE) -> Run:
     """Read the checkpoint to go on with or to begin with, and the text, and build the model; writes
     nothing."""
     resume, out = given.pop("resume", None), given.pop("out", None)
@@ -172,6 +174,11 @@ def prepare(given: dict, world: World) -> Run:
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
     world.check_device(settings.device)
+    if "level" in given and settings.data is not None and Path(settings.data).is_dir():
+        raise OptionError(
+            f"--level is {given['level']!r}, and --data is a folder of tokens; it takes a text there. "
+            "Leave it out."
+        )
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -227,30 +234,27 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
 # --- a step -------------------------------------------------------------------------------------
 
 
-def gradients(run: Run) -> Tensor:
+def gradients(run: Run, forward: Callable) -> Tensor:
     """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
-    s, world = run.settings, run.world
-    mean = torch.zeros((), device=s.device)
+    s, world, losses = run.settings, run.world, []
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
-        with world.accumulating(run.forward, micro == s.accumulate - 1):
-            with s.autocast():
-                _, loss = run.forward(batch[:, :-1], batch[:, 1:], return_logits=False)
-            if run.max_scores is not None:
-                run.max_scores.add()
+        with world.accumulating(forward, last=micro == s.accumulate - 1):
+            with s.autocast(), run.max_scores or contextlib.nullcontext():
+                _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
             loss = loss / s.accumulate
             loss.backward()
-        mean += loss.detach()
-    return world.sum(mean) / world.size  # every process has as many targets
+        losses.append(loss.detach())
+    return world.sum(torch.stack(losses).sum()) / world.size  # every process has as many targets
 
 
-def train_step(run: Run) -> dict[str, Any]:
+def train_step(run: Run, forward: Callable) -> dict[str, Any]:
     """One step; returns its row of the log.  TrainingError where a number is not finite, with the
     weights as they were before the step."""
     s = run.settings
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     rate = learning_rate(run.step, s)
-    mean = gradients(run)
-    parameters = list(run.model.parameters())  # of FSDP, before the backward some are put together
+    mean = gradients(run, forward)
     norm = norm_of_gradients(parameters)
     loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
     if not math.isfinite(loss) or not math.isfinite(gradient_norm):
@@ -268,7 +272,7 @@ def train_step(run: Run) -> dict[str, Any]:
     run.step += 1
     row = {"step": run.step, "loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm}
     if run.max_scores is not None:
-        row["max_score"] = run.max_scores.take(run.world)
+        row["max_score"] = run.world.largest(run.max_scores.take())
     return row
 
 
@@ -302,16 +306,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     flops = run.model.flops_per_token() / world.size
     began = time.monotonic()
     durations: list[float] = []
-    bar = tqdm(
-        total=s.steps,
-        initial=run.step,
-        unit="step",
-        dynamic_ncols=True,
-        file=sys.stdout,
-        mininterval=0.5 if sys.stdout.isatty() else 10.0,
-    )
     trace = profiler(run.folder / TRACE) if s.profile and world.main else None
-    with bar, trace or contextlib.nullcontext():
+    with bar(total=s.steps, initial=run.step, unit="step") as shown, trace or contextlib.nullcontext():
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
@@ -319,7 +315,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         reason = world.agreed(stop.name)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
-            row = train_step(run)
+            row = train_step(run, run.forward)
             durations.append(time.perf_counter() - t)
             if trace is not None:
                 trace.step()
@@ -327,11 +323,11 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
                 check(run, row, stop)
             log.write(row)
             speed = tokens / statistics.median(durations[-SMOOTHED:])
-            shown = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
+            facts = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
             if peak is not None:
-                shown["MFU"] = f"{flops * speed / peak:.1%}"
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
+                facts["MFU"] = f"{flops * speed / peak:.1%}"
+            shown.set_postfix(facts, refresh=False)
+            shown.update()
             done, reason = run.step == s.steps, stop.name
             if s.minutes is not None and time.monotonic() - began >= 60 * s.minutes and not done:
                 reason = reason or f"--minutes {s.minutes:g}"
@@ -341,6 +337,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
                 run.save()
     if durations:
         run.speed = tokens / statistics.median(durations)
+    if s.profile and len(durations) <= WARM_UP_STEPS:
+        print(f"note: {TRACE} takes more than {WARM_UP_STEPS} steps, and was not written")
     return reason
 
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
+from bars import bar
 from parallel import ALONE, World
 from settings import Settings
 from stop import StopSignal
 from text_data import Corpus
-from tqdm import tqdm
 
 SMALLEST_BATCH = 4096  # tokens
 
@@ -31,19 +29,9 @@ def validate(
     windows, device = corpus.windows, settings.device
     batch = max(settings.batch_size, SMALLEST_BATCH // windows.length)
     places = torch.arange(windows.length + 1)
-    total, terminal = 0.0, sys.stdout.isatty()
-    bar = tqdm(
-        total=len(windows),
-        desc="validating",
-        unit="window",
-        leave=False,
-        dynamic_ncols=True,
-        file=sys.stdout,
-        delay=0.5 if terminal else 10.0,
-        mininterval=0.5 if terminal else 10.0,
-    )
-    with bar:
-        parts = list(zip(windows.starts.split(batch), windows.skipped.split(batch), strict=True))
+    total = 0.0
+    parts = list(zip(windows.starts.split(batch), windows.skipped.split(batch), strict=True))
+    with bar(0.5, total=len(windows), desc="validating", unit="window", leave=False) as shown:
         for first in range(0, len(parts), world.size):
             if world.any(stop):
                 return None
@@ -56,7 +44,7 @@ def validate(
                 _, loss = model(x, y.to(device), return_logits=False)
             if mine < len(parts):
                 total += loss.item() * int((y != -100).sum())
-            bar.update(sum(len(starts) for starts, _ in parts[first : first + world.size]))
+            shown.update(sum(len(starts) for starts, _ in parts[first : first + world.size]))
     total = world.sum(torch.tensor(total, dtype=torch.float64)).item()
     nats, bits = corpus.validation_loss(total / len(corpus.targets))
     return {"validation": nats, "bits_per_byte": bits}

@@ -9,6 +9,7 @@ import codecs
 import dataclasses
 import functools
 import hashlib
+import importlib.util
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -110,16 +111,21 @@ class BPE:
     unit = "token"
     unknown_nats = 0.0
 
+    @staticmethod
+    def needs_tokenizers() -> None:
+        """DataError where the package tokenizers is not installed."""
+        if importlib.util.find_spec("tokenizers") is None:
+            raise DataError(
+                "tokens of BPE need the package tokenizers, which is not installed. "
+                "Run: pip install tokenizers."
+            )
+
     @functools.cached_property
     def engine(self) -> Any:
         """tokenizers.Tokenizer; DataError where that cannot be had."""
-        try:
-            import tokenizers
-        except ImportError:
-            raise DataError(
-                "the tokens of the data need the package tokenizers, which is not installed. "
-                "Run: pip install tokenizers."
-            ) from None
+        self.needs_tokenizers()
+        import tokenizers
+
         try:
             engine = tokenizers.Tokenizer.from_str(self.tokenizer)
         except Exception as error:  # its own class is Exception

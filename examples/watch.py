@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from parallel import World, whole
+from parallel import whole
 
 from flashproto import nn
 
@@ -31,23 +31,27 @@ def not_finite(model: torch.nn.Module) -> str | None:
 
 
 class MaxScores:
-    """The largest score of each layer's attention since they were last taken; see nn.Attention."""
+    """The largest score of each layer's attention in the forward passes `with` it, see nn.Attention."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.layers = [m for m in model.modules() if isinstance(m, nn.Attention)]
+        self.found: list[torch.Tensor] = []
+
+    def __enter__(self) -> None:
         for layer in self.layers:
             layer.record_max_score = True
-        self.largest: torch.Tensor | None = None
 
-    def add(self) -> None:
-        """Those of the forward pass that has just been."""
-        found = torch.stack([x.max_score.amax() for x in self.layers if x.max_score is not None])
-        self.largest = found if self.largest is None else torch.maximum(self.largest, found)
+    def __exit__(self, failure: object, *_: object) -> None:
+        for layer in self.layers:
+            layer.record_max_score = False
+        if failure is None:
+            scores = [x.max_score.amax() for x in self.layers if x.max_score is not None]
+            self.found.append(torch.stack(scores))
 
-    def take(self, world: World) -> list[float]:
-        found, self.largest = self.largest, None
-        each = world.gathered([] if found is None else found.tolist())
-        return [max(layer) for layer in zip(*each, strict=True)]
+    def take(self) -> list[float]:
+        """[layers], since it was last asked."""
+        found, self.found = torch.stack(self.found), []
+        return found.amax(0).tolist()
 
 
 def profiler(path: Path) -> Any:
