@@ -9,7 +9,6 @@ import functools
 import importlib
 import resource
 import types
-import warnings
 from pathlib import Path
 
 import processes
@@ -57,18 +56,10 @@ def make_optimizer(model: nn.GPT) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=RATE, fused=True)
 
 
-def make_batch(config: nn.GPTConfig, seed: int) -> tuple[Tensor, Tensor]:
-    """A global batch; every row has another number of targets."""
+def make_batch(config: nn.GPTConfig, seed: int) -> Tensor:
+    """The ids of a global batch."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config.vocab_size, (ROWS, config.context + 1), generator=generator)
-    tokens, targets = ids[:, :-1], ids[:, 1:].clone()
-    for row in range(ROWS):
-        targets[row, : row + row // 2] = -100
-    return tokens, targets
-
-
-def whole(x: Tensor) -> Tensor:
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return torch.randint(config.vocab_size, (ROWS, config.context + 1), generator=generator)
 
 
 def bound(x: Tensor) -> float:
@@ -78,28 +69,26 @@ def bound(x: Tensor) -> float:
 
 def close(got: Tensor, want: Tensor, what: str, most: float | None = None) -> None:
     most = bound(want) if most is None else most
-    worst = (whole(got) - want).abs().max().item()
+    worst = (module("parallel").whole(got) - want).abs().max().item()
     assert worst <= most, f"{what}: {worst:.1e} more than {most:.1e}"
 
 
 # --- losses, gradients and steps ------------------------------------------------------------------
 
 
-def step(w, model, wrapped, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, Tensor]:
-    """The gradient of several global batches; returns their loss and its norm before it was clipped."""
-    total = sum(int((y != -100).sum()) for _, y in batches)
-    loss = 0.0
+def step(w, model, forward, optimizer, batches: list[Tensor]) -> tuple[float, Tensor]:
+    """The gradient of several global batches, clipped; returns their loss and the norm before."""
+    loss = torch.zeros((), dtype=torch.float64)
     for i, batch in enumerate(batches):
-        x, y = map(w.rows, batch)
-        share = int((batch[1] != -100).sum()) / total
-        with w.accumulating(wrapped, i == len(batches) - 1):
-            _, mean = wrapped(x, y, return_logits=False)
-            weighted = mean * w.weight(int((y != -100).sum())) * share
-            weighted.backward()
-        loss += weighted.item() / w.size
-    loss = w.sum(torch.tensor(loss, dtype=torch.float64)).item()
-    norm = module("parallel").clip(model.parameters(), LIMIT)
-    return loss, norm
+        mine = batch.chunk(w.size)[w.rank]
+        with w.accumulating(forward, i == len(batches) - 1):
+            _, mean = forward(mine[:, :-1], mine[:, 1:], return_logits=False)
+            (mean / len(batches)).backward()
+        loss += mean.detach() / (len(batches) * w.size)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = module("parallel").norm_of_gradients(parameters)
+    torch.nn.utils.clip_grads_with_norm_(parameters, LIMIT, norm)
+    return w.sum(loss).item(), norm
 
 
 def training_equals_one_process(name: str, way: str, batches: int) -> None:
@@ -109,9 +98,11 @@ def training_equals_one_process(name: str, way: str, batches: int) -> None:
     wrapped = w.wrap(model, way)
     optimizers = make_optimizer(alone), make_optimizer(model)
     assert all(isinstance(p, DTensor) == (way == "fsdp") for p in model.parameters())
+    with torch.no_grad():
+        wrapped(make_batch(config, 9)[:1, :3])  # as a sample before the first step
     data = [make_batch(config, i) for i in range(batches)]
-    want = step(module("parallel").World(), alone, alone, data)
-    got = step(w, model, wrapped, data)
+    want = step(module("parallel").ALONE, alone, alone, optimizers[0], data)
+    got = step(w, model, wrapped, optimizers[1], data)
     assert want[1] > LIMIT  # so that there is something to clip
     close(torch.tensor(got[0]), torch.tensor(want[0]), "loss")
     close(got[1], want[1], "norm")
@@ -132,18 +123,21 @@ def bfloat16_blocks_are_autocast(name: str) -> None:
     auto, model = (make_model(config, torch.float32) for _ in range(2))
     wrapped = w.wrap(model, "fsdp", bfloat16=True)
     data = [make_batch(config, 1)]
-    loss, _ = step(module("parallel").World(), exact, exact, data)
+    one = module("parallel").ALONE
+    loss, _ = step(one, exact, exact, make_optimizer(exact), data)
     losses = []
-    for size, m, called in ((module("parallel").World(), auto, auto), (w, model, wrapped)):
+    for size, m, called in ((one, auto, auto), (w, model, wrapped)):
         with torch.autocast("cpu", torch.bfloat16):
-            losses.append(step(size, m, called, data)[0])
+            losses.append(step(size, m, called, make_optimizer(m), data)[0])
     assert abs(losses[1] - loss) <= 2 * abs(losses[0] - loss) + 1e-3
     for (key, p), q, r in zip(
         model.named_parameters(), auto.parameters(), exact.parameters(), strict=True
     ):
         assert p.grad.dtype == torch.float32, key
         far = (q.grad - r.grad).norm()
-        assert (whole(p.grad) - r.grad).norm() <= 1.5 * far + 1e-3 * r.grad.norm(), key
+        assert (module("parallel").whole(p.grad) - r.grad).norm() <= 1.5 * far + 1e-3 * r.grad.norm(), (
+            key
+        )
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -151,39 +145,33 @@ def bfloat16_blocks_are_autocast(name: str) -> None:
 SAVED = nn.GPTConfig(67, 16, 2, 2, 32, norm="rms", positions="rope")
 
 
-def trained() -> tuple[nn.GPT, torch.optim.Optimizer, torch.Generator]:
+def trained() -> tuple[nn.GPT, torch.optim.Optimizer]:
     """After a step in one process."""
     model = make_model(SAVED)
-    optimizer, generator = make_optimizer(model), torch.Generator().manual_seed(9)
-    step(module("parallel").World(), model, model, [make_batch(SAVED, 1)])
+    optimizer = make_optimizer(model)
+    step(module("parallel").ALONE, model, model, optimizer, [make_batch(SAVED, 1)])
     optimizer.step()
     optimizer.zero_grad()
-    return model, optimizer, generator
+    return model, optimizer
 
 
 def tensors_of(*parts) -> dict[str, Tensor]:
-    model, optimizer, generator = parts
-    return module("checkpoint").training_tensors(model, optimizer, [generator])
+    return module("checkpoint").training_tensors(*parts)
 
 
 def restored(way: str, source: Path) -> tuple:
-    """(World, what is called, (model, optimizer, generator)) with the state that `source` holds, a
-    folder of several processes' or the file of one."""
+    """(World, what is called, (model, optimizer)) with the state that `source` holds, a folder of
+    several processes' or the file of one."""
     checkpoint, sharded, w = module("checkpoint"), module("sharded"), world()
     model = make_model(SAVED)
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(0.5)
     wrapped = w.wrap(model, way)
-    parts = model, make_optimizer(model), torch.Generator()
-    layout = sharded.layout_of(*parts[:2])
-    if source.is_dir():
-        tensors, facts = sharded.load(source, w, layout)
-    else:
-        tensors, facts = checkpoint.load(source)
-        tensors = sharded.laid_out(tensors, layout)
-    assert facts == {"step": 1}
-    checkpoint.restore_training(tensors, *parts[:2], [parts[2]])
+    parts = model, make_optimizer(model)
+    saved = sharded.find(source, w)
+    assert saved.facts == {"step": 1}
+    checkpoint.restore_training(saved.tensors(sharded.layout_of(*parts)), *parts)
     return w, wrapped, parts
 
 
@@ -192,15 +180,15 @@ def goes_on(way: str, source: Path, target: Path) -> None:
     w, wrapped, parts = restored(way, source)
     wanted = trained()
     for name, x in tensors_of(*parts).items():
-        assert torch.equal(whole(x), tensors_of(*wanted)[name]), name
+        assert torch.equal(module("parallel").whole(x), tensors_of(*wanted)[name]), name
     if w.main:
         target.mkdir()
     w.gathered(None)
     for _ in range(2):  # the second save is beside the first
         module("sharded").save(target, tensors_of(*parts), {"step": 1}, w)
     data = [make_batch(SAVED, 2)]
-    step(w, parts[0], wrapped, data)
-    step(module("parallel").World(), wanted[0], wanted[0], data)
+    step(w, parts[0], wrapped, parts[1], data)
+    step(module("parallel").ALONE, wanted[0], wanted[0], wanted[1], data)
     for optimizer in (parts[1], wanted[1]):
         optimizer.step()
     for (key, p), q in zip(parts[0].named_parameters(), wanted[0].parameters(), strict=True):
@@ -225,11 +213,11 @@ def a_full_disk_in_one_process(source: Path, target: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"could not be written (File too large) in rank {w.size - 1}" in str(caught.value)
     assert "the checkpoint before is whole. Make room, then go on" in str(caught.value)
-    assert sharded.load(target, w)[1] == {"step": 1}
+    assert sharded.find(target, w).facts == {"step": 1}
     w.gathered(None)
     sharded.save(target, tensors_of(*parts), {"step": 2}, w)  # over what is left of the failed one
     w.gathered(None)
-    assert sharded.load(target, w)[1] == {"step": 2}
+    assert sharded.find(target, w).facts == {"step": 2}
 
 
 def one_decides_for_all() -> None:
@@ -237,13 +225,15 @@ def one_decides_for_all() -> None:
     assert w.from_main(lambda: w.rank) == 0
     assert w.gathered(w.rank) == list(range(w.size))
     assert w.any(w.rank == w.size - 1)
-    assert not w.any(False)
-    assert [w.weight(t) for t in (5, w.rank)] == [1.0, 2 * w.rank / (w.size - 1)]
+    assert not w.any(None)
+    assert w.agreed(f"rank {w.rank}" if w.rank else None) == "rank 1"
+    assert w.agreed(None) is None
+    assert w.largest([w.rank, -w.rank]) == [w.size - 1, 0]
 
 
 def test_several_processes_train_as_one(tmp_path):
     """Of each number of processes all cases in one start; those of 4 load what 2 have written."""
-    checkpoint, sharded, parallel = map(module, ("checkpoint", "sharded", "parallel"))
+    checkpoint, sharded = map(module, ("checkpoint", "sharded"))
     source, parts = tmp_path / "one.safetensors", trained()
     wanted = tensors_of(*parts)
     checkpoint.save(source, wanted, {"step": 1})
@@ -263,8 +253,9 @@ def test_several_processes_train_as_one(tmp_path):
         source = tmp_path / f"{size} fsdp"
     for size in SIZES:
         for way in WAYS:
-            tensors, facts = sharded.load(tmp_path / f"{size} {way}", parallel.World())
-            assert facts == {"step": 1}
+            saved = sharded.find(tmp_path / f"{size} {way}")
+            assert saved.facts == {"step": 1}
+            tensors = saved.tensors(sharded.whole_tensors)
             assert tensors.keys() == wanted.keys()
             for name, x in tensors.items():
                 assert torch.equal(x, wanted[name]), (size, way, name)
@@ -273,19 +264,18 @@ def test_several_processes_train_as_one(tmp_path):
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A folder with two checkpoints, written by a process alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        for n in (1, 2):
-            module("sharded").save(
-                tmp_path, {"x": torch.arange(5) * n}, {"step": n}, module("parallel").World()
-            )
+    for n in (1, 2):
+        module("sharded").save_together(
+            tmp_path, {"x": torch.arange(5) * n}, {"step": n}, module("parallel").ALONE
+        )
     return tmp_path
 
 
 def test_the_latest_is_read(saved):
-    tensors, facts = module("sharded").load(saved, module("parallel").World())
-    assert facts == {"step": 2}
-    assert tensors["x"].tolist() == [0, 2, 4, 6, 8]
+    sharded = module("sharded")
+    found = sharded.find(saved)
+    assert found.facts == {"step": 2}
+    assert found.tensors(sharded.whole_tensors)["x"].tolist() == [0, 2, 4, 6, 8]
     assert (saved / "latest").read_text().startswith("checkpoint-b ")
 
 
@@ -305,7 +295,7 @@ def test_a_damaged_checkpoint_is_named(saved, name, damage):
     path = saved / "checkpoint-b" / name
     damage(path)
     with pytest.raises(module("errors").CheckpointError) as caught:
-        module("sharded").load(saved, module("parallel").World())
+        module("sharded").find(saved)
     said = str(caught.value)
     assert str(saved / "latest" if name == "facts.json" else path) in said
     assert said.endswith("Use another copy, or start a new run.")
