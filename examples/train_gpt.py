@@ -286,6 +286,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
+            run.save()  # it knows the best validation
         log.begin()
         reason = stop.name
         while run.step < s.steps and reason is None:
