@@ -311,6 +311,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
+            run.save()  # it knows the best validation
         log.begin()
         reason = world.agreed(stop.name)
         while run.step < s.steps and reason is None:
