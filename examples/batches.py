@@ -42,7 +42,8 @@ class Batches:
             of = f"--accumulate {settings.accumulate}" + f" and {world} processes" * (world > 1)
             raise OptionError(
                 f"--batch-size is {settings.batch_size}; with {of} "
-                f"it takes a multiple of {parts}. Pass {-(-settings.batch_size // parts) * parts}."
+                f"it takes a multiple of {parts}. Pass {-(-settings.batch_size // parts) * parts}"
+                + (", or start another number of processes." if world > 1 else ".")
             )
         self.rows = settings.batch_size // parts
 

@@ -12,9 +12,9 @@ if __name__ == "__main__":
     import start
 
 import argparse
+from pathlib import Path
 
 import checkpoint
-import sharded
 import torch
 from errors import EXPECTED, OptionError, tell
 from run_folder import newest_folder, no_run
@@ -64,18 +64,28 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
     return ids
 
 
+def load(run: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the facts of the checkpoint of a run, or of a file in one."""
+    if not (run / checkpoint.LATEST).is_file():
+        return checkpoint.load(checkpoint.path_of(run))
+    import sharded  # which takes a second
+
+    saved = sharded.find(run)
+    return saved.tensors(sharded.whole_tensors), saved.facts
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
         folder = options.run or newest_folder(checkpoint.NAME, checkpoint.LATEST)
         if folder is None:
             raise no_run("--run")
-        saved = sharded.find(folder)
-        config, vocabulary = checkpoint.model_parts(saved.facts)
+        tensors, facts = load(Path(folder))
+        config, vocabulary = checkpoint.model_parts(facts)
         device = check_device(options.device)
         check_backend(options.impl, device)
         model = GPT(config, impl=options.impl)
-        checkpoint.restore_model(saved.tensors(sharded.whole_tensors), model)
+        checkpoint.restore_model(tensors, model)
         prompt, ids = vocabulary.opening()
         if options.prompt is not None:
             prompt, ids = options.prompt, encode_prompt(options.prompt, vocabulary)

@@ -21,7 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -55,6 +55,7 @@ class World:
     folder: Path | None = None  # of the run, for what is said when it fails
     stop: StopSignal | None = None
     began: float = 0.0  # the same in every process
+    parent: int = field(default_factory=os.getppid)
 
     @property
     def main(self) -> bool:
@@ -97,7 +98,10 @@ class World:
 
     def agreed(self, reason: str | None) -> str | None:
         """A reason to stop that one of the processes has; None where none has any: so all of them stop
-        at the same step, and no one waits for a barrier."""
+        at the same step, and no one waits for a barrier.  That torchrun was killed is a reason too:
+        the run may be started again, and two would write to the same folder."""
+        if self.size > 1 and os.getppid() != self.parent:
+            reason = reason or "the process that started this one has ended"
         return next(filter(None, self.gathered(reason))) if self.any(reason) else None
 
     # --- the model ----------------------------------------------------------------------------
@@ -206,16 +210,16 @@ class World:
         if isinstance(error, EXPECTED):
             self.note(str(error))
             code = tell(f"{Path(sys.argv[0]).name}: rank {self.rank}", error)
-        elif self.stop:  # torchrun has asked this process to end, for another one has failed
-            code = 128 + (self.stop.number or 0)
         else:
-            # Where another process has failed, what is seen here is a lost connection.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_DFL)
-            time.sleep(PATIENCE)
-            traceback.print_exc()
+            # Where another process has failed, what is seen here is a lost connection, and torchrun
+            # asks this process to end: mostly it has done so, or it does so soon.
             self.note(f"{traceback.format_exc()}Go on with: {self.command()}")
             code = 1
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            if not self.stop:
+                time.sleep(PATIENCE)
+                traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import checkpoint
-import sharded
 from bars import bar
 from documents import Chunk, Source, Split, chunks, find_sources
 from errors import EXPECTED, DataError, OptionError, tell
@@ -104,7 +103,9 @@ def known_tokenizer(path: str) -> BPE:
     run = checkpoint.path_of(path)
     shared = (Path(path) / checkpoint.LATEST).is_file()
     if shared or (run.suffix == ".safetensors" and run.is_file()):
-        vocabulary = vocabulary_of(sharded.find(path).facts["vocabulary"])
+        from sharded import find  # which takes a second
+
+        vocabulary = vocabulary_of(find(path).facts["vocabulary"])
         if not isinstance(vocabulary, BPE):
             raise OptionError(
                 f"--tokenizer is {path!r}, a run on {vocabulary.unit}s; it takes one on tokens. "
