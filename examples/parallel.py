@@ -213,13 +213,15 @@ class World:
         else:
             # Where another process has failed, what is seen here is a lost connection, and torchrun
             # asks this process to end: mostly it has done so, or it does so soon.
-            self.note(f"{traceback.format_exc()}Go on with: {self.command()}")
+            first = str(error).partition("\n")[0]
+            self.note(f"{type(error).__name__}: {first} Go on with: {self.command()}")
             code = 1
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             if not self.stop:
                 time.sleep(PATIENCE)
                 traceback.print_exc()
+                self.note(f"{traceback.format_exc()}Go on with: {self.command()}")
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)

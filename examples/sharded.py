@@ -201,7 +201,7 @@ def _not_written(folder: Path, error: CheckpointException) -> Exception:
     """What went wrong in the first process that failed."""
     rank, (reason, _) = min(error.failures.items())
     if isinstance(reason, OSError):
-        return WriteError(folder, reason, f" in rank {rank}; the checkpoint before is whole")
+        return WriteError(folder, reason, f" in rank {rank}; what was saved before is whole")
     return RuntimeError(f"rank {rank} could not write {folder}: {reason!r}")
 
 

@@ -371,7 +371,8 @@ def whole_run(given: dict, world: World) -> int:
         print(f"note: {log.holes()}; the run does not need them, the picture has a gap")
     finished = run.step == s.steps and unvalidated(run, log) is None
     stop = world.stop = StopSignal()
-    stop.text *= world.main
+    if world.size > 1:  # torchrun hears the second Ctrl-C, and the main process alone talks
+        stop.text = "stopping after this step" * world.main
     reason = None
     if not finished:  # else it is looked at, and nothing of it needs to be written
         if world.main:

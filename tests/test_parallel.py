@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-# ruff: noqa: F401  (fixtures are imported)
+# ruff: noqa: F401, F811  (fixtures are imported)
+import contextlib
 import copy
 import dataclasses
 import functools
 import importlib
+import os
+import random
 import resource
+import sys
 import types
 from pathlib import Path
 
@@ -15,11 +19,13 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from example_scripts import examples_path
+import torchrun
+from example_scripts import BEST, CHECKPOINT, LOG, PLOT, SETTINGS, called, examples_path, rows, text
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from flashproto import nn
+from flashproto.backends import set_default
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without it")
 
@@ -126,9 +132,9 @@ def bfloat16_blocks_are_autocast(name: str) -> None:
     one = module("parallel").ALONE
     loss, _ = step(one, exact, exact, make_optimizer(exact), data)
     losses = []
-    for size, m, called in ((one, auto, auto), (w, model, wrapped)):
+    for size, m, forward in ((one, auto, auto), (w, model, wrapped)):
         with torch.autocast("cpu", torch.bfloat16):
-            losses.append(step(size, m, called, make_optimizer(m), data)[0])
+            losses.append(step(size, m, forward, make_optimizer(m), data)[0])
     assert abs(losses[1] - loss) <= 2 * abs(losses[0] - loss) + 1e-3
     for (key, p), q, r in zip(
         model.named_parameters(), auto.parameters(), exact.parameters(), strict=True
@@ -212,7 +218,7 @@ def a_full_disk_in_one_process(source: Path, target: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert f"could not be written (File too large) in rank {w.size - 1}" in str(caught.value)
-    assert "the checkpoint before is whole. Make room, then go on" in str(caught.value)
+    assert "what was saved before is whole. Make room, then go on" in str(caught.value)
     assert sharded.find(target, w).facts == {"step": 1}
     w.gathered(None)
     sharded.save(target, tensors_of(*parts), {"step": 2}, w)  # over what is left of the failed one
@@ -261,6 +267,72 @@ def test_several_processes_train_as_one(tmp_path):
                 assert torch.equal(x, wanted[name]), (size, way, name)
 
 
+# --- torchrun, and what goes wrong ----------------------------------------------------------------
+
+
+def train(*arguments: object) -> None:
+    """train_gpt.py in a process of tests/processes.py."""
+    train_gpt, parallel = map(module, ("train_gpt", "parallel"))
+    set_default("torch")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        given = train_gpt.parse([str(a) for a in arguments], None)
+        assert train_gpt.whole_run(given, parallel.World(rank, size, rank, size)) == 0
+
+
+def failure(*arguments: object, cwd: Path, largest_file: int | None = None) -> str:
+    """The last lines of a torchrun that fails within a minute."""
+    process = torchrun.start(2, *arguments, cwd=cwd, largest_file=largest_file)
+    _, err = process.communicate(timeout=torchrun.MINUTE)
+    assert process.returncode == 1, err
+    return torchrun.last_lines(err)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of torchrun in /proc")
+def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
+    folder, whole, alone = tmp_path / "run", tmp_path / "whole", tmp_path / "alone"
+    options = ["--data", text, *torchrun.ROWS, "--steps", 40]
+    shared = [*options, "--parallel", "fsdp"]
+    began = torchrun.start(2, *shared, "--out", folder, cwd=tmp_path)
+    rank = random.randrange(2)
+    assert torchrun.kill(began, folder, rank, random.uniform(0, 0.4), after="latest") is not None
+    latest = (folder / "latest").read_bytes()
+
+    said = failure("--resume", "--out", folder, cwd=tmp_path, largest_file=1 << 20)
+    assert "could not be written (File too large) in rank" in said
+    assert "what was saved before is whole. Make room, then go on with --resume." in said
+    assert (folder / "latest").read_bytes() == latest
+
+    shard = folder / latest.split()[0].decode() / "__1_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-100])
+    said = failure("--resume", "--out", folder, cwd=tmp_path)
+    assert "rank      : " in said
+    assert f"{str(shard)!r} of a checkpoint does not have the content" in said
+    assert "Use another copy, or start a new run." in said
+    shard.write_bytes(content)
+
+    cases = {
+        "on": functools.partial(train, "--resume", "--out", folder),
+        "whole": functools.partial(train, *shared, "--out", whole),
+    }
+    processes.run(cases, 2)
+    assert rows(folder) == rows(whole)
+    called("train_gpt", *options, "--out", alone)
+    for many, one in zip(rows(whole), rows(alone), strict=True):
+        assert many.keys() == one.keys()
+        assert (many["step"], many["learning_rate"]) == (one["step"], one["learning_rate"])
+    # Later what float32 rounds grows from step to step; the case in float64 is above.
+    for many, one in zip(rows(whole)[:3], rows(alone)[:3], strict=True):
+        assert many == pytest.approx(one, rel=1e-5)
+
+    # One process goes on with what several wrote, and several with what one wrote.
+    called("train_gpt", "--resume", "--out", folder, "--steps", 42)
+    called("generate", "--run", folder, "--tokens", 3, "--device", "cpu")
+    called("generate", "--run", whole, "--tokens", 3, "--device", "cpu")
+    assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
+
+
 @pytest.fixture
 def saved(tmp_path) -> Path:
     """A folder with two checkpoints, written by a process alone."""
@@ -299,3 +371,29 @@ def test_a_damaged_checkpoint_is_named(saved, name, damage):
     said = str(caught.value)
     assert str(saved / "latest" if name == "facts.json" else path) in said
     assert said.endswith("Use another copy, or start a new run.")
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_options_that_do_not_fit_the_number_of_processes(monkeypatch):
+    OptionError = module("errors").OptionError
+    with pytest.raises(OptionError, match="--parallel is 'fsdp', and there is one process"):
+        module("parallel").ALONE.check_several("fsdp")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    many = module("parallel").World(0, 2, 0, 2)
+    many.check_device("cpu")
+    with pytest.raises(OptionError, match="--nproc-per-node is 2, and torch sees 1"):
+        many.check_device("cuda")
+    settings = module("settings").Settings(batch_size=4)
+    with pytest.raises(OptionError, match=r"multiple of 3\. Pass 6, or start another number of proc"):
+        module("batches").Batches(torch.arange(200), settings, 0, 3)
+
+
+def test_the_command_that_goes_on_names_the_processes(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    World = module("parallel").World
+    assert World().command() == "python train_gpt.py --resume"
+    here = World(1, 2, 1, 2, folder=Path("a b"))
+    assert here.command() == "torchrun --nproc-per-node 2 train_gpt.py --resume --out 'a b'"
+    assert World(1, 4, 1, 2).command() == "torchrun --nnodes 2 ... train_gpt.py --resume"

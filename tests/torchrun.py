@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -29,12 +30,20 @@ ROWS = [
 ]
 
 
-def start(processes: int, *arguments: object, cwd: Path, **more: str) -> subprocess.Popen:
+def start(
+    processes: int, *arguments: object, cwd: Path, largest_file: int | None = None
+) -> subprocess.Popen:
+    def limit() -> None:
+        if largest_file is not None:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
+
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
     return subprocess.Popen(
         [*torchrun, str(SCRIPT), *map(str, arguments)],
         cwd=cwd,
-        env=environment(**more),
+        env=environment(),
+        preexec_fn=limit,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -53,9 +62,8 @@ def ranks(torchrun: subprocess.Popen) -> dict[int, int]:
     return found
 
 
-def training(torchrun: subprocess.Popen, folder: Path, before: float) -> bool:
-    """Wait until the run has begun; False where it ended before."""
-    path = folder / SETTINGS
+def written(torchrun: subprocess.Popen, path: Path, before: int) -> bool:
+    """Wait until it writes the file anew; False where it ended before."""
     while not path.exists() or path.stat().st_mtime_ns == before:
         if torchrun.poll() is not None:
             return False
@@ -63,11 +71,13 @@ def training(torchrun: subprocess.Popen, folder: Path, before: float) -> bool:
     return True
 
 
-def kill(torchrun: subprocess.Popen, folder: Path, rank: int, seconds: float) -> str | None:
-    """Kill a rank so many seconds after the run has begun; returns what torchrun then says, None where
-    the run was finished before."""
-    path = folder / SETTINGS
-    if training(torchrun, folder, path.stat().st_mtime_ns if path.exists() else 0):
+def kill(
+    torchrun: subprocess.Popen, folder: Path, rank: int, seconds: float, after: str = SETTINGS
+) -> str | None:
+    """Kill a rank so many seconds after the run has written a file, the first one at its begin; returns
+    what torchrun then says, None where the run was finished before."""
+    path = folder / after
+    if written(torchrun, path, path.stat().st_mtime_ns if path.exists() else 0):
         time.sleep(seconds)
         victims = ranks(torchrun)
         if rank in victims:
@@ -79,9 +89,14 @@ def kill(torchrun: subprocess.Popen, folder: Path, rank: int, seconds: float) ->
     return err
 
 
+def last_lines(err: str) -> str:
+    """What torchrun says last, of the process that failed first."""
+    return err.split("Root Cause (first observed failure):")[-1]
+
+
 def check_last_lines(err: str, rank: int, folder: Path) -> None:
-    """The end of what torchrun says of a killed rank: which, why, and how to go on."""
-    cause = err.split("Root Cause (first observed failure):")[-1]
+    """They name the killed rank, why it ended, and how to go on."""
+    cause = last_lines(err)
     assert f"rank      : {rank} " in cause, err
     assert "(SIGKILL)" in cause, err
     assert f"rank {rank}: ended without a word: it was killed" in cause, err
