@@ -140,6 +140,13 @@ class World:
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
+            # The first backward decides in which order DDP adds up the gradients of later ones.  Were
+            # it that of the first step, a resumed run would round otherwise than one never stopped.
+            token = torch.zeros((1, 1), dtype=torch.int64, device=device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
+                _, loss = wrapped(token, token, return_logits=False)
+            loss.backward()
+            wrapped.zero_grad(set_to_none=True)
             return torch.compile(wrapped) if compile else wrapped  # type: ignore[return-value]
         # Blocks return a pair of tensors, and nothing here changes one in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")

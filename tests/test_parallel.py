@@ -237,7 +237,28 @@ def one_decides_for_all() -> None:
     assert w.largest([w.rank, -w.rank]) == [w.size - 1, 0]
 
 
-def test_several_processes_train_as_one(tmp_path):
+def train(*arguments: object) -> None:
+    """train_gpt.py in a process of tests/processes.py."""
+    train_gpt, parallel = map(module, ("train_gpt", "parallel"))
+    set_default("torch")
+    train_gpt.Run.sample = lambda *_: None  # most of the time of so short a run
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        given = train_gpt.parse([str(a) for a in arguments], None)
+        assert train_gpt.whole_run(given, parallel.World(rank, size, rank, size)) == 0
+
+
+def resumed_is_exact(way: str, folder: Path, options: list[object]) -> None:
+    """A run that was stopped goes on as one that was not, bit for bit, in any number of processes."""
+    options = [*options, "--parallel", way]
+    train(*options, "--out", folder / "whole")
+    train(*options, "--minutes", 1e-6, "--out", folder / "stopped")
+    train("--resume", "--out", folder / "stopped")
+    if world().main:
+        assert rows(folder / "stopped") == rows(folder / "whole")
+
+
+def test_several_processes_train_as_one(tmp_path, text):
     """Of each number of processes all cases in one start; those of 4 load what 2 have written."""
     checkpoint, sharded = map(module, ("checkpoint", "sharded"))
     source, parts = tmp_path / "one.safetensors", trained()
@@ -255,6 +276,11 @@ def test_several_processes_train_as_one(tmp_path):
         cases["full disk"] = functools.partial(
             a_full_disk_in_one_process, source, tmp_path / f"{size} full"
         )
+        if size == SIZES[-1]:
+            options = ["--data", text, *torchrun.ROWS, "--steps", 8]
+            for way in WAYS:
+                at = tmp_path / f"exact {way}"
+                cases[f"exact {way}"] = functools.partial(resumed_is_exact, way, at, options)
         processes.run(cases, size)
         source = tmp_path / f"{size} fsdp"
     for size in SIZES:
@@ -268,16 +294,6 @@ def test_several_processes_train_as_one(tmp_path):
 
 
 # --- torchrun, and what goes wrong ----------------------------------------------------------------
-
-
-def train(*arguments: object) -> None:
-    """train_gpt.py in a process of tests/processes.py."""
-    train_gpt, parallel = map(module, ("train_gpt", "parallel"))
-    set_default("torch")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        given = train_gpt.parse([str(a) for a in arguments], None)
-        assert train_gpt.whole_run(given, parallel.World(rank, size, rank, size)) == 0
 
 
 def failure(*arguments: object, cwd: Path, largest_file: int | None = None) -> str:
