@@ -140,13 +140,6 @@ class World:
                 device_ids=[device] if device.type == "cuda" else None,
                 gradient_as_bucket_view=True,
             )
-            # The first backward decides in which order DDP adds up the gradients of later ones.  Were
-            # it that of the first step, a resumed run would round otherwise than one never stopped.
-            token = torch.zeros((1, 1), dtype=torch.int64, device=device)
-            with torch.autocast(device.type, torch.bfloat16, enabled=bfloat16):
-                _, loss = wrapped(token, token, return_logits=False)
-            loss.backward()
-            wrapped.zero_grad(set_to_none=True)
             return torch.compile(wrapped) if compile else wrapped  # type: ignore[return-value]
         # Blocks return a pair of tensors, and nothing here changes one in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
@@ -163,6 +156,18 @@ class World:
         fully_shard(model, mesh=mesh)  # the rest: the embeddings, the last norm and the head
         return model
 
+    def settle(self, wrapped: nn.Module, autocast: torch.autocast) -> None:
+        """To be called before the first step.  The first backward decides in which order DDP adds up
+        the gradients of later ones: were it that of a step, a resumed run would round otherwise than
+        one that was never stopped."""
+        inner = without_compile(wrapped)
+        if isinstance(inner, DistributedDataParallel):
+            token = torch.zeros((1, 1), dtype=torch.int64, device=next(inner.parameters()).device)
+            with autocast:
+                _, loss = inner(token, token, return_logits=False)
+            loss.backward()
+            inner.zero_grad(set_to_none=True)
+
     @contextlib.contextmanager
     def accumulating(self, wrapped: Callable, last: bool) -> Iterator[None]:
         """Forward and backward of one of several batches whose gradients are added up.
@@ -170,7 +175,7 @@ class World:
         With DDP they are averaged over the processes in the last one alone.  With FSDP that is done in
         each, so that no process ever holds the gradient of the whole model.
         """
-        inner = getattr(wrapped, "_orig_mod", wrapped)  # of torch.compile
+        inner = without_compile(wrapped)
         if isinstance(inner, DistributedDataParallel) and not last:
             with inner.no_sync():
                 yield
@@ -269,6 +274,11 @@ def joined() -> Iterator[World]:
             world._fail(error)
         else:
             dist.destroy_process_group()
+
+
+def without_compile(wrapped: Callable) -> Callable:
+    """The module that torch.compile was given, where it was."""
+    return getattr(wrapped, "_orig_mod", wrapped)
 
 
 def norm_of_gradients(parameters: Iterable[Tensor]) -> Tensor:

@@ -313,6 +313,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
             check(run, interrupted, stop)
             run.save()  # it knows the best validation
         log.begin()
+        world.settle(run.forward, s.autocast())
         reason = world.agreed(stop.name)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
