@@ -13,11 +13,12 @@ Each case has a default group of its own, so that one that fails leaves nothing 
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -27,7 +28,7 @@ import torch.distributed as dist
 
 Case = Callable[[], Any]
 # Imported once, by the process that the others are forked from.
-PRELOADED = ["torch.distributed", "flashproto"]
+PRELOADED = ["torch.distributed", "flashproto", "flashproto.distributed", "pytest", "hypothesis"]
 CASE_SECONDS = 60.0  # the longest that a process waits for the others in one case
 
 
@@ -70,6 +71,16 @@ def run(
             process.join()
     assert not failures, f"of {world_size} processes:\n" + "\n".join(failures)
     return results
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """A default group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def collect(pipes: list[Connection], results: dict[str, list[Any]], end: float) -> list[str]:
