@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 from flashproto.nn import GPT
 
 T = TypeVar("T")
-WAYS = ("ddp", "fsdp")
 TIMEOUT = timedelta(seconds=50)  # the longest that a process waits for the others
 PATIENCE = 5.0  # seconds in which torchrun notices that another process has ended, and ends this one
 
