@@ -185,6 +185,13 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         },
     ),
     "attention_qkv": ({"qkv": QKV, "n_heads": 2, "n_kv_heads": 1}, ATTENTION | HEADS | QKVS),
+    "merge_attention": (
+        {"outs": [Q, Q], "lses": [Q[..., 0], Q[..., 0]]},
+        {
+            "outs": [Q, None, [], [Q], [Q, LONG], [Q, 1.0]],
+            "lses": [None, [], LONG, [Q, Q], [Q[..., 0]]],
+        },
+    ),
     "scaled_dot_product_attention": (
         {"query": Q, "key": Q, "value": Q},
         {
@@ -201,6 +208,7 @@ ALSO = {
     "n_kv_heads": "qkv",
     "cu_seqlens_q": "cu_seqlens_k",
     "gate": "up",
+    "outs": "lses",
     "cos": "sin",
     "key": "query, key or value",
     "value": "query, key or value",

@@ -126,6 +126,10 @@ FUNCTIONS: dict[str, Function] = {
         lambda q, k, v, **o: fp.attention_varlen(q, k, v, *[thirds(q)] * 2, causal=True, **o),
         lambda S: ((S, 4, 16), (S, 2, 16), (S, 2, 24)), torch=False,
     ),
+    "merge_attention": Function(
+        lambda a, b, s, t, impl=None: total(fp.merge_attention((a, b), (s, t))),
+        lambda S: ((2, S, 16), (2, S, 16), (2, S), (2, S)),
+    ),
     "attention_qkv": Function(lambda x, **o: fp.attention_qkv(x, 2, 1, causal=True, **o), packed),
     "scaled_dot_product_attention": Function(
         lambda q, k, v, impl=None: with_default(

@@ -15,6 +15,9 @@ from .cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+from .decode import (
+    merge_attention,
+)
 from .glu import (
     geglu,
     gelu,
@@ -64,6 +67,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "merge_attention",
     "qk_norm",
     "qk_norm_qkv",
     "reglu",

@@ -16,6 +16,9 @@ from .cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+from .decode import (
+    merge_attention,
+)
 from .glu import (
     ACTIVATIONS,
     glu,
@@ -61,6 +64,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "merge_attention",
     "moments_finish",
     "moments_merge",
     "moments_of_tile",
