@@ -5,13 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
+from attention_problem import HEAD_DIMS
+from decode_problem import Problem, draw, play
+from rows import poison
 from torch import Tensor
 
 import flashproto
-from flashproto import reference
+from flashproto import configs, reference
+from flashproto.ops import call_cache
 
 # --- merging -----------------------------------------------------------------------------------------
 
@@ -72,3 +77,44 @@ def test_rows_without_a_key_stay_so(device: str) -> None:
     gradients = torch.autograd.grad([out.sum() + lse[1]], [outs, lses])
     assert all(x.isfinite().all() for x in gradients)
     assert gradients[0][1, 1].tolist() == [1.0] * 4 and not gradients[0][:, 0].any()
+
+
+# --- a cache -----------------------------------------------------------------------------------------
+
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_the_reference_follows_the_definition(index: int, device: str, seed: int) -> None:
+    """In float64; of 8 bits in float32, as they are."""
+    generator = random.Random(seed)
+    problem = draw(generator, 90, 8, (8, 16))
+    if not problem.eight:
+        problem = replace(problem, dtype=torch.float64)
+    play(problem, device, generator, "reference")
+
+
+SIZES = (700, 32, HEAD_DIMS) if ON_GPU else (150, 4, (16, 24))
+FIRST = None if ON_GPU else "reference"  # the interpreter takes long for many queries
+
+
+@pytest.mark.parametrize("index", range(300 if ON_GPU else 6))
+def test_the_kernels_follow_the_definition(index: int, device: str, seed: int, monkeypatch) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    play(draw(generator, *SIZES), device, generator, "triton", first=FIRST)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_whole_tiles_of_queries(ragged: bool, device: str, seed: int, monkeypatch) -> None:
+    """As in a prefill, where nothing is merged."""
+    monkeypatch.setattr(configs, "splits_cache", lambda *_: False)
+    call_cache.forget()
+    poison(monkeypatch)
+    counts = ((5, 9), (4, 0)) if ragged else ((9, 9), (1, 1))
+    options = {"causal": True, "scale": None, "window": (6, None), "sinks": True}
+    problem = Problem(
+        torch.float16, 2, 4, 2, 16, 24, 32, 16, counts, ragged=ragged, rope="halves", options=options
+    )
+    play(problem, device, random.Random(seed), "triton")
+    call_cache.forget()

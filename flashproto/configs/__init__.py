@@ -21,6 +21,12 @@ from .cross_entropy import (
     product_classes,
     tokens_at_once,
 )
+from .decode import (
+    DecodeConfig,
+    attention_decode,
+    attention_splits_keys,
+    splits_cache,
+)
 from .elementwise import (
     HeadConfig,
     TileConfig,
@@ -67,6 +73,7 @@ from .sizes import (
 __all__ = [
     "AttentionConfig",
     "CrossEntropyConfig",
+    "DecodeConfig",
     "HeadConfig",
     "HopperBackward",
     "HopperForward",
@@ -75,8 +82,10 @@ __all__ = [
     "TileConfig",
     "attention_backward",
     "attention_backward_hopper",
+    "attention_decode",
     "attention_forward",
     "attention_forward_hopper",
+    "attention_splits_keys",
     "balanced_work",
     "classes_at_once",
     "classes_summed",
@@ -113,5 +122,6 @@ __all__ = [
     "softmax_topk_backward",
     "softmax_topk_join",
     "softmax_topk_span",
+    "splits_cache",
     "tokens_at_once",
 ]

@@ -16,6 +16,7 @@ from .cross_entropy import (
     linear_cross_entropy,
 )
 from .decode import (
+    attention_with_kv_cache,
     merge_attention,
 )
 from .glu import (
@@ -59,6 +60,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "attention_varlen",
+    "attention_with_kv_cache",
     "cross_entropy",
     "geglu",
     "gelu",

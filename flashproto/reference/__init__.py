@@ -17,6 +17,7 @@ from .cross_entropy import (
     linear_cross_entropy,
 )
 from .decode import (
+    attention_with_kv_cache,
     merge_attention,
 )
 from .glu import (
@@ -57,6 +58,7 @@ __all__ = [
     "ACTIVATIONS",
     "add_norm",
     "attention",
+    "attention_with_kv_cache",
     "causal_mask",
     "compute_dtype",
     "cross_entropy",
