@@ -5,17 +5,37 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from attention_problem import HEAD_DIMS
-from decode_problem import Problem, draw, play
+from attention_problem import draw as variant_draw
+from decode_problem import Problem, Sequences, draw, next_call, play
+from operators import launches
 from rows import poison
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from variant_problem import (
+    FEATURES,
+    assert_within_bound,
+    compatible,
+    drawn,
+    exact_and_eager,
+    make,
+    run,
+)
 
 import flashproto
 from flashproto import configs, reference
+from flashproto.functional import decode_checks
+from flashproto.variant import Kind
+
+pytest.importorskip("triton")
+
 from flashproto.ops import call_cache
 
 # --- merging -----------------------------------------------------------------------------------------
@@ -98,7 +118,7 @@ SIZES = (700, 32, HEAD_DIMS) if ON_GPU else (150, 4, (16, 24))
 FIRST = None if ON_GPU else "reference"  # the interpreter takes long for many queries
 
 
-@pytest.mark.parametrize("index", range(300 if ON_GPU else 6))
+@pytest.mark.parametrize("index", range(120 if ON_GPU else 5))
 def test_the_kernels_follow_the_definition(index: int, device: str, seed: int, monkeypatch) -> None:
     poison(monkeypatch)
     generator = random.Random(seed)
@@ -118,3 +138,236 @@ def test_whole_tiles_of_queries(ragged: bool, device: str, seed: int, monkeypatc
     )
     play(problem, device, random.Random(seed), "triton")
     call_cache.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.gib(4)
+@pytest.mark.parametrize("eight", [0, 1, 2])
+def test_long_sequences_in_pages(eight: int, seed: int) -> None:
+    counts = ((1500, 1, 0, 700), (3, 3, 3, 3), (1, 1, 1, 1))
+    options = {"causal": True, "scale": None}
+    problem = Problem(
+        torch.bfloat16, 4, 32, 8, 128, 128, 32768, 64, counts, ragged=True, rope="halves", eight=eight,
+        options=options,
+    )  # fmt: skip
+    play(problem, "cuda", random.Random(seed), "triton")
+
+
+# --- what a call is ----------------------------------------------------------------------------------
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Fails where the host would wait for what is in a tensor."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert not name.startswith(self.READS), f"{function} reads a tensor"
+        if name.startswith("index"):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), (
+                f"{function} reads a tensor"
+            )
+        if name in ("_to_copy", "copy_"):
+            made = (kwargs or {}).get("device") or args[0].device
+            assert torch.device(made).type == args[-1].device.type, f"{function} leaves the device"
+        return function(*args, **(kwargs or {}))
+
+
+READING = {
+    "appending": {"rope": "halves"},
+    "pages, a window, padding": {
+        "page": 8, "padded": True, "indexed": True, "eight": 2,
+        "options": {"causal": True, "scale": None, "window": (9, None), "sinks": True, "alibi": True},
+    },
+    "side by side behind a prefix": {"ragged": True, "prefix": 5, "rope": "neighbours"},
+}  # fmt: skip
+
+
+def small(seed: int, **fields: Any) -> Problem:
+    options = {"causal": True, "scale": None}
+    base = Problem(torch.float32, 2, 2, 1, 16, 16, 32, 0, ((7, 7), (1, 1)), options=options)
+    return replace(base, **fields)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_nothing_is_read_by_the_host(name: str, device: str, seed: int) -> None:
+    """Under a mode that sees every operator; and on a GPU as PyTorch itself watches."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if options["impl"] == "reference":
+            return flashproto.attention_with_kv_cache(*args, **options)
+        with NothingIsRead():
+            made = flashproto.attention_with_kv_cache(*args, **options)
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                keep = [x.clone() for x in made]
+                made = flashproto.attention_with_kv_cache(*args, **options)
+                assert all(map(torch.equal, made, keep))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return made
+
+    play(small(seed, **READING[name]), device, random.Random(seed), "triton", call, first=FIRST)
+
+
+def test_a_mode_sees_reads() -> None:
+    x = torch.ones(3)
+    for read in (lambda: x[0].item(), lambda: x[x > 0], lambda: x.to("meta"), lambda: bool(x.any())):
+        with pytest.raises(AssertionError), NothingIsRead():
+            read()
+
+
+@pytest.mark.parametrize("name", ["pages, a window, padding", "side by side behind a prefix"])
+def test_it_compiles_whole(name: str, device: str, seed: int) -> None:
+    """In one graph, the writes into the cache included; other lengths compile nothing anew."""
+    count = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(flashproto.attention_with_kv_cache, fullgraph=True, backend=count)
+    problem = small(seed, counts=((2, 2), (2, 2), (2, 2)), **READING[name])
+    try:
+        play(problem, device, random.Random(seed), "triton", call)
+        assert count.frame_count == 2  # with new tokens and without
+    finally:
+        torch.compiler.reset()
+
+
+def test_the_ops_are_what_their_schemas_say(device: str) -> None:
+    cache = [torch.zeros(2, 8, 1, 16, device=device) for _ in range(2)]
+    new = [torch.randn(2, 1, 3, 16, device=device) for _ in range(2)]
+    lengths = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    torch.library.opcheck(
+        torch.ops.flashproto.append_kv_cache_,
+        (*cache, None, None, *new, None, None, lengths, *[None] * 6, 0, False, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    settings = ([0], [], "causal//", 0.25, 0, 0, False)
+    torch.library.opcheck(
+        torch.ops.flashproto.attention_kv_cache,
+        (new[0], *cache, lengths, *[None] * 10, [], *settings),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 16])
+def test_one_graph_serves_all_lengths(page: int, seed: int) -> None:
+    generator = random.Random(seed)
+    options = {"causal": True, "scale": None}
+    counts = ((1,) * 3,) * 2
+    problem = Problem(
+        torch.bfloat16, 3, 8, 2, 64, 64, 2048, page, counts, rope="halves", options=options
+    )
+    state = Sequences(problem, "cuda", generator)
+    made = next_call(state, counts[0])
+    lengths = state.options["lengths"]
+    options = state.options | {"lengths": lengths, "k": made.k, "v": made.v, "return_lse": True}
+
+    def call() -> Any:
+        return flashproto.attention_with_kv_cache(made.q, *state.caches, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = call()
+    for x in state.caches:
+        x.normal_()
+    for _ in range(20):
+        wanted = [generator.choice((0, 1, 63, 64, generator.randrange(2047), 2047)) for _ in range(3)]
+        lengths.copy_(torch.tensor(wanted))
+        for x in (made.q, made.k, made.v):
+            x.normal_()
+        graph.replay()
+        got = [x.clone() for x in replayed]
+        for x, want in zip(got, reference_of(made, state, options), strict=True):
+            torch.testing.assert_close(x.double(), want.double(), rtol=2e-2, atol=2e-2)
+
+
+def reference_of(made: Any, state: Sequences, options: dict[str, Any]) -> Any:
+    """By the reference in float64, on copies."""
+    doubled = [x.double() for x in (made.q, *state.caches)]
+    new = {n: options[n].double() for n in ("k", "v")}
+    return flashproto.attention_with_kv_cache(*doubled, **options | new, impl="reference")
+
+
+def test_gradients_are_refused(device: str) -> None:
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 8, 1, 16, device=device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    for tensors in ((q.clone().requires_grad_(), cache), (q, cache.clone().requires_grad_())):
+        with pytest.raises(ValueError, match=r"there is no gradient. Call it under torch.no_grad"):
+            flashproto.attention_with_kv_cache(tensors[0], tensors[1], cache, lengths=lengths)
+        with torch.no_grad():
+            flashproto.attention_with_kv_cache(tensors[0], tensors[1], cache, lengths=lengths)
+
+
+OUT_OF_RANGE = {
+    "lengths is 40 at": {"lengths": [40]},
+    "lengths is -1": {"lengths": [-1]},
+    "page_table is 9 at [0, 1]": {"page_table": [[0, 9, 99, 99]]},
+    "page_table is -1 at [0, 0]": {"page_table": [[-1, 1, 99, 99]]},
+    "cache_index is 1": {"cache_index": [1]},
+    "starts is 20": {"starts": [20]},
+}
+
+
+@pytest.mark.parametrize("message", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_in_the_checked_mode(
+    message: str, device: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(decode_checks, "CHECKED", True)
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(9, 8, 1, 16, device=device)
+    right = {"lengths": [15], "page_table": [[3, 1, 99, 99]]}
+
+    def call(given: dict[str, Any]) -> None:
+        ints = {n: torch.tensor(x, dtype=torch.int32, device=device) for n, x in given.items()}
+        flashproto.attention_with_kv_cache(q, cache, cache, **ints)
+
+    call(right)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(right | OUT_OF_RANGE[message])
+
+
+# --- attention without a cache -----------------------------------------------------------------------
+
+SPLIT = [n for n, f in FEATURES.items() if n not in ("first_keys", "max_score", "entropy")]
+SETS = [("causal",), ("window", "sinks", "intervals"), ("top_left", "alibi", "softcap"), ("documents",)]
+
+
+@pytest.mark.parametrize("index", range(60 if ON_GPU else len(SETS)))
+def test_split_keys_give_attention(index: int, device: str, seed: int, monkeypatch) -> None:
+    """Gradients included, of which the backward knows nothing of splits."""
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    names = SETS[index] if index < len(SETS) else ()
+    while not compatible(names) or not names:
+        names = tuple(n for n in SPLIT if generator.random() < 0.3)
+    problem = replace(
+        variant_draw(generator, 3000 if ON_GPU else 150, 8 if ON_GPU else 3), causal=False
+    )
+    if not ON_GPU:
+        problem = replace(problem, Sq=min(problem.Sq, 9), Sk=150, D=16, Dv=24)
+    monkeypatch.setattr(configs, "attention_splits_keys", lambda *_: True)
+    call_cache.forget()
+    call = drawn(generator, problem, names, device)
+    made = make(call, device)
+    exact, plain = exact_and_eager(call, *made)
+    with launches() as seen:
+        got = run(call, *made, "triton")
+    assert any(x.kernel == "attention_decode_kernel" for x in seen)
+    assert_within_bound(got, exact, plain, call)
+    call_cache.forget()
+
+
+def test_where_keys_are_split() -> None:
+    """Few queries with long keys; not where tiles of queries fill the card, nor what is not written."""
+    causal = Kind(CAUSAL=True)
+
+    def splits(*shape: int, kind: Kind = causal) -> bool:
+        return configs.attention_splits_keys(kind, *shape, 132)
+
+    assert splits(1, 32, 8, 1, 131072) and splits(16, 32, 8, 16, 8192) and splits(1, 8, 1, 512, 131072)
+    assert not splits(4, 32, 8, 4096, 4096) and not splits(1, 64, 8, 512, 131072)
+    assert not splits(1, 32, 8, 1, 512) and not splits(1, 32, 8, 1, 8192, kind=Kind(ENTROPY=True))

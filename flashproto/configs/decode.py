@@ -75,15 +75,16 @@ def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:
 
 
 def attention_splits_keys(
-    kind: Kind, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, block_m: int, multiprocessors: int
+    kind: Kind, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
 ) -> bool:
-    """Whether attention without a cache splits its keys on backend "triton": long keys, and too few
-    tiles of queries for the card.  What kinds split keys do not have: see `beyond`."""
-    if kind.beyond(SPLIT_KINDS) or Sk < 1024 or Sq > 1024 or not Hkv:
+    """Whether attention without a cache splits its keys on backend "triton": where they are long, and
+    tiles of queries too few for the card."""
+    if Sk < 1024 or Sq > 1024 or not Hkv or kind.beyond(SPLIT_KINDS):
         return False
     rows = Hq // Hkv * Sq
-    items = B * Hkv * -(-rows // block_m)
-    return 2 * items <= multiprocessors or (rows <= 64 and items <= 4 * multiprocessors)
+    tiles = B * Hkv * -(-rows // 64)
+    return 2 * tiles <= multiprocessors or (rows <= 64 and tiles <= 4 * multiprocessors)
 
 
+# The fields of Kind that kernels/attention_decode.py has.
 SPLIT_KINDS = ("CAUSAL", "WINDOW", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS")

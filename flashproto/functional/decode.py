@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from ..backends import Reason, float64_reasons
-from ..checks import check_flag, check_scale, check_states
+from ..backends import Reason, autocast_dtype, float64_reasons
+from ..checks import FLOATS, check_flag, check_scale, check_states
 from ..variant import Variant, pack
 from .attention import _band, _variant, attention
-from .autocast import autocast_low_precision
 from .decode_checks import (
     check_cache,
     check_constants,
@@ -151,7 +150,7 @@ def attention_with_kv_cache(
         True
     """
     name = "attention_with_kv_cache"
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _autocast(k_cache, q, k, v)
     check_cache(
         q,
         k_cache,
@@ -239,11 +238,15 @@ def attention_with_kv_cache(
     return made[0].transpose(0, 1)
 
 
-def _autocast(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Any, Any, Any]:
-    if k is None or v is None:
-        return autocast_low_precision(q)[0], k, v
-    q, k, v = autocast_low_precision(q, k, v)
-    return q, k, v
+def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
+    """Where autocast is on, tensors in the dtype of the cache, or of autocast beside 8 bits."""
+    first = tensors[0]
+    dtype = autocast_dtype(first) if isinstance(first, Tensor) else None
+    if dtype is None:
+        return tensors
+    if isinstance(cache, Tensor) and cache.dtype in FLOATS:
+        dtype = cache.dtype
+    return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
 def _cache_reasons(backend: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Iterator[Reason]:

@@ -62,6 +62,10 @@ def check_cache(
     """Shapes, dtypes and devices of what says where queries and keys are."""
     check_tensor(NAME, "q", q)
     ragged = cu_seqlens_q is not None
+    if cu_seqlens_q is not None:
+        check_int32("cu_seqlens_q", cu_seqlens_q, q.device, [None])
+        if cu_seqlens_q.shape[0] == 0:
+            refuse(NAME, "cu_seqlens_q", "empty", "int32 [B + 1]", "Begin with 0.")
     if q.ndim != (3 if ragged else 4):
         takes = "[T, Hq, D] with cu_seqlens_q" if ragged else "4 dimensions [B, Hq, Sq, D]"
         do = "Put the tokens of all sequences side by side, or leave cu_seqlens_q out."
@@ -83,14 +87,7 @@ def check_cache(
         refuse(NAME, "v_cache", got, same, "Pass keys and values of the same tokens.")
     heads = q.transpose(0, 1)[None] if ragged else q
     _check_heads(heads, k_cache, v_cache)
-    if isinstance(cu_seqlens_q, Tensor) and cu_seqlens_q.shape[:1] == (0,):
-        refuse(NAME, "cu_seqlens_q", "empty", "int32 [B + 1]", "Begin with 0.")
-    if ragged:
-        check_int32("cu_seqlens_q", cu_seqlens_q, q.device, [None])
-        assert cu_seqlens_q is not None
-        B = cu_seqlens_q.shape[0] - 1
-    else:
-        B = q.shape[0]
+    B = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     check_int32("lengths", lengths, q.device, [B])
     for name, optional in (("starts", starts), ("cache_index", cache_index)):
         if optional is not None:

@@ -221,7 +221,7 @@ def softmax_times(
     v: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of scaled scores [B, H, Sq, Sk] between the pairs that are seen."""
-    scores = modified(scores, pairs, softcap, alibi_slopes).masked_fill(~seen, -math.inf)
+    scores = modified(scores.to(v.dtype), pairs, softcap, alibi_slopes).masked_fill(~seen, -math.inf)
     m = largest(scores)
     p = torch.exp(scores - torch.where(m == -math.inf, 0.0, m)[..., None])
     lse, normaliser = online_softmax_finish(m, p.sum(-1))
