@@ -36,6 +36,7 @@ from .timing import make_timer
 SUBJECTS = (
     "attention",
     "views",
+    "decode",
     "norm",
     "norm_float32",
     "add_norm",
@@ -118,7 +119,7 @@ def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
-    if subject not in ("attention", "views", "block", "gpt", "launch"):
+    if subject not in ("attention", "views", "decode", "block", "gpt", "launch"):
         runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]
