@@ -115,6 +115,20 @@ def plan(
 
 
 @triton.jit
+def sequence_of_step(step, work, BLOCK_B: tl.constexpr):
+    """(b, first): the sequence that a step of all work belongs to, and the first step of its work."""
+    every = tl.arange(0, BLOCK_B)
+    low, high, first = step * 0, step * 0 + (BLOCK_B - 1), step * 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.sum(tl.where(every < middle, work, 0), 0)
+        low = tl.where(begins <= step, middle, low)
+        high = tl.where(begins <= step, high, middle - 1)
+        first = tl.where(begins <= step, begins, first)
+    return low, first
+
+
+@triton.jit
 def part_of(program, programs, total):
     """The first step of a program's part of `total` steps."""
     return (program.to(tl.int64) * total // programs).to(tl.int32)
@@ -183,7 +197,7 @@ def row_of(b, page_table_ptr, cache_index_ptr, table_stride, PAGE_SIZE: tl.const
     if PAGE_SIZE:
         return row * 0, page_table_ptr + row * table_stride
     else:
-        return row, page_table_ptr
+        return row, 0
 
 
 @triton.jit
@@ -338,7 +352,6 @@ def attention_decode_kernel(
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, SPLIT,
     )  # fmt: skip
     total = tl.sum(work, 0)
-    ends = tl.cumsum(work, 0)
     every = tl.arange(0, BLOCK_B)
     program = tl.program_id(0)
     if SPLIT:
@@ -348,10 +361,10 @@ def attention_decode_kernel(
         step = program
         stop = tl.minimum(program + 1, total)
     while step < stop:
-        b = tl.sum((ends <= step).to(tl.int32), 0)
+        b, begun = sequence_of_step(step, work, BLOCK_B)
         before = every < b
         own = every == b
-        rest = step - tl.sum(tl.where(before, work, 0), 0)
+        rest = step - begun
         own_tiles = tl.sum(tl.where(own, tiles, 0), 0)
         own_query_tiles = tl.sum(tl.where(own, query_tiles, 0), 0)
         if SPLIT:

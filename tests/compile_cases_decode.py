@@ -125,6 +125,7 @@ def decode_cases(arch: int) -> Iterator[Case]:
         rows, paged = c.group * c.tokens, bool(c.pages)
         config = configs.attention_decode(capability, size, cache_size, c.D, c.D, rows, paged)
         width = configs.padded_head_dim(c.D)
+        max_stack = 0 if width <= 128 else 65536
         shared = {
             "GROUP": c.group, "D": c.D, "DV": c.D, "BLOCK_D": width, "BLOCK_DV": width,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_B": 16, "KIND": c.kind,
@@ -139,11 +140,14 @@ def decode_cases(arch: int) -> Iterator[Case]:
         yield case(
             f"decode-{c.name}", attention_decode_kernel, shared, types, c.element, c,
             num_warps=config.num_warps, num_stages=config.num_stages,
-            max_stack=0 if width <= 128 else 65536,
+            max_stack=max_stack,
         )  # fmt: skip
         if c.split and c.tokens == 1:
             pieces = dict.fromkeys(("pieces_ptr", "piece_lse_ptr", "lse_ptr"), "fp32")
-            yield case(f"merge-{c.name}", merge_kernel, shared, pieces, c.element, c, num_warps=4)
+            yield case(
+                f"merge-{c.name}", merge_kernel, shared, pieces, c.element, c,
+                num_warps=4, max_stack=max_stack,
+            )  # fmt: skip
         if c.pages:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
             types |= dict.fromkeys(("k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr"), "fp32")

@@ -53,10 +53,11 @@ def attention_decode(
     widest = max(BLOCK_D, BLOCK_DV)
     most = 32 if itemsize == 4 else 64 if widest > 128 else 128
     block_m = min(max(power_of_two(rows), 16), most)
-    block_n = 32 if itemsize == 4 or widest > 128 else 64
     large = block_m == 128 or widest > 128
+    hopper = capability[0] == 9
+    block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
-    num_warps = 8 if large or (block_m == 64 and capability[0] < 9) else 4
+    num_warps = 8 if large or (block_m == 64 and not hopper) else 4
     budget = shared_bytes(capability)
     tile = block_n * (BLOCK_D + BLOCK_DV) * cache_itemsize
     # Rows and their probabilities, and what turns the layout of the one or of a result.
