@@ -131,8 +131,8 @@ def decode_cases(arch: int) -> Iterator[Case]:
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_B": 16, "KIND": c.kind,
             "BY_HEAD": False, "HALF": c.D // 2 if c.rope else 0, "INTERLEAVED": False,
             "PAGE_SIZE": c.pages, "ROLLS": c.kind.WINDOW, "SCALES": c.scales, "SPLIT": c.split,
-            "EXACT": size == 4, "TF32": False, "WIDE": False, "PIECES": config.pieces,
-            "BLOCK_H": 8,
+            "EXACT": size == 4, "TF32": False, "WIDE": False, "BLOCK_H": 8,
+            "PIECES": configs.pieces_merged(264, 8, c.D),
         }  # fmt: skip
         types = dict.fromkeys(("k_ptr", "v_ptr"), cache)
         types |= dict.fromkeys(("lse_ptr", "k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr"), "fp32")

@@ -141,7 +141,7 @@ def test_whole_tiles_of_queries(ragged: bool, device: str, seed: int, monkeypatc
 
 
 @pytest.mark.gpu
-@pytest.mark.gib(4)
+@pytest.mark.gib(8)
 @pytest.mark.parametrize("eight", [0, 1, 2])
 def test_long_sequences_in_pages(eight: int, seed: int) -> None:
     counts = ((1500, 1, 0, 700), (3, 3, 3, 3), (1, 1, 1, 1))

@@ -25,6 +25,7 @@ from .decode import (
     DecodeConfig,
     attention_decode,
     attention_splits_keys,
+    pieces_merged,
     splits_cache,
 )
 from .elementwise import (
@@ -110,6 +111,7 @@ __all__ = [
     "norm_split",
     "padded_classes",
     "padded_head_dim",
+    "pieces_merged",
     "power_of_two",
     "product_classes",
     "qk_norm_backward",

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 class DecodeConfig:
     """Tiles of block_m rows by block_n keys.
 
-    programs: how many of them a multiprocessor holds.  pieces: how many of a row's results the merge
-    takes in together.
+    programs: how many of them a multiprocessor holds.
     """
 
     block_m: int
@@ -32,7 +31,6 @@ class DecodeConfig:
     num_warps: int
     num_stages: int
     programs: int
-    pieces: int = 16
 
 
 def attention_decode(
@@ -67,6 +65,13 @@ def attention_decode(
     while stages > 2 and programs * (fixed + (stages - 1) * tile) > budget:
         stages -= 1
     return DecodeConfig(block_m, block_n, num_warps, 2 * stages - 1 if paged else stages, programs)
+
+
+def pieces_merged(programs: int, tiles_of_heads: int, Dv: int) -> int:
+    """How many pieces of a row the merge takes in together: as many as there are of sequences of one
+    length, if these are few enough for a program's registers.  tiles_of_heads: of queries, in all."""
+    most = 8192 // padded_head_dim(Dv)
+    return min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most)
 
 
 def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:

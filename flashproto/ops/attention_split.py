@@ -200,7 +200,7 @@ def launch(
             programs,
             given,
             BLOCK_B=constants["BLOCK_B"],
-            PIECES=config.pieces,
+            PIECES=configs.pieces_merged(programs, most * Hkv, Dv),
             **shared,
             num_warps=4,
         )
