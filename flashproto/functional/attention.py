@@ -46,7 +46,7 @@ from .cached import cached
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
-    from ..ops.attention_split import splits_keys
+    from ..ops.attention_split import beats_hopper
 
 # Backend "hopper" takes tensors that start at multiples of 16 bytes.
 by_alignment = functools.partial(cached, alignment=True)
@@ -460,7 +460,7 @@ def _attention_reasons(backend, variant, q, k, v, return_lse, automatic=False) -
         backend == "hopper"
         and automatic
         and not torch.compiler.is_compiling()
-        and splits_keys(q, k, v, variant)
+        and beats_hopper(q, k, variant)
     ):
         yield "there are few queries and many keys, which backend 'triton' splits"
     if backend == "torch" and backends.has_tangents((q, k, v)):

@@ -91,10 +91,17 @@ def given_to(variant: Variant) -> tuple[Any, ...]:
     return (*tuple(map(named.get, (*NUMBERS, *TENSORS)))[:7], *rows)
 
 
-def splits_keys(q: Any, k: Any, v: Any, variant: Variant) -> bool:
+def splits_keys(q: Any, k: Any, variant: Variant) -> bool:
     """Whether attention without a cache splits its keys, see configs; k [B, Hkv, Sk, D]."""
     (B, Hq, Sq, _), (_, Hkv, Sk, _) = q.shape, k.shape
     return configs.attention_splits_keys(variant.kind, B, Hq, Hkv, Sq, Sk, multiprocessors(q.device))
+
+
+def beats_hopper(q: Any, k: Any, variant: Variant) -> bool:
+    """Whether it splits keys that "hopper" does not, and so is faster."""
+    (B, Hq, Sq, _), Hkv = q.shape, k.shape[1]
+    few = configs.leaves_half_idle(B, Hq, Hkv, Sq, multiprocessors(q.device))
+    return few and splits_keys(q, k, variant)
 
 
 def launch(

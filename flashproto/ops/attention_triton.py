@@ -112,7 +112,7 @@ def forward(
     """Fill out, lse and the statistics that are not None, of some elements."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
-    if attention_split.splits_keys(q, k, v, variant):
+    if attention_split.splits_keys(q, k, variant):
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         variant = variant._replace(offset=variant.offset - (k.shape[1] - Sq))
         attention_split.launch(recipe, q, k, v, out, lse, attention_split.Cache(), variant, scale)
