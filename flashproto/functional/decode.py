@@ -177,7 +177,7 @@ def attention_with_kv_cache(
     scale = check_scale(name, scale)
     band = _band(name, causal, window, None, 0, 0)
     by_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    variant = _variant(name, heads, band, softcap, by_head, ())
+    variant = _variant(name, heads, band, (softcap,), by_head, ())
     is_causal, offset, left, _ = band
     P = check_prefix(prefix, q, k_cache, v_cache, left is not None or alibi_slopes is not None)
     floats = (

@@ -95,6 +95,8 @@ class Attention(nn.Module):
 
     forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
     any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
+    With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
+    the keys that are seen, in max_score [Hq], float32.
 
     Raises: ValueError: heads and widths do not fit; TypeError: an argument is of another type.
 
@@ -132,6 +134,8 @@ class Attention(nn.Module):
         self.causal = causal
         self.interleaved = interleaved
         self.impl = impl
+        self.record_max_score = False
+        self.max_score: Tensor | None = None
         width = (n_heads + 2 * n_kv_heads) * self.head_dim
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.qkv = Linear(d_model, width, **place)
@@ -146,10 +150,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
         qkv = self.qkv(x)
         options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
-        if rope is None and self.q_norm is None and self.k_norm is None:
+        if self.record_max_score:
+            heads = self._heads(qkv, rope)
+            y, largest = F.attention(*heads, return_aux=("max_score",), **options)
+            self.max_score = largest.detach().amax((0, 2))
+        elif rope is None and self.q_norm is None and self.k_norm is None:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
         else:
-            y = F.attention(*self._heads(qkv, rope), **options)  # type: ignore[assignment]
+            y = F.attention(*self._heads(qkv, rope), **options)
         return self.out(rearrange(y, "b h s d -> b s (h d)"))
 
     def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,8 +168,7 @@ class Attention(nn.Module):
             "impl": beside_attention(self.impl),
         }
         q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None and k_norm is None:
-            assert rope is not None
+        if q_norm is None and k_norm is None and rope is not None:
             return F.rope_qkv(qkv, *heads, *rope, **options)
         if q_norm is not None and k_norm is not None and _one_pass(q_norm, k_norm):
             return F.qk_norm_qkv(

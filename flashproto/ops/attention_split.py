@@ -14,7 +14,7 @@ import torch
 
 from .. import configs
 from ..kernels.attention_decode import attention_decode_kernel, merge_kernel
-from ..variant import NUMBERS, TENSORS, Variant
+from ..variant import VARIABLES, Variant
 from .device import capability, cdiv, multiprocessors
 from .private import allows_tf32
 from .recipe import New, Operand, Recipe
@@ -88,7 +88,7 @@ def given_to(variant: Variant) -> tuple[Any, ...]:
     if variant.kind.INTERVALS:
         batch, heads, _ = named["begin"].shape
         rows = heads if batch > 1 else 0, 1 if heads > 1 else 0
-    return (*tuple(map(named.get, (*NUMBERS, *TENSORS)))[:7], *rows)
+    return (*tuple(map(named.get, VARIABLES))[:7], *rows)
 
 
 def splits_keys(q: Any, k: Any, variant: Variant) -> bool:
