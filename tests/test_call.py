@@ -67,7 +67,8 @@ def test_every_public_function_is_in_the_table() -> None:
         for n in flashproto.__all__
         if getattr(flashproto, n).__module__.startswith("flashproto.functional")
     }
-    assert {case.function for case in CASES} == public
+    plain = {"merge_attention"}  # functions of torch alone, which are no op
+    assert {case.function for case in CASES} == public - plain
     assert len({case.name for case in CASES}) == len(CASES)
 
 

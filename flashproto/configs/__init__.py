@@ -21,6 +21,14 @@ from .cross_entropy import (
     product_classes,
     tokens_at_once,
 )
+from .decode import (
+    DecodeConfig,
+    attention_decode,
+    attention_splits_keys,
+    leaves_half_idle,
+    pieces_merged,
+    splits_cache,
+)
 from .elementwise import (
     HeadConfig,
     TileConfig,
@@ -67,6 +75,7 @@ from .sizes import (
 __all__ = [
     "AttentionConfig",
     "CrossEntropyConfig",
+    "DecodeConfig",
     "HeadConfig",
     "HopperBackward",
     "HopperForward",
@@ -75,8 +84,10 @@ __all__ = [
     "TileConfig",
     "attention_backward",
     "attention_backward_hopper",
+    "attention_decode",
     "attention_forward",
     "attention_forward_hopper",
+    "attention_splits_keys",
     "balanced_work",
     "classes_at_once",
     "classes_summed",
@@ -91,6 +102,7 @@ __all__ = [
     "heads_together_backward",
     "heads_together_forward",
     "hopper_head_dim",
+    "leaves_half_idle",
     "logsumexp",
     "norm_backward",
     "norm_backward_shared",
@@ -101,6 +113,7 @@ __all__ = [
     "norm_split",
     "padded_classes",
     "padded_head_dim",
+    "pieces_merged",
     "power_of_two",
     "product_classes",
     "qk_norm_backward",
@@ -113,5 +126,6 @@ __all__ = [
     "softmax_topk_backward",
     "softmax_topk_join",
     "softmax_topk_span",
+    "splits_cache",
     "tokens_at_once",
 ]
