@@ -377,7 +377,8 @@ def test_where_keys_are_split() -> None:
 
 
 @pytest.mark.parametrize(
-    ("Sq", "automatic", "left_out"), [(1, True, True), (1, False, False), (4096, True, False)]
+    ("Sq", "automatic", "left_out"),
+    [(1, True, True), (16, True, True), (1, False, False), (64, True, False), (4096, True, False)],
 )
 def test_hopper_is_left_out_where_keys_are_split(
     Sq: int, automatic: bool, left_out: bool, monkeypatch
