@@ -29,8 +29,9 @@ class Batches:
     last target.
 
     The batch_size sequences of a step are a function of the seed and the step alone.  They are dealt
-    out in order: to the micro steps, and the part of a micro step to the `world` processes.  So a step
-    has the same sequences however many there are of either.
+    out in order: to the micro steps, and the part of a micro step to the `world` processes, or to so
+    many groups of processes that share sequences.  So a step has the same sequences however many there
+    are of any.
 
         batch = Batches(ids, settings, rank=0, world=1)(step, micro)
     """
@@ -39,7 +40,9 @@ class Batches:
         self.ids, self.settings, self.rank, self.world = ids, settings, rank, world
         parts = settings.accumulate * world
         if settings.batch_size % parts:
-            of = f"--accumulate {settings.accumulate}" + f" and {world} processes" * (world > 1)
+            n = settings.context_parallel
+            many = f"{world} groups of {n} processes" if n > 1 else f"{world} processes"
+            of = f"--accumulate {settings.accumulate}" + f" and {many}" * (world > 1)
             raise OptionError(
                 f"--batch-size is {settings.batch_size}; with {of} "
                 f"it takes a multiple of {parts}. Pass {-(-settings.batch_size // parts) * parts}"

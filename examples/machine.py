@@ -34,9 +34,14 @@ def device_name(device: str) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
+def processes(settings: Settings, world: World) -> str:
+    shared = f", {world.context} to a sequence" * (world.context > 1)
+    return f"{world.size} processes ({settings.parallel}{shared})"
+
+
 def machine(settings: Settings, world: World) -> str:
     """What the last bits of the losses depend on."""
-    many = "" if world.size == 1 else f"{world.size} processes ({settings.parallel}), each "
+    many = "" if world.size == 1 else f"{processes(settings, world)}, each "
     return f"{many}{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
 
 
@@ -48,7 +53,7 @@ def peak_flops(settings: Settings) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
+def backends_in_use(model: GPT, corpus: Corpus, settings: Settings, world: World) -> str:
     """Run the model once on a token and listen to what flashproto logs about its choices."""
     chosen: dict[str, str] = {}
 
@@ -65,7 +70,8 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
     try:
         watched = MaxScores(model) if settings.log_max_score else contextlib.nullcontext()
         with torch.no_grad(), settings.autocast(), watched:
-            model(corpus.train[:1][None].to(settings.device))
+            tokens = world.tokens(corpus.train[:1][None].to(settings.device), 0)
+            model(tokens, group=world.group)
     finally:
         log.removeHandler(listener)
         log.setLevel(level)
@@ -93,8 +99,8 @@ def describe(
         + f", from {counted}" * (corpus.counted < len(corpus.train)),
         "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"
         + ", compiled" * settings.compile
-        + f", {world.size} processes ({settings.parallel})" * (world.size > 1),
-        "backends": backends_in_use(model, corpus, settings),
+        + f", {processes(settings, world)}" * (world.size > 1),
+        "backends": backends_in_use(model, corpus, settings, world),
         "model": f"{settings.preset}: {model.parameter_count():,} parameters, {config.n_layers} "
         f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids",
     }

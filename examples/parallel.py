@@ -5,14 +5,16 @@ torchrun starts them and says in the environment which one each is:
     torchrun --nproc-per-node 2 examples/train_gpt.py --parallel fsdp
 
 Every process runs the whole script.  `World` is what it knows of the others: each takes its rows of the
-same global batch, gradients are averaged over all of them, and the first one (rank 0) alone prints and
-writes the log.  In one process everything here does nothing, so that the script has one path.
+same global batch, with --context-parallel its tokens of some rows.  Gradients are averaged over all of
+them, and the first one (rank 0) alone prints and writes the log.  In one process everything here does
+nothing, so that the script has one path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shlex
 import signal
@@ -34,8 +36,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
+from flashproto import distributed
 from flashproto.nn import GPT
 
 T = TypeVar("T")
@@ -51,6 +55,8 @@ class World:
     size: int = 1
     local_rank: int = 0  # on this machine, and the number of its GPU
     local_size: int = 1
+    context: int = 1  # processes that share each sequence, one rank after the other
+    group: dist.ProcessGroup | None = None  # those, where they are several
     folder: Path | None = None  # of the run, for what is said when it fails
     stop: StopSignal | None = None
     began: float = 0.0  # the same in every process
@@ -60,6 +66,39 @@ class World:
     def main(self) -> bool:
         """Whether this is the process that prints and writes the log."""
         return self.rank == 0
+
+    # --- the sequences --------------------------------------------------------------------------
+
+    def share_sequences(self, context: int) -> None:
+        """From now on so many processes share each sequence; OptionError where their number does not
+        fit.  All processes call it."""
+        if self.size % context:
+            raise OptionError(
+                f"--context-parallel is {context}, and the number of processes is {self.size}; it "
+                f"takes a divisor of that. Pass {math.gcd(context, self.size)}, or start others: "
+                f"torchrun --nproc-per-node {context} {sys.argv[0]} ..."
+            )
+        self.context = context
+        if context > 1:
+            self.group, _ = dist.new_subgroups(context, timeout=TIMEOUT)
+
+    @property
+    def data_rank(self) -> int:
+        """Which sequences are this process's: the number of its part of them."""
+        return self.rank // self.context
+
+    @property
+    def data_size(self) -> int:
+        """In how many parts the sequences are dealt out."""
+        return self.size // self.context
+
+    def tokens(self, x: Tensor, fill: int) -> Tensor:
+        """This process's tokens of sequences [B, S].  Behind their end is `fill` where their length
+        does not divide: under a causal mask the tokens before see nothing of it."""
+        if self.group is None:
+            return x
+        missing = -x.shape[1] % (2 * self.context)
+        return distributed.shard(pad(x, (0, missing), value=fill), 1, self.group)
 
     # --- what the processes agree on ------------------------------------------------------------
 

@@ -43,6 +43,7 @@ class Settings:
     clip: float = 1.0
     seed: int = 0
     parallel: str = "ddp"
+    context_parallel: int = 1
     device: str = "auto"
     dtype: str = "auto"
     impl: str | None = None
@@ -123,6 +124,22 @@ class Settings:
                 "--compile on the CPU takes a C++ compiler, and there is no g++ or clang++. "
                 "Leave --compile out."
             )
+
+    def check_context_parallel(self) -> None:
+        """Raise OptionError for what does not go with sequences that processes share."""
+        n = self.context_parallel
+        if n == 1:
+            return
+        if self.context % (2 * n):
+            raise OptionError(
+                f"--context is {self.context}; with --context-parallel {n} it takes a multiple of "
+                f"{2 * n}. Pass {-(-self.context // (2 * n)) * 2 * n}, or another --context-parallel."
+            )
+        for name in ("compile", "log_max_score"):
+            if getattr(self, name):
+                raise OptionError(
+                    f"--context-parallel is {n}; with {option(name)} it takes 1. Leave one of them out."
+                )
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
@@ -281,6 +298,12 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--clip", "largest norm of the gradient; 0: any", type=not_negative(float), metavar="X")
     add("--seed", "of weights and batches", type=integer_seed, metavar="N")
     add("--parallel", "how the processes that torchrun starts share a model", choices=("ddp", "fsdp"))
+    add(
+        "--context-parallel",
+        "processes that share each sequence, a divisor of their number",
+        type=positive(int),
+        metavar="N",
+    )
     add("--device", "cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     add("--dtype", "bfloat16 is autocast; auto: on a GPU", choices=("auto", "float32", "bfloat16"))
     add("--impl", "backend (the best that runs); hopper: of attention alone", choices=BACKENDS)

@@ -173,7 +173,9 @@ def prepare(given: dict, world: World = ALONE) -> Run:
             if config.positions == "rope":
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
+    settings.check_context_parallel()
     world.check_device(settings.device)
+    world.share_sequences(settings.context_parallel)
     if "level" in given and settings.data is not None and Path(settings.data).is_dir():
         raise OptionError(
             f"--level is {given['level']!r}, and --data is a folder of tokens; it takes a text there. "
@@ -192,7 +194,7 @@ def prepare(given: dict, world: World = ALONE) -> Run:
         )
     if config is None:
         config = settings.model(corpus.vocabulary.size)
-    batches = Batches(corpus.train, settings, world.rank, world.size)
+    batches = Batches(corpus.train, settings, world.data_rank, world.data_size)
     torch.manual_seed(settings.seed)  # weights are drawn on the CPU: the same on every device
     model = GPT(config, impl=settings.impl).to(settings.device)
     forward = world.wrap(
@@ -239,9 +241,10 @@ def gradients(run: Run, forward: Callable) -> Tensor:
     s, world, losses = run.settings, run.world, []
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
+        x, y = world.tokens(batch[:, :-1], 0), world.tokens(batch[:, 1:], -100)
         with world.accumulating(forward, last=micro == s.accumulate - 1):
             with s.autocast(), run.max_scores or contextlib.nullcontext():
-                _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
+                _, loss = forward(x, y, return_logits=False, group=world.group)
             loss = loss / s.accumulate
             loss.backward()
         losses.append(loss.detach())

@@ -23,8 +23,8 @@ def validate(
     """{"validation": nats per token, "bits_per_byte"} on the targets of the validation part (see
     text_data.Windows); None where `stop` came on the way.
 
-    The processes of `world` share the windows.  All call the model as often: for a sharded one that is
-    something they do together.
+    The processes of `world` share the windows, and the tokens of each as in training.  All call the
+    model as often: for a sharded one that is something they do together.
     """
     windows, device = corpus.windows, settings.device
     batch = max(settings.batch_size, SMALLEST_BATCH // windows.length)
@@ -32,19 +32,21 @@ def validate(
     total = 0.0
     parts = list(zip(windows.starts.split(batch), windows.skipped.split(batch), strict=True))
     with bar(0.5, total=len(windows), desc="validating", unit="window", leave=False) as shown:
-        for first in range(0, len(parts), world.size):
+        for first in range(0, len(parts), world.data_size):
             if world.any(stop):
                 return None
-            mine = first + world.rank
+            mine = first + world.data_rank
             starts, skipped = parts[mine if mine < len(parts) else 0]
             ids = corpus.validation[starts[:, None] + places]
             x, y = ids[:, :-1].to(device), ids[:, 1:]
             y = y.masked_fill(places[:-1] < skipped[:, None], -100)
+            x, y = world.tokens(x, 0), world.tokens(y, -100)
             with settings.autocast(), settings.eager():
-                _, loss = model(x, y.to(device), return_logits=False)
-            if mine < len(parts):
-                total += loss.item() * int((y != -100).sum())
-            shown.update(sum(len(starts) for starts, _ in parts[first : first + world.size]))
+                _, loss = model(x, y.to(device), return_logits=False, group=world.group)
+            count = int((y != -100).sum())
+            if mine < len(parts) and count:  # the mean of none is NaN
+                total += loss.item() * count
+            shown.update(sum(len(starts) for starts, _ in parts[first : first + world.data_size]))
     total = world.sum(torch.tensor(total, dtype=torch.float64)).item()
     nats, bits = corpus.validation_loss(total / len(corpus.targets))
     return {"validation": nats, "bits_per_byte": bits}

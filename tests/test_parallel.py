@@ -24,7 +24,7 @@ from example_scripts import BEST, CHECKPOINT, LOG, PLOT, SETTINGS, called, examp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flashproto import nn
+from flashproto import distributed, nn
 from flashproto.backends import set_default
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without it")
@@ -37,6 +37,7 @@ LLAMA = nn.GPTConfig(
 )
 UNTIED = dataclasses.replace(LLAMA, tie_weights=False, bias=True)
 CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "untied": UNTIED}
+CONTEXT_CASES = [("gpt2", "ddp"), ("llama", "fsdp")]  # learned positions; rope, fewer key heads
 ROWS = 8
 RATE, LIMIT = 1e-2, 0.25  # of learning, and of the gradient's norm
 
@@ -50,9 +51,9 @@ def world():
     return module("parallel").World(dist.get_rank(), dist.get_world_size())
 
 
-def make_model(config: nn.GPTConfig, dtype: torch.dtype = torch.float64) -> nn.GPT:
+def make_model(config: nn.GPTConfig, dtype: torch.dtype = torch.float64, impl: str = "torch") -> nn.GPT:
     torch.manual_seed(5)
-    return nn.GPT(config, impl="torch", dtype=dtype)
+    return nn.GPT(config, impl=impl, dtype=dtype)
 
 
 def make_optimizer(model: nn.GPT) -> torch.optim.Optimizer:
@@ -86,9 +87,10 @@ def step(w, model, forward, optimizer, batches: list[Tensor]) -> tuple[float, Te
     """The gradient of several global batches, clipped; returns their loss and the norm before."""
     loss = torch.zeros((), dtype=torch.float64)
     for i, batch in enumerate(batches):
-        mine = batch.chunk(w.size)[w.rank]
+        mine = batch.chunk(w.data_size)[w.data_rank]
+        x, y = w.tokens(mine[:, :-1], 0), w.tokens(mine[:, 1:], -100)
         with w.accumulating(forward, i == len(batches) - 1):
-            _, mean = forward(mine[:, :-1], mine[:, 1:], return_logits=False)
+            _, mean = forward(x, y, return_logits=False, group=w.group)
             (mean / len(batches)).backward()
         loss += mean.detach() / (len(batches) * w.size)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -97,9 +99,11 @@ def step(w, model, forward, optimizer, batches: list[Tensor]) -> tuple[float, Te
     return w.sum(loss).item(), norm
 
 
-def training_equals_one_process(name: str, way: str, batches: int) -> None:
+def training_equals_one_process(name: str, way: str, batches: int, context: int = 1) -> None:
     config, w = CONFIGS[name], world()
-    alone = make_model(config)
+    w.share_sequences(context)
+    # "torch" gives no lse, by which the parts of a sequence merge.
+    alone = make_model(config, impl="torch" if context == 1 else "reference")
     model = copy.deepcopy(alone)
     wrapped = w.wrap(model, way)
     optimizers = make_optimizer(alone), make_optimizer(model)
@@ -144,6 +148,66 @@ def bfloat16_blocks_are_autocast(name: str) -> None:
         assert (module("parallel").whole(p.grad) - r.grad).norm() <= 1.5 * far + 1e-3 * r.grad.norm(), (
             key
         )
+
+
+# --- sequences that processes share ---------------------------------------------------------------
+
+
+def layer_equals_the_whole(**options: object) -> None:
+    """Attention as a layer on a group's shards, forward and backward, against that on all tokens."""
+    w, S = world(), 16
+    w.share_sequences(2)
+    layer = nn.Attention(32, 4, 2, impl="reference", dtype=torch.float64, **options)
+    rope = tuple(t.double() for t in nn.rope_tables(S, 8))
+    x, dy = (torch.randn(2, S, 32, dtype=torch.float64) for _ in range(2))
+    x.requires_grad_()
+    y = layer(x, rope)
+    dx, *want = torch.autograd.grad(y, [x, *layer.parameters()], dy)
+    own = functools.partial(distributed.shard, dim=1, group=w.group)
+    at = distributed.positions(S, w.group)
+    mine = own(x.detach()).requires_grad_()
+    got = layer(mine, (rope[0][at], rope[1][at]), w.group)
+    close(got, own(y), "y")
+    dmine, *parts = torch.autograd.grad(got, [mine, *layer.parameters()], own(dy))
+    close(dmine, own(dx), "gradient of x")
+    for (name, _), part, whole in zip(layer.named_parameters(), parts, want, strict=True):
+        dist.all_reduce(part, group=w.group)
+        close(part, whole, f"gradient of {name}")
+
+
+def what_does_not_go_with_a_group() -> None:
+    w, model = world(), make_model(GPT2, impl="reference")
+    w.share_sequences(w.size)
+    part = torch.zeros((1, 2 * GPT2.context // w.size), dtype=torch.int64)
+    with pytest.raises(ValueError, match=f"tokens is 32 long in {w.size} shards; it takes at most"):
+        model(part, group=w.group)
+    with pytest.raises(ValueError, match="length"):
+        model(part[:, :1], group=w.group)
+    layer = nn.Attention(32, 4, impl="reference")
+    layer.record_max_score = True
+    with pytest.raises(ValueError, match="record_max_score is True; it takes False where group"):
+        layer(torch.zeros(1, 2, 32), None, w.group)
+
+
+def validation_equals_one_process(text: Path, length: int) -> None:
+    """Of `length` targets: of less than a window, whose end is filled up; and of a window that has none
+    for one of the processes, in a batch of its own."""
+    validation, parallel, w = module("validation"), module("parallel"), world()
+    validation.SMALLEST_BATCH = 1
+    set_default("reference")
+    w.share_sequences(w.size)
+    settings = module("settings").Settings(
+        data=str(text), context=16, batch_size=1, device="cpu", dtype="float32"
+    )
+    corpus = module("text_data").Corpus.load(settings)
+    part = corpus.validation[: length + 1]
+    windows = module("text_data").Windows.of(length, settings.context, None)
+    corpus = dataclasses.replace(corpus, validation=part, windows=windows, targets=windows.targets())
+    model = nn.GPT(dataclasses.replace(LLAMA, vocab_size=corpus.vocabulary.size), dtype=torch.float64)
+    want, got = (
+        validation.validate(model, corpus, settings, world=each) for each in (parallel.ALONE, w)
+    )
+    assert got == {name: pytest.approx(value, rel=1e-6) for name, value in want.items()}  # of float32
 
 
 # --- checkpoints ----------------------------------------------------------------------------------
@@ -237,10 +301,10 @@ def one_decides_for_all() -> None:
     assert w.largest([w.rank, -w.rank]) == [w.size - 1, 0]
 
 
-def train(*arguments: object) -> None:
+def train(*arguments: object, impl: str = "torch") -> None:
     """train_gpt.py in a process of tests/processes.py."""
     train_gpt, parallel = map(module, ("train_gpt", "parallel"))
-    set_default("torch")
+    set_default(impl)
     train_gpt.Run.sample = lambda *_: None  # most of the time of so short a run
     rank, size = dist.get_rank(), dist.get_world_size()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
@@ -258,6 +322,24 @@ def resumed_is_exact(way: str, folder: Path, options: list[object]) -> None:
         assert rows(folder / "stopped") == rows(folder / "whole")
 
 
+def shared_sequences_are_exact(folder: Path, options: list[object]) -> None:
+    """A run that was stopped goes on bit for bit, and to rounding where each process then has whole
+    sequences, and its share of the model otherwise."""
+    begin = functools.partial(train, *options, "--context-parallel", 2, impl="reference")
+    begin("--out", folder / "whole")
+    for name in ("stopped", "other"):
+        begin("--minutes", 1e-6, "--out", folder / name)
+    resume = functools.partial(train, "--resume", impl="reference")
+    resume("--out", folder / "stopped")
+    resume("--out", folder / "other", "--context-parallel", 1, "--parallel", "ddp")
+    if world().main:
+        whole = rows(folder / "whole")
+        assert len(whole) == 3 and "validation" in whole[-1]
+        assert rows(folder / "stopped") == whole
+        for got, want in zip(rows(folder / "other"), whole, strict=True):
+            assert got == pytest.approx(want, rel=1e-5)
+
+
 def test_several_processes_train_as_one(tmp_path, text):
     """Of each number of processes all cases in one start; those of 4 load what 2 have written."""
     checkpoint, sharded = map(module, ("checkpoint", "sharded"))
@@ -272,6 +354,18 @@ def test_several_processes_train_as_one(tmp_path, text):
             cases[f"on with {way}"] = functools.partial(
                 goes_on, way, source, tmp_path / f"{size} {way}"
             )
+        for name, way in CONTEXT_CASES:
+            cases[f"{name} {way} context"] = functools.partial(
+                training_equals_one_process, name, way, 2, context=2
+            )
+        if size == 2:
+            cases["layer"] = layer_equals_the_whole
+            cases["layer with QK norm"] = functools.partial(layer_equals_the_whole, qk_norm=True)
+            for length in (13, 20):
+                cases[f"validation of {length}"] = functools.partial(
+                    validation_equals_one_process, text, length
+                )
+        cases["misfits of a group"] = what_does_not_go_with_a_group
         cases["bfloat16"] = functools.partial(bfloat16_blocks_are_autocast, "gpt2")
         cases["full disk"] = functools.partial(
             a_full_disk_in_one_process, source, tmp_path / f"{size} full"
@@ -281,6 +375,11 @@ def test_several_processes_train_as_one(tmp_path, text):
             for way in WAYS:
                 at = tmp_path / f"exact {way}"
                 cases[f"exact {way}"] = functools.partial(resumed_is_exact, way, at, options)
+            # Steps so small that they do not make more of what float32 rounds.
+            options = ["--data", text, *torchrun.ROWS, "--steps", 3, "--learning-rate", 1e-4]
+            cases["exact with shared sequences"] = functools.partial(
+                shared_sequences_are_exact, tmp_path / "shared", [*options, "--parallel", "fsdp"]
+            )
         processes.run(cases, size)
         source = tmp_path / f"{size} fsdp"
     for size in SIZES:
@@ -404,6 +503,25 @@ def test_options_that_do_not_fit_the_number_of_processes(monkeypatch):
     settings = module("settings").Settings(batch_size=4)
     with pytest.raises(OptionError, match=r"multiple of 3\. Pass 6, or start another number of proc"):
         module("batches").Batches(torch.arange(200), settings, 0, 3)
+    settings = dataclasses.replace(settings, context_parallel=2)
+    with pytest.raises(OptionError, match=r"with --accumulate 1 and 3 groups of 2 processes it takes"):
+        module("batches").Batches(torch.arange(200), settings, 0, 3)
+
+
+def test_options_that_do_not_go_with_shared_sequences():
+    OptionError, Settings = module("errors").OptionError, module("settings").Settings
+    for size, n, fits in ((1, 2, 1), (6, 4, 2), (3, 2, 1)):
+        with pytest.raises(OptionError, match=rf"processes is {size}; it takes .* Pass {fits}, or"):
+            module("parallel").World(0, size).share_sequences(n)
+    Settings(context=12, context_parallel=3).check_context_parallel()
+    Settings(context=7, compile=True, log_max_score=True).check_context_parallel()
+    with pytest.raises(OptionError, match=r"--context is 14; .* a multiple of 6\. Pass 18, or another"):
+        Settings(context=14, context_parallel=3).check_context_parallel()
+    for name in ("compile", "log_max_score"):
+        settings = Settings(context=12, context_parallel=3, **{name: True})
+        option = "--" + name.replace("_", "-")
+        with pytest.raises(OptionError, match=f"is 3; with {option} it takes 1. Leave one of them out"):
+            settings.check_context_parallel()
 
 
 def test_the_command_that_goes_on_names_the_processes(monkeypatch):
