@@ -30,8 +30,9 @@ def read_text(path: str | None) -> tuple[str, bytes]:
         text = Path(path).read_bytes()
     except OSError as error:
         raise DataError(
-            f"--data is {path!r}, which cannot be read ({error.strerror}); it takes a text file. "
-            "Leave --data out to train on Python's language reference."
+            f"--data is {path!r}, which cannot be read ({error.strerror}); it takes a text file "
+            "or a folder that prepare_data.py wrote. Leave --data out to train on Python's language "
+            "reference."
         ) from None
     if not text:
         raise DataError(f"--data is {path!r}, which is empty; it takes a text file. Pass another.")

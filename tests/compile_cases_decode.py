@@ -126,6 +126,8 @@ def decode_cases(arch: int) -> Iterator[Case]:
         config = configs.attention_decode(capability, size, cache_size, c.D, c.D, rows, paged)
         width = configs.padded_head_dim(c.D)
         max_stack = 0 if width <= 128 else 65536
+        if arch == 100 and size == 4:
+            max_stack = 16  # Triton 3.6 spills two registers there
         shared = {
             "GROUP": c.group, "D": c.D, "DV": c.D, "BLOCK_D": width, "BLOCK_DV": width,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_B": 16, "KIND": c.kind,
