@@ -191,8 +191,9 @@ def attention_with_kv_cache(
     check_constants(
         {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale,
          "v_scale": v_scale, "rope[0]": cos, "rope[1]": sin, "sinks": sinks,
-         "alibi_slopes": alibi_slopes, "lengths": lengths, "page_table": page_table, "cache_index": cache_index, "starts": starts,
-         "cu_seqlens_q": cu_seqlens_q, **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())}}
+         "alibi_slopes": alibi_slopes, "lengths": lengths, "page_table": page_table,
+         "cache_index": cache_index, "starts": starts, "cu_seqlens_q": cu_seqlens_q,
+         **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())}}
     )  # fmt: skip
     if k is not None:
         check_apart("k_cache", k_cache, "v_cache", v_cache)
