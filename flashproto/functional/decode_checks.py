@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import torch
@@ -223,14 +224,16 @@ def check_apart(name: str, x: Tensor, other: str, y: Tensor) -> None:
     can be told from strides, in eager calls."""
     if is_compiling() or watched() or transforms_active():
         return
-    for argument, z in ((name, x), (other, y)):
-        if 0 in z.stride() and any(n > 1 and s == 0 for n, s in zip(z.shape, z.stride(), strict=True)):
+    strides = x.stride(), y.stride()
+    for argument, z, own in zip((name, other), (x, y), strides, strict=True):
+        if 0 in own and any(n > 1 and stride == 0 for n, stride in zip(z.shape, own, strict=True)):
             takes = "memory of its own for each element where tokens are written"
             refuse(NAME, argument, "an expanded tensor", takes, f"Call {argument}.contiguous().")
-    distance, rest = divmod(abs(x.data_ptr() - y.data_ptr()), x.element_size())
-    if x.stride() == y.stride() and not rest:
-        first = x if x.data_ptr() < y.data_ptr() else y
-        for size, stride in sorted(zip(first.shape, x.stride(), strict=True), key=lambda n: -n[1]):
+    first, second = sorted((x.data_ptr(), y.data_ptr()))
+    distance = (second - first) / x.element_size()
+    sizes = x.shape if first == x.data_ptr() else y.shape
+    if strides[0] == strides[1] and distance < max(map(mul, sizes, strides[0])):
+        for size, stride in sorted(zip(sizes, strides[0], strict=True), key=lambda n: -n[1]):
             distance -= min(distance // max(stride, 1), size - 1) * stride
     if x.numel() and distance == 0:
         takes = f"other memory than {name} where tokens are written"
