@@ -304,6 +304,108 @@ def test_gradients_are_refused(device: str) -> None:
             flashproto.attention_with_kv_cache(tensors[0], tensors[1], cache, lengths=lengths)
 
 
+def test_an_argument_that_is_differentiated_is_named(device: str) -> None:
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 8, 1, 16, device=device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    sinks = torch.nn.Parameter(torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match="cache: sinks is a tensor that requires grad"):
+        flashproto.attention_with_kv_cache(q, cache, cache, lengths=lengths, sinks=sinks)
+    with pytest.raises(ValueError, match="cache: q is a tensor with a tangent"):
+        torch.func.jvp(
+            lambda x: flashproto.attention_with_kv_cache(x, cache, cache, lengths=lengths), (q,), (q,)
+        )
+
+
+def test_what_is_written_lies_apart(device: str) -> None:
+    """Caches in one memory are refused where they overlap and new tokens come, and only there."""
+    q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    both = torch.zeros(2, 8, 2, 2, 40, device=device)
+    call = flashproto.attention_with_kv_cache
+    for x, y in (
+        (both[..., 0, :16], both[..., 1, :16]),
+        (both[..., 0, :16], both[..., 0, 16:32]),
+        (both[:, ::2, :, 0, :16], both[:, 1::2, :, 0, :16]),
+        (both[..., 0, :32:2], both[..., 0, 1:32:2]),
+        (both[..., 0, 8:24], both[..., 0, :8]),
+    ):
+        call(q, x, y, lengths=lengths % 3, k=k, v=v[..., : y.shape[3]])
+    cache, row = both[..., 0, :16], both[:1, ..., 0, :16].expand(2, -1, -1, -1)
+    wrong = {
+        "v_cache is in the memory of k_cache": [
+            (cache, cache), (cache, both[..., 0, 8:24]), (both[..., 0, 8:24], cache)
+        ],
+        "k_cache is an expanded tensor": [(row, cache)],
+        "v_cache is an expanded tensor": [(cache, row)],
+    }  # fmt: skip
+    for message, pairs in wrong.items():
+        for x, y in pairs:
+            with pytest.raises(ValueError, match=message):
+                call(q, x, y, lengths=lengths, k=k, v=v)
+            call(q, x, y, lengths=lengths)
+    eight = [torch.zeros(2, 8, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
+    scale = torch.ones(2, 8, 2, device=device)
+    with pytest.raises(ValueError, match="v_scale is in the memory of k_scale"):
+        call(q, *eight, lengths=lengths, k=k, v=v, k_scale=scale, v_scale=scale)
+    by_head = scale[0, 0]
+    call(q, *eight, lengths=lengths, k=k, v=v, k_scale=by_head, v_scale=by_head)
+
+
+SHARED = {
+    "cache_index is slot 3 of 0": {"cache_index": [0, 0], "lengths": [3, 2]},
+    "page_table is slot 1 of 2": {"page_table": [[0, 2], [1, 2]], "lengths": [8, 9]},
+    "k_scale is 0.0 at [1]": {"k_scale": [1.0, 0.0]},
+    "v_scale is nan at [0]": {"v_scale": [math.nan, 1.0]},
+}
+
+
+@pytest.mark.parametrize("message", SHARED)
+def test_what_new_tokens_cannot_have_is_refused_in_the_checked_mode(
+    message: str, device: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(decode_checks, "CHECKED", True)
+    q, k, v = (torch.randn(2, h, 2, 16, device=device) for h in (4, 2, 2))
+    eight = "scale" in message
+    cache = [torch.zeros(3, 8, 2, 16, device=device) for _ in "kv"]
+    right: dict[str, Any] = {"lengths": [3, 5], "cache_index": [0, 2]}
+    if "page" in message:  # shared, but not where new tokens are put
+        right = {"page_table": [[0, 2], [0, 1]], "lengths": [8, 8]}
+    if eight:
+        cache = [x.to(torch.float8_e4m3fn) for x in cache]
+        right |= {"k_scale": [1.0, 0.5], "v_scale": [2.0, 1.0]}
+
+    def call(given: dict[str, Any], **new: Tensor) -> None:
+        made = {
+            n: torch.tensor(x, dtype=torch.float32 if "scale" in n else torch.int32, device=device)
+            for n, x in given.items()
+        }
+        flashproto.attention_with_kv_cache(q, *cache, **made, **new)
+
+    call(right, k=k, v=v)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(right | SHARED[message], k=k, v=v)
+    if not eight:
+        call(right | SHARED[message])
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, device: str) -> None:
+    q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
+    caches = [torch.randn(2, 8, 2, 16, device=device) for _ in "kv"]
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    exact = flashproto.attention_with_kv_cache(
+        *(x.double() for x in (q, *caches)), lengths=lengths, k=k.double(), v=v.double()
+    )
+    with torch.autocast(device, torch.bfloat16):
+        out = flashproto.attention_with_kv_cache(q, *caches, lengths=lengths, k=k, v=v, impl=impl)
+        lse = flashproto.attention(q, k, v, return_lse=True, impl=impl)[1]
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    low = [x.bfloat16().double() for x in (q, k, v)]
+    torch.testing.assert_close(
+        lse.double(), flashproto.attention(*low, return_lse=True)[1], rtol=1e-5, atol=1e-5
+    )
+
+
 OUT_OF_RANGE = {
     "lengths is 40 at": {"lengths": [40]},
     "lengths is -1": {"lengths": [-1]},

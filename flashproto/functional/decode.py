@@ -10,10 +10,12 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
-from ..checks import FLOATS, check_flag, check_scale, check_states
+from ..checks import FLOATS, check_flag, check_scale, check_states, refuse
 from ..variant import Variant, pack
 from .attention import _band, _variant, attention
+from .autocast import without_autocast
 from .decode_checks import (
+    check_apart,
     check_cache,
     check_constants,
     check_lengths,
@@ -56,6 +58,12 @@ def merge_attention(
         True
     """
     check_states("merge_attention", outs, lses)
+    distributed = backends.has_dtensors((outs[0],))
+    for name, states in (("outs", outs), ("lses", lses)):
+        if any(backends.has_dtensors((x,)) != distributed for x in states):
+            kinds = ("a plain tensor", "a DTensor") if distributed else ("a DTensor", "a plain tensor")
+            got, do = "{} beside {} outs[0]".format(*kinds), "Pass the .to_local() of all DTensors."
+            refuse("merge_attention", name, got, "all DTensors, or all plain", do, TypeError)
     return reference.merge_attention(list(outs), list(lses))
 
 
@@ -110,9 +118,9 @@ def attention_with_kv_cache(
         cu_seqlens_q: int32 [B + 1], where each sequence's queries begin, as attention_varlen takes
             them, for sequences with other numbers of queries than one another.
         k_scale, v_scale: of a cache of 8 bits, float32, whose values are the cache's times the scale:
-            [Hkv], by head, by which new tokens are divided (what is larger than 448 scales becomes
-            that); or as the cache lies, [B, S, Hkv], by token and head: they are found for new tokens,
-            and written beside them.
+            positive, [Hkv], by head, by which new tokens are divided (what is larger than 448 scales
+            becomes that); or as the cache lies, [B, S, Hkv], by token and head: they are found for new
+            tokens, and written beside them.
         prefix: (k [P, Hkv, D], v [P, Hkv, Dv]), already turned, in q's dtype: keys that all sequences
             see before their own, read once for all of them.  Own keys then begin at position P; lengths
             do not count the prefix.  Not with window or alibi_slopes.
@@ -180,21 +188,17 @@ def attention_with_kv_cache(
     variant = _variant(name, heads, band, (softcap,), by_head, ())
     is_causal, offset, left, _ = band
     P = check_prefix(prefix, q, k_cache, v_cache, left is not None or alibi_slopes is not None)
-    floats = (
-        q,
-        k,
-        v,
-        k_cache,
-        v_cache,
-        k_scale,
-        v_scale,
-        cos,
-        sin,
-        *(prefix or ()),
-        sinks,
-        alibi_slopes,
-    )
-    check_constants(floats)
+    check_constants(
+        {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale,
+         "v_scale": v_scale, "rope[0]": cos, "rope[1]": sin, "sinks": sinks,
+         "alibi_slopes": alibi_slopes, "lengths": lengths, "page_table": page_table,
+         "cache_index": cache_index, "starts": starts, "cu_seqlens_q": cu_seqlens_q,
+         **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())}}
+    )  # fmt: skip
+    if k is not None:
+        check_apart("k_cache", k_cache, "v_cache", v_cache)
+        if k_scale is not None and v_scale is not None and k_scale.ndim > 1:
+            check_apart("k_scale", k_scale, "v_scale", v_scale)
     backend = backends.choose(
         name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, heads, k_cache, v_cache)
     )
@@ -204,12 +208,13 @@ def attention_with_kv_cache(
     rows = None if cos is None else cos.shape[0] - P
     check_lengths(heads, k_cache, lengths, new, *where, behind, rows)
     if backend == "reference":
-        out, lse = reference.attention_with_kv_cache(
-            q, k_cache, v_cache, lengths, k=k, v=v, page_table=page_table, cache_index=cache_index,
-            starts=starts, cu_seqlens_q=cu_seqlens_q, k_scale=k_scale, v_scale=v_scale, prefix=prefix,
-            cos=cos, sin=sin, interleaved=interleaved, causal=is_causal, causal_offset=offset,
-            left=left, scale=scale, softcap=softcap, **by_head,
-        )  # fmt: skip
+        with without_autocast(q):
+            out, lse = reference.attention_with_kv_cache(
+                q, k_cache, v_cache, lengths, k=k, v=v, page_table=page_table, cache_index=cache_index,
+                starts=starts, cu_seqlens_q=cu_seqlens_q, k_scale=k_scale, v_scale=v_scale,
+                prefix=prefix, cos=cos, sin=sin, interleaved=interleaved, causal=is_causal,
+                causal_offset=offset, left=left, scale=scale, softcap=softcap, **by_head,
+            )  # fmt: skip
         return (out, lse) if return_lse else out
     if k is not None:
         by_token = k_scale is not None and k_scale.ndim > 1

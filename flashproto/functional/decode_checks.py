@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from operator import mul
 from typing import Any
 
 import torch
@@ -156,6 +157,10 @@ def _check_scales(k_cache, k_scale, v_scale):
         if x.shape not in (k_cache.shape[2:3], k_cache.shape[:3]) or x.ndim != k_scale.ndim:
             takes = lambda: f"{[k_cache.shape[2]]} or {list(k_cache.shape[:3])}, both alike"  # noqa: E731
             refuse(NAME, name, f"of shape {list(x.shape)}", takes, "Pass scales by head or by token.")
+        if x.ndim == 1 and can_be_read(x) and (wrong := ~((x > 0) & x.isfinite())).any():
+            at = int(wrong.nonzero()[0])
+            takes, do = "positive finite numbers", "Pass 1 for a head whose keys are all 0."
+            refuse(NAME, name, f"{float(x[at])} at [{at}]", takes, do)
 
 
 def check_rope(rope: Any, D: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -195,14 +200,45 @@ def check_prefix(prefix: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, other
     return prefix[0].shape[0]
 
 
-def check_constants(tensors: Sequence[Tensor | None]) -> None:
-    """No tensor that is differentiated."""
-    given = [x for x in tensors if x is not None]
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in given)) or backends.has_tangents(
-        given
-    ):
-        takes, do = "constants: there is no gradient", "Call it under torch.no_grad()."
-        refuse(NAME, "an argument", "a tensor that is differentiated", takes, do)
+def check_constants(tensors: dict[str, Tensor | None]) -> None:
+    """No DTensor and no tensor that is differentiated; None for one that is not given."""
+    recording = torch.is_grad_enabled()
+    given = {name: x for name, x in tensors.items() if x is not None}
+    for name, x in given.items():
+        if backends.is_dtensor(x):
+            refuse(NAME, name, "a DTensor", "a plain tensor", f"Pass {name}.to_local().", TypeError)
+        if recording and x.requires_grad:
+            takes, do = "constants: there is no gradient", "Call it under torch.no_grad()."
+            refuse(NAME, name, "a tensor that requires grad", takes, do)
+    if backends.has_tangents(list(given.values())):
+        name = next(name for name, x in given.items() if backends.has_tangents([x]))
+        takes, do = (
+            "constants: there is no gradient",
+            "Call it outside of forward mode.",
+        )
+        refuse(NAME, name, "a tensor with a tangent", takes, do)
+
+
+def check_apart(name: str, x: Tensor, other: str, y: Tensor) -> None:
+    """That what is written into x and y lies apart: no element of x or y in the place of another.  What
+    can be told from strides, in eager calls."""
+    if is_compiling() or watched() or transforms_active():
+        return
+    strides = x.stride(), y.stride()
+    for argument, z, own in zip((name, other), (x, y), strides, strict=True):
+        if 0 in own and any(n > 1 and stride == 0 for n, stride in zip(z.shape, own, strict=True)):
+            takes = "memory of its own for each element where tokens are written"
+            refuse(NAME, argument, "an expanded tensor", takes, f"Call {argument}.contiguous().")
+    first, second = sorted((x.data_ptr(), y.data_ptr()))
+    distance = (second - first) / x.element_size()
+    sizes = x.shape if first == x.data_ptr() else y.shape
+    if strides[0] == strides[1] and distance < max(map(mul, sizes, strides[0])):
+        for size, stride in sorted(zip(sizes, strides[0], strict=True), key=lambda n: -n[1]):
+            distance -= min(distance // max(stride, 1), size - 1) * stride
+    if x.numel() and distance == 0:
+        takes = f"other memory than {name} where tokens are written"
+        do = "Make two caches, or write the tokens first and leave k and v out."
+        refuse(NAME, other, f"in the memory of {name}", takes, do)
 
 
 # --- what is in them ------------------------------------------------------------------------------
@@ -268,7 +304,12 @@ def check_lengths(
     if cache_index is not None:
         wrong = (cache_index < 0) | (cache_index >= rows)
         check_values(NAME, "cache_index", cache_index, wrong, f"rows 0 to {rows - 1}", "Pass rows.")
+    t = torch.arange(int((keys - lengths).max()), device=keys.device)
+    written = t < (keys - lengths)[:, None]
+    slot = (lengths.long()[:, None] + t) % max(capacity, 1)  # of new tokens
     if page_table is None:
+        if cache_index is not None:
+            _check_own_slots("cache_index", cache_index[:, None], slot, written, capacity)
         return
     table = page_table if cache_index is None else page_table[cache_index.long()]
     size, columns = k_cache.shape[1], page_table.shape[1]
@@ -280,3 +321,16 @@ def check_lengths(
     wrong = used & ((table < 0) | (table >= k_cache.shape[0]))
     takes = f"pages 0 to {k_cache.shape[0] - 1} where a sequence has keys"
     check_values(NAME, "page_table", table, wrong, takes, "Give each sequence its pages.")
+    if t.shape[0]:
+        pages = table.gather(1, slot // size)
+        _check_own_slots("page_table", pages, slot % size, written, size)
+
+
+def _check_own_slots(name: str, page: Tensor, slot: Tensor, written: Tensor, size: int) -> None:
+    """That no two new tokens are put into the same slot [B, n] of the same page [B, n | 1]."""
+    places, counts = (page.long() * size + slot)[written].unique(return_counts=True)
+    if (counts > 1).any():
+        place = int(places[counts > 1][0])
+        got = f"slot {place % size} of {place // size} for new tokens of several sequences"
+        do = "Copy what sequences share before they write to it."
+        refuse(NAME, name, got, "a slot for each new token", do)
