@@ -150,10 +150,12 @@ def attention_with_kv_cache(
         >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
         >>> parts = []
         >>> for new in (slice(0, 5), slice(5, 6), slice(6, 8)):  # a prompt of 5 tokens, then 1, then 2
-        ...     tokens = [x[:, :, new] for x in (q, k, v)]
-        ...     parts.append(flashproto.attention_with_kv_cache(
-        ...         tokens[0], k_cache, v_cache, lengths=lengths, k=tokens[1], v=tokens[2]))
-        ...     lengths += tokens[0].shape[2]
+        ...     queries, keys, values = [x[:, :, new] for x in (q, k, v)]
+        ...     part = flashproto.attention_with_kv_cache(
+        ...         queries, k_cache, v_cache, lengths=lengths, k=keys, v=values
+        ...     )
+        ...     parts.append(part)
+        ...     lengths += queries.shape[2]
         >>> torch.allclose(torch.cat(parts, 2), flashproto.attention(q, k, v, causal=True), atol=1e-5)
         True
     """
