@@ -85,8 +85,15 @@ def draw(generator: random.Random, room: int, most_heads: int, heads: tuple[int,
         counts.append(tuple(n))
     alibi = generator.random() < 0.3
     return Problem(
-        generator.choice(tuple(ATOL)), B, Hkv * group, Hkv, D,
-        D if generator.random() < 0.6 else generator.choice(heads), room, page, tuple(counts),
+        generator.choice(tuple(ATOL)),
+        B,
+        Hkv * group,
+        Hkv,
+        D,
+        D if generator.random() < 0.6 else generator.choice(heads),
+        room,
+        page,
+        tuple(counts),
         ragged=ragged,
         rope=generator.choice(("", "", "halves", "neighbours")),
         eight=generator.choice((0, 0, 0, 1, 2)),
@@ -95,7 +102,7 @@ def draw(generator: random.Random, room: int, most_heads: int, heads: tuple[int,
         prefix=0 if left is not None or alibi else generator.choice((0, 0, 9)),
         heads_first=generator.random() < 0.3,
         options=options | {"alibi": alibi, "sinks": generator.random() < 0.3},
-    )  # fmt: skip
+    )
 
 
 class Sequences:
@@ -229,10 +236,11 @@ def next_call(state: Sequences, counts: tuple[int, ...], behind: int = 2) -> Mad
     parts = [[tokens(n, h, w) for n in counts] for h, w in ((p.Hq, p.D), (p.Hkv, p.D), (p.Hkv, p.Dv))]
     if p.ragged:
         q, k, v = (
-            torch.cat([*x, torch.full_like(x[0][:1], math.nan).expand(behind, -1, -1)]) if x[0].shape[0]
+            torch.cat([*x, torch.full_like(x[0][:1], math.nan).expand(behind, -1, -1)])
+            if x[0].shape[0]
             else torch.cat([*x, tokens(behind, *x[0].shape[1:])])
             for x in parts
-        )  # fmt: skip
+        )
         cu = torch.tensor([0, *counts], device=device).cumsum(0).int()
     else:
         q, k, v = (torch.stack(x).transpose(1, 2) for x in parts)

@@ -148,9 +148,20 @@ def test_long_sequences_in_pages(eight: int, seed: int) -> None:
     counts = ((1500, 1, 0, 700), (3, 3, 3, 3), (1, 1, 1, 1))
     options = {"causal": True, "scale": None}
     problem = Problem(
-        torch.bfloat16, 4, 32, 8, 128, 128, 32768, 64, counts, ragged=True, rope="halves", eight=eight,
+        torch.bfloat16,
+        4,
+        32,
+        8,
+        128,
+        128,
+        32768,
+        64,
+        counts,
+        ragged=True,
+        rope="halves",
+        eight=eight,
         options=options,
-    )  # fmt: skip
+    )
     play(problem, "cuda", random.Random(seed), "triton")
 
 
@@ -178,11 +189,14 @@ class NothingIsRead(TorchDispatchMode):
 READING = {
     "appending": {"rope": "halves"},
     "pages, a window, padding": {
-        "page": 8, "padded": True, "indexed": True, "eight": 2,
+        "page": 8,
+        "padded": True,
+        "indexed": True,
+        "eight": 2,
         "options": {"causal": True, "scale": None, "window": (9, None), "sinks": True, "alibi": True},
     },
     "side by side behind a prefix": {"ragged": True, "prefix": 5, "rope": "neighbours"},
-}  # fmt: skip
+}
 
 
 def small(seed: int, **fields: Any) -> Problem:
@@ -333,11 +347,13 @@ def test_what_is_written_lies_apart(device: str) -> None:
     cache, row = both[..., 0, :16], both[:1, ..., 0, :16].expand(2, -1, -1, -1)
     wrong = {
         "v_cache is in the memory of k_cache": [
-            (cache, cache), (cache, both[..., 0, 8:24]), (both[..., 0, 8:24], cache)
+            (cache, cache),
+            (cache, both[..., 0, 8:24]),
+            (both[..., 0, 8:24], cache),
         ],
         "k_cache is an expanded tensor": [(row, cache)],
         "v_cache is an expanded tensor": [(cache, row)],
-    }  # fmt: skip
+    }
     for message, pairs in wrong.items():
         for x, y in pairs:
             with pytest.raises(ValueError, match=message):

@@ -191,12 +191,26 @@ def attention_with_kv_cache(
     is_causal, offset, left, _ = band
     P = check_prefix(prefix, q, k_cache, v_cache, left is not None or alibi_slopes is not None)
     check_constants(
-        {"q": q, "k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "k_scale": k_scale,
-         "v_scale": v_scale, "rope[0]": cos, "rope[1]": sin, "sinks": sinks,
-         "alibi_slopes": alibi_slopes, "lengths": lengths, "page_table": page_table,
-         "cache_index": cache_index, "starts": starts, "cu_seqlens_q": cu_seqlens_q,
-         **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())}}
-    )  # fmt: skip
+        {
+            "q": q,
+            "k": k,
+            "v": v,
+            "k_cache": k_cache,
+            "v_cache": v_cache,
+            "k_scale": k_scale,
+            "v_scale": v_scale,
+            "rope[0]": cos,
+            "rope[1]": sin,
+            "sinks": sinks,
+            "alibi_slopes": alibi_slopes,
+            "lengths": lengths,
+            "page_table": page_table,
+            "cache_index": cache_index,
+            "starts": starts,
+            "cu_seqlens_q": cu_seqlens_q,
+            **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())},
+        }
+    )
     if k is not None:
         check_apart("k_cache", k_cache, "v_cache", v_cache)
         if k_scale is not None and v_scale is not None and k_scale.ndim > 1:
@@ -212,19 +226,48 @@ def attention_with_kv_cache(
     if backend == "reference":
         with without_autocast(q):
             out, lse = reference.attention_with_kv_cache(
-                q, k_cache, v_cache, lengths, k=k, v=v, page_table=page_table, cache_index=cache_index,
-                starts=starts, cu_seqlens_q=cu_seqlens_q, k_scale=k_scale, v_scale=v_scale,
-                prefix=prefix, cos=cos, sin=sin, interleaved=interleaved, causal=is_causal,
-                causal_offset=offset, left=left, scale=scale, softcap=softcap, **by_head,
-            )  # fmt: skip
+                q,
+                k_cache,
+                v_cache,
+                lengths,
+                k=k,
+                v=v,
+                page_table=page_table,
+                cache_index=cache_index,
+                starts=starts,
+                cu_seqlens_q=cu_seqlens_q,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                prefix=prefix,
+                cos=cos,
+                sin=sin,
+                interleaved=interleaved,
+                causal=is_causal,
+                causal_offset=offset,
+                left=left,
+                scale=scale,
+                softcap=softcap,
+                **by_head,
+            )
         return (out, lse) if return_lse else out
     if k is not None:
         by_token = k_scale is not None and k_scale.ndim > 1
         scales = (k_scale, v_scale, None, None) if by_token else (None, None, k_scale, v_scale)
         torch.ops.flashproto.append_kv_cache_(
-            k_cache, v_cache, *scales[:2], k_heads, v_heads, *scales[2:], lengths, *where,
-            cos, sin, P, interleaved, left is not None,
-        )  # fmt: skip
+            k_cache,
+            v_cache,
+            *scales[:2],
+            k_heads,
+            v_heads,
+            *scales[2:],
+            lengths,
+            *where,
+            cos,
+            sin,
+            P,
+            interleaved,
+            left is not None,
+        )
     scale = D**-0.5 if scale is None else float(scale)
     if scale < 0:
         heads, scale = -heads, -scale
@@ -236,8 +279,18 @@ def attention_with_kv_cache(
             heads = _turned(heads, cos, sin, first, cu_seqlens_q, new, interleaved)
             cos = sin = None
         states = _of_prefix(heads, prefix, softcap, scale, impl)
-    made = _attend(heads, k_cache, v_cache, lengths, where, (cos, sin, k_scale, v_scale), states,
-                   variant, (scale, new, P, interleaved), return_lse)  # fmt: skip
+    made = _attend(
+        heads,
+        k_cache,
+        v_cache,
+        lengths,
+        where,
+        (cos, sin, k_scale, v_scale),
+        states,
+        variant,
+        (scale, new, P, interleaved),
+        return_lse,
+    )
     if not ragged:
         return made
     if return_lse:
