@@ -11,7 +11,12 @@ from torch import Tensor
 
 from .attention import Pairs, largest, modified, visible
 from .rope import rope
-from .states import compute_dtype, online_softmax_finish
+from .states import (
+    compute_dtype,
+    online_softmax_finish,
+    online_softmax_merge,
+    online_softmax_start,
+)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -21,28 +26,22 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
         lse = log(sum_i exp(lse_i))         out = sum_i exp(lse_i - lse) out_i
 
-    It is online_softmax_merge with l = 1 in each state.  States are taken in as they come, in float32
-    (float64 if one of them is).  Rows without a key anywhere (lse -inf in all) give 0 and -inf.
+    Each is the online softmax's state (lse, 1), with out beside it.  They are merged as they come, in
+    float32 (float64 if one of them is).  Rows without a key anywhere (lse -inf in all) give 0 and -inf.
     """
     dtype = compute_dtype(outs[0].dtype)
     for x in (*outs[1:], *lses):
         dtype = torch.promote_types(dtype, x.dtype)
-    logs = torch.stack([x.to(dtype) for x in lses])
-    # The result does not depend on the shift, which is a constant to every derivative.
-    m = logs.detach().amax(0)
-    shift = torch.where(m == -math.inf, 0.0, m)
-    weights = torch.exp(logs - shift)
-    l = weights.sum(0)
-    empty = l == 0
-    divisor = torch.where(empty, 1.0, l)
-    weights = weights / divisor
-    out = weights[0, ..., None] * outs[0]
-    for weight, x in zip(weights[1:], outs[1:], strict=True):
-        out = out + weight[..., None] * x
+    m, l = online_softmax_start(lses[0].shape, lses[0].to(dtype))
+    total = outs[0].new_zeros(outs[0].shape, dtype=dtype)
+    for out, lse in zip(outs, lses, strict=True):
+        m, l, w1, w2 = online_softmax_merge(m, l, lse.to(dtype), torch.ones_like(l))
+        total = w1[..., None] * total + w2[..., None] * out
+    lse, normaliser = online_softmax_finish(m, l)
     own = outs[0].dtype
     for x in outs[1:]:
         own = torch.promote_types(own, x.dtype)
-    return out.to(own), torch.where(empty, -math.inf, shift + torch.log(divisor))
+    return (normaliser[..., None] * total).to(own), lse
 
 
 LARGEST = 448.0  # of float8_e4m3fn
