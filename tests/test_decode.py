@@ -32,12 +32,11 @@ from variant_problem import (
 import flashproto
 from flashproto import configs, reference
 from flashproto.functional import decode_checks
-from flashproto.functional.attention import _attention_reasons
-from flashproto.variant import Kind, Variant
+from flashproto.variant import Kind
 
 pytest.importorskip("triton")
 
-from flashproto.ops import attention_split, call_cache
+from flashproto.ops import call_cache
 
 # --- merging -----------------------------------------------------------------------------------------
 
@@ -489,21 +488,4 @@ def test_where_keys_are_split() -> None:
 
     assert splits(1, 32, 8, 1, 131072) and splits(16, 32, 8, 16, 8192) and splits(1, 8, 1, 512, 131072)
     assert not splits(4, 32, 8, 4096, 4096) and not splits(1, 64, 8, 512, 131072)
-    assert configs.leaves_half_idle(1, 32, 8, 16, 132) and configs.leaves_half_idle(1, 8, 1, 512, 132)
-    assert not configs.leaves_half_idle(16, 32, 8, 1, 132)
     assert not splits(1, 32, 8, 1, 512) and not splits(1, 32, 8, 1, 8192, kind=Kind(ENTROPY=True))
-
-
-@pytest.mark.parametrize(
-    ("Sq", "automatic", "left_out"),
-    [(1, True, True), (16, True, True), (1, False, False), (64, True, False), (4096, True, False)],
-)
-def test_hopper_is_left_out_where_keys_are_split(
-    Sq: int, automatic: bool, left_out: bool, monkeypatch
-) -> None:
-    """By the choice alone: a call that asks for it by name gets it."""
-    monkeypatch.setattr(attention_split, "multiprocessors", lambda device: 132)
-    q, k = torch.empty(1, 32, Sq, 64, dtype=torch.float16), torch.empty(1, 8, 8192, 64).half()
-    variant = Variant(Kind(CAUSAL=True), 8192 - Sq)
-    reasons = list(_attention_reasons("hopper", variant, q, k, k, False, automatic))
-    assert any("splits" in str(reason) for reason in reasons) == left_out

@@ -25,7 +25,6 @@ from .decode import (
     DecodeConfig,
     attention_decode,
     attention_splits_keys,
-    leaves_half_idle,
     pieces_merged,
     splits_cache,
 )
@@ -102,7 +101,6 @@ __all__ = [
     "heads_together_backward",
     "heads_together_forward",
     "hopper_head_dim",
-    "leaves_half_idle",
     "logsumexp",
     "norm_backward",
     "norm_backward_shared",

@@ -88,15 +88,10 @@ def attention_splits_keys(
     if Sk < 1024 or Sq > 1024 or not Hkv or kind.beyond(SPLIT_KINDS):
         return False
     rows = Hq // Hkv * Sq
-    if leaves_half_idle(B, Hq, Hkv, Sq, multiprocessors):
+    # A program for each 64 rows would leave half of the card without work.
+    if 2 * B * Hkv * -(-rows // 64) <= multiprocessors:
         return True
     return rows <= 64 and B * Hkv <= 4 * multiprocessors
-
-
-def leaves_half_idle(B: int, Hq: int, Hkv: int, Sq: int, multiprocessors: int) -> bool:
-    """Whether a program for each 64 queries of a key head leaves half of the card without work.  There
-    split keys on "triton" are faster than "hopper", which has none."""
-    return 2 * B * Hkv * -(-(Hq // max(Hkv, 1) * Sq) // 64) <= multiprocessors
 
 
 # The fields of Kind that kernels/attention_decode.py has.

@@ -46,7 +46,6 @@ from .cached import cached
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
-    from ..ops.attention_split import beats_hopper
 
 # Backend "hopper" takes tensors that start at multiples of 16 bytes.
 by_alignment = functools.partial(cached, alignment=True)
@@ -437,12 +436,8 @@ def _variant(operator, q, band, numbers, tensors, aux) -> Variant:
 def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, ready=False):
     """attention by a backend; ready: as a call of q, k and v made ready, where kernels run it."""
     scale = check_scale(operator, scale)
-    automatic = impl is None and backends.get_default() is None
     backend = backends.choose(
-        operator,
-        impl,
-        (q, k, v),
-        lambda b: _attention_reasons(b, variant, q, k, v, return_lse, automatic),
+        operator, impl, (q, k, v), lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
     if backend == "torch":
         return _torch_attention(q, k, v, variant, scale)
@@ -465,17 +460,8 @@ def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, read
     return made
 
 
-def _attention_reasons(backend, variant, q, k, v, return_lse, automatic=False) -> Iterator[Reason]:
-    """automatic: whether what is faster elsewhere counts too."""
+def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason]:
     yield from reasons(backend, variant, q, k, v, return_lse)
-    # Compiled calls would be fixed to lengths on one side of the limits.
-    if (
-        backend == "hopper"
-        and automatic
-        and not torch.compiler.is_compiling()
-        and beats_hopper(q, k, variant)
-    ):
-        yield "there are few queries and many keys, which backend 'triton' splits"
     if backend == "torch" and backends.has_tangents((q, k, v)):
         yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
     if backend == "torch" and backends.has_dtensors((q, k, v)):

@@ -111,8 +111,8 @@ def attention_with_kv_cache(
             changed: add the number of new tokens to it afterwards.
         k, v: [B, Hkv, n, D] and [.., Dv], or with cu_seqlens_q [T, Hkv, D], keys and values of new
             tokens, which are written into the cache in place.  None: the cache is only read.
-        page_table: int32 [B, n], which page has the keys from page_size * i on.  Any page_size; from 16
-            to 256 is fast.  Pages may be in any order, and be shared by sequences that only read them.
+        page_table: int32 [B, n], which page has the keys from page_size * i on.  Any page_size.  Pages
+            may be in any order, and be shared by sequences that only read them.
         cache_index: int32 [B], which row of the cache, or of page_table, a sequence has; b by default.
         starts: int32 [B], the first key that counts, behind left padding; 0 by default.
         cu_seqlens_q: int32 [B + 1], where each sequence's queries begin, as attention_varlen takes

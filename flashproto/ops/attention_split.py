@@ -97,14 +97,6 @@ def splits_keys(q: Any, k: Any, variant: Variant) -> bool:
     return configs.attention_splits_keys(variant.kind, B, Hq, Hkv, Sq, Sk, multiprocessors(q.device))
 
 
-def beats_hopper(q: Any, k: Any, variant: Variant) -> bool:
-    """Whether it splits keys that "hopper" does not, and so is faster: in decoding.  For more queries
-    this was not measured."""
-    (B, Hq, Sq, _), Hkv = q.shape, k.shape[1]
-    few = Sq <= 16 and configs.leaves_half_idle(B, Hq, Hkv, Sq, multiprocessors(q.device))
-    return few and splits_keys(q, k, variant)
-
-
 def launch(
     recipe: Recipe,
     q: Operand,
