@@ -73,8 +73,8 @@ def ring_attention(
         return_lse: also return lse.
         method: "ring": keys and values of one rank at a time are on another one, and travel while it
             works on those before.  "all_gather": all keys and values are gathered first, for two calls
-            of attention.  That is for sequences so short that the start of n steps counts, and takes the
-            memory of all keys and values.
+            of attention.  That is for sequences so short that the start of n steps counts; it takes
+            the memory of all keys and values.
         impl: the backend of each part by name; None chooses.  "torch" gives no lse, and is refused.
 
     Returns:
