@@ -36,6 +36,8 @@ QUERIES = (
 )
 # At head_dim 256, more heads packed, by one consumer and by two.
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
+# So few that long keys are split: unpacked, and packed by one consumer and by two.
+SPLIT = ((512, 4, 1), (1, 1, 1), (1, 1, 4), (60, 40, 4))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 # Kinds beside causal and full, and head dims; a mask may need a few words.
@@ -101,11 +103,13 @@ def case(
             signature[argument] = variables
         elif argument in constexprs:
             continue
+        elif argument in signature:
+            continue
         elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
-        elif argument not in signature:
+        else:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, t in signature.items() if isinstance(t, str) and t.startswith("*"))
     return Case(
@@ -129,7 +133,13 @@ def forward_configs() -> list[configs.HopperForward]:
         for Sk in LENGTHS
         for kind in (Kind(), Kind(CAUSAL=True))
     )
-    return list(dict.fromkeys(chosen))
+    split = (
+        configs.attention_forward_hopper(D, 16384, kind, *queries)
+        for queries in SPLIT
+        for D in HEAD_DIMS
+        for kind in (Kind(), Kind(CAUSAL=True))
+    )
+    return list(dict.fromkeys((*chosen, *split)))
 
 
 def forward_case(element: str, config: configs.HopperForward) -> Case:
@@ -141,8 +151,8 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         config.name,
         attention_forward_kernel,
         element,
-        {"CFG": config} | absent,
-        {"q_desc": queries, "k_desc": keys, "v_desc": keys},
+        {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
+        {"q_desc": queries, "k_desc": keys, "v_desc": keys} | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
         FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
         variables=variables,
