@@ -208,12 +208,12 @@ def attention_forward_hopper(
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
     """
-    config = _forward(head_dim, Sk, kind, Sq, heads, group, multiprocessors)
-    seen = Sk if seen is None else seen
+    given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
+    config = _forward(*given, spread=False)
     items = heads if config.PACK > 1 else heads * group
-    if forward_parts(config, items, Sq, seen, multiprocessors) == 1:
-        return config
-    return replace(config, SPLIT=True, IDLE=False)
+    if forward_parts(config, items, Sq, Sk if seen is None else seen, multiprocessors) > 1:
+        return replace(config, SPLIT=True, IDLE=False)
+    return _forward(*given, spread=True)
 
 
 def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multiprocessors: int) -> int:
@@ -251,9 +251,17 @@ def attention_merge(parts: int, head_dim: int) -> MergeConfig:
 
 
 def _forward(
-    head_dim: int, Sk: int, kind: Kind, Sq: int, heads: int, group: int, multiprocessors: int
+    head_dim: int,
+    Sk: int,
+    kind: Kind,
+    Sq: int,
+    heads: int,
+    group: int,
+    multiprocessors: int,
+    spread: bool,
 ) -> HopperForward:
-    """The configuration of whole items.
+    """The configuration of whole items; spread: whether small items are to reach more multiprocessors,
+    as parts would.
 
     A work item takes as long as its keys are many, whether its rows are queries or padding.  So with
     few queries those of a group are packed, where that leaves fewer items.  One consumer is enough for
@@ -274,7 +282,7 @@ def _forward(
     if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
         pack, alone = 1, False
     items_of_one = heads * -(-Sq * pack // 64)
-    few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
+    few = alone or Sq * pack <= 64 or (spread and pack > 1 and items_of_one <= multiprocessors)
     if few and config.PROGRAMS == 1:
         config = _few_queries(config.D, kind)
     if config.D == 64 and config.W == 3 and not causal and pack == 1:

@@ -182,13 +182,13 @@ def keys_seen(variant: Variant, Sq: int, Sk: int) -> int:
 def merge(
     recipe: Recipe, outs: Operand, lses: Operand, out: Operand, lse: Operand, sinks: Operand | None
 ) -> None:
-    """Fill out and lse from those of parts of the keys, outs [parts * B, Hq, Sq, D] float32."""
+    """Fill out and lse from those of parts of the keys, outs [B * parts, Hq, Sq, D] float32."""
     B, H, Sq, D = out.shape
-    rows, parts = B * H * Sq, outs.shape[0] // B
+    parts = outs.shape[0] // B
     config = configs.attention_merge(parts, D)
     recipe.launch(
         attention_merge_kernel,
-        rows,
+        B * H * Sq,
         outs,
         lses,
         out,
@@ -197,7 +197,6 @@ def merge(
         *out.stride()[:3],
         H,
         Sq,
-        rows,
         parts,
         D=D,
         BLOCK_D=config.block_d,
@@ -223,7 +222,9 @@ def forward(
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     group, most = Hq // Hkv, multiprocessors(q.device)
     seen = keys_seen(variant, Sq, Sk)
-    config = configs.attention_forward_hopper(head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen)
+    config = configs.attention_forward_hopper(
+        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen
+    )
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
     if variant.kind.VARLEN:
@@ -233,7 +234,7 @@ def forward(
     if config.SPLIT:
         parts = configs.forward_parts(config, B * heads, Sq, seen, most)
         total *= parts
-        rows = (parts * B, Hq, Sq)
+        rows = (B * parts, Hq, Sq)
         to = recipe.make(New.contiguous((*rows, head_dim), torch.float32, q.device))
         lse_to = recipe.make(New.contiguous(rows, torch.float32, q.device))
     programs = min(total, most * config.PROGRAMS)

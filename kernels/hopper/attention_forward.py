@@ -69,9 +69,9 @@ consumers skip it, so that it takes less time, and the order comes from a table 
 Where queries and heads are too few to fill the card, keys are split.  With SPLIT the key tiles that an
 item would visit are cut into `parts`, as equal as can be, and each part is an item.  Of the tiles that
 are visited, in their order, a part has those from one number to another, whatever the mask leaves out
-between them.  It writes its own (out, lse), in float32, as if of other batch entries; ../attention_merge.py
-joins the parts.  A part without key tiles visits one all the same, so that every loop and every ring
-has a tile for each item, and writes lse = -inf.
+between them.  It writes its own (out, lse), in float32, as if of more batch entries;
+../attention_merge.py joins the parts.  A part without key tiles visits one all the same, so that every
+loop and every ring has a tile for each item, and writes lse = -inf.
 
 Masks are `visible` of scores.py, written so that a thread compares with constants.  A tile needs no
 mask where key_ranges of schedule.py says so.  A consumer's rows may see nothing of a tile that other
@@ -111,7 +111,7 @@ def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
     k_desc,
     v_desc,  # [1, 1, BN, D]
-    o_ptr,  # with SPLIT float32, of parts * B entries, as lse
+    o_ptr,  # with SPLIT float32, of B * parts entries, as lse
     lse_ptr,
     work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
     total,  # work items: NT * BH, with SPLIT times parts

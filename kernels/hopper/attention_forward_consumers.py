@@ -330,12 +330,6 @@ def attend(
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
     raw scores of the rightmost tile.  Returns those of the next item, and where the rings are then."""
-    entry, skipped = part
-    if CFG.SPLIT:
-        count = n
-        n = gl.maximum(n, 1)
-    else:
-        entry = b
     ks, vs, q_full, k_full, v_full = buffers
     o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out = output
     BN: gl.constexpr = CFG.BN
@@ -351,7 +345,7 @@ def attend(
     if KIND.VARLEN:
         row = first + CFG.CQ * c
         o_ptr += token.to(gl.int64) * so_s * 8
-    walk = walk_of(b, h, first, NT, keys, offset, given, CFG, skipped)
+    walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1])
     if not KIND.TUNED:
         variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
     begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
@@ -429,8 +423,11 @@ def attend(
         lse, normaliser = softmax_with_sink(shift, l, variables[SINK], R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
+    entry = b
     if CFG.SPLIT:
-        lse = gl.where(count > 0, lse, -float("inf"))
+        entry, _ = part
+        lse = gl.where(entry < 0, -float("inf"), lse)
+        entry = gl.maximum(entry, ~entry)
     store_rows(lse, lse_ptr + token, entry, h, row, H, GROUP, Sq, rows_of_head, CFG)
     if KIND.MAX_SCORE:
         top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)
@@ -540,8 +537,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset, scale_log2,
-                    variables, kslot, kphase, vslot, vphase, CFG,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+                    scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
                 x, kslot, kphase, vslot, vphase = skip_item(
@@ -549,8 +546,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 )
         else:
             x, q_regs, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset, scale_log2,
-                variables, kslot, kphase, vslot, vphase, CFG,
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+                scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1
         h = h1

@@ -130,7 +130,7 @@ def tile_at(s, walk, CFG: gl.constexpr):
 @gluon.jit
 def part_of(n, part, parts):
     """Of n key tiles, at least one, those of a part: (how many are to the left of it, how many it has).
-    A part may have none; then there is a tile to the right of the first number all the same."""
+    A part may have none; there is a tile to the right of the first number all the same."""
     each = quotient(n, parts)
     more = n - each * parts
     skipped = part * each + gl.minimum(part, more)
@@ -139,12 +139,12 @@ def part_of(n, part, parts):
 
 @gluon.jit
 def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
-    """Work item t as (batch, head of H, first query, key tiles to visit, part).  Of sequences, instead
-    of the first query, which of the slots in their order it is, for sequence_at.
+    """Work item t as (batch, head of H, first query, key tiles to visit, at least one, part).  Of
+    sequences, instead of the first query, which of the slots in their order it is, for sequence_at.
 
-    There is at least one key tile, but with SPLIT: a part without any visits one, and leaves a state of
-    no keys.  part: with SPLIT, the batch entry of its results, of `parts` times as many, and the key
-    tiles of parts to the left.
+    part: with SPLIT (entry, skipped), the batch entry of its results, of which there are `parts` for
+    each of q, and how many key tiles are in parts to its left.  A part without keys has the entry's
+    complement, which is negative, and visits a tile for nothing.
     """
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
@@ -184,9 +184,7 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
         h = bh - b * H
     if CFG.SPLIT:
         entry = b
-        entries = quotient(BH, H)
-        part = quotient(entry, entries)
-        b = entry - part * entries
+        b = quotient(entry, parts)
     if KIND.INTERVALS:
         visits, _, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end = gl.load(visits)
@@ -195,8 +193,9 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
         end -= jump
     n = gl.maximum(end, 1)
     if CFG.SPLIT:
-        skipped, n = part_of(n, part, parts)
-        return b, h, row, n, (entry, skipped)
+        skipped, n = part_of(n, entry - b * parts, parts)
+        entry = gl.where(n > 0, entry, ~entry)
+        return b, h, row, gl.maximum(n, 1), (entry, skipped)
     else:
         return b, h, row, n, (0, 0)
 
@@ -295,8 +294,6 @@ def producer(args, CFG: gl.constexpr):
     col_v = 0
     while t < total:
         b, h, row, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
-        if CFG.SPLIT:
-            n = gl.maximum(n, 1)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, variables, CFG)
         walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG, part[1])
