@@ -43,6 +43,8 @@ MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 SPLIT = ((512, 4, 1), (384, 96, 1), (1, 1, 1), (1, 1, 4), (60, 40, 4))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
+# Where keys are split two words at least, outside the loops too.
+SPLIT_STACK = max(FORWARD_STACK, 8)
 # Kinds beside causal and full, and head dims; a mask may need a few words.
 CHOSEN = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
@@ -162,7 +164,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
         {"q_desc": queries, "k_desc": keys, "v_desc": keys}
         | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
-        FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
+        (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
         variables=variables,
     )

@@ -215,6 +215,14 @@ def test_keys_are_split_where_items_do_not_fill_the_card() -> None:
     assert parts_of(16, 2, 512, 131072, Kind(True, True, True, True, 1, True, True)) == 2
 
 
+@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=str)
+def test_parts_reach_more_multiprocessors_than_small_items(kind: Kind) -> None:
+    """So that 68 rows have two consumers, where whole items would be of one each."""
+    for seen, W in ((2000, 1), (8192, 2)):
+        config = configs.attention_forward_hopper(128, 8192, kind, 17, 8, 4, MULTIPROCESSORS, seen)
+        assert (4, W, W == 2) == (config.PACK, config.W, config.SPLIT)
+
+
 @given(
     D=st.sampled_from((64, 128, 256)),
     causal=st.booleans(),

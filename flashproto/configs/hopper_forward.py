@@ -207,12 +207,13 @@ def attention_forward_hopper(
     seen: the most keys that a query tile sees, Sk if None.
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
+    That takes a few registers, which overlap leaves no more of at head_dim 256.
     """
     given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
     config = _forward(*given, spread=False)
     items = heads if config.PACK > 1 else heads * group
     if forward_parts(config, items, Sq, Sk if seen is None else seen, multiprocessors) > 1:
-        return replace(config, SPLIT=True, IDLE=False)
+        return replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
     return _forward(*given, spread=True)
 
 
