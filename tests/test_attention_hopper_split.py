@@ -186,6 +186,17 @@ def test_merge_against_float64(
 # --- where keys are split --------------------------------------------------------------------------
 
 
+# (B, Hq, Hkv, Sq, Sk) of which keys are split: tiles with rows for all consumers and for some, few
+# queries of grouped heads, packed, and more parts than run at once
+SHAPES = {
+    "a chunk": (1, 4, 2, 256, 3000),
+    "a ragged chunk": (2, 3, 1, 333, 2501),
+    "a few queries": (1, 6, 2, 17, 5003),
+    "one query": (2, 8, 2, 1, 6100),
+    "many items": (2, 6, 6, 500, 6000),
+}
+
+
 def parts_of(
     Hq: int, Hkv: int, Sq: int, Sk: int, kind: Kind = CAUSAL, D: int = 128, B: int = 1, **seen
 ) -> int:
@@ -221,6 +232,14 @@ def test_parts_reach_more_multiprocessors_than_small_items(kind: Kind) -> None:
     for seen, W in ((2000, 1), (8192, 2)):
         config = configs.attention_forward_hopper(128, 8192, kind, 17, 8, 4, MULTIPROCESSORS, seen)
         assert (4, W, W == 2) == (config.PACK, config.W, config.SPLIT)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=str)
+def test_shapes_below_are_split(kind: Kind, shape: str) -> None:
+    B, Hq, Hkv, Sq, Sk = SHAPES[shape]
+    for D in (64, 128, 256):
+        assert parts_of(Hq, Hkv, Sq, Sk, kind, D, B) > 1
 
 
 @given(
@@ -309,15 +328,6 @@ def test_launches_where_keys_are_not_split(steps: Callable[..., list[recipe.Laun
 # --- on the device -----------------------------------------------------------------------------------
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-# (B, Hq, Hkv, Sq, Sk) of which keys are split: tiles with rows for all consumers and for some, few
-# queries of grouped heads, packed, and more parts than run at once
-SHAPES = {
-    "a chunk": (1, 4, 2, 256, 3000),
-    "a ragged chunk": (2, 3, 1, 333, 2501),
-    "a few queries": (1, 6, 2, 17, 5003),
-    "one query": (2, 8, 2, 1, 6100),
-    "many items": (3, 12, 12, 500, 2300),
-}
 SETS: tuple[tuple[str, ...], ...] = (
     (),
     ("causal",),
@@ -354,10 +364,11 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     chosen = configs.attention_forward_hopper
 
     def split(parts: int) -> None:
-        def forced(*arguments: Any) -> configs.HopperForward:
-            config = chosen(*arguments)
-            assert not config.KIND.beyond(hopper_configs.SPLIT_KINDS)
-            return dataclasses.replace(config, SPLIT=True, IDLE=False)
+        def forced(head_dim: int, Sk: int, kind: Kind, *others: int) -> configs.HopperForward:
+            assert not kind.beyond(hopper_configs.SPLIT_KINDS)
+            config = chosen(head_dim, 8192, kind, *others)
+            overlap = config.OVERLAP and config.D < 256
+            return dataclasses.replace(config, SPLIT=True, IDLE=False, OVERLAP=overlap)
 
         monkeypatch.setattr(configs, "attention_forward_hopper", forced)
         monkeypatch.setattr(configs, "forward_parts", lambda *_: parts)
@@ -499,5 +510,5 @@ def test_a_chunk_of_a_long_prompt(Hq: int, Hkv: int, hopper: None) -> None:
         outs.append(made[0].float())
         lses.append(made[1])
     wanted, wanted_lse = flashproto.merge_attention(outs, lses)
-    torch.testing.assert_close(out.float(), wanted, rtol=2**-7, atol=2**-10)
+    torch.testing.assert_close(out.float(), wanted, rtol=2**-7, atol=1e-4)
     torch.testing.assert_close(lse, wanted_lse, rtol=0, atol=2e-4)
