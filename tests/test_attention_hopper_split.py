@@ -270,6 +270,30 @@ def test_parts_are_not_short_and_save_time(
     assert rounds * Sk / parts <= 7 / 8 * before * Sk
 
 
+@given(
+    causal=st.booleans(),
+    window=st.booleans(),
+    Sq=st.integers(1, 30),
+    Sk=st.integers(1, 60),
+    offset=st.integers(-40, 80),
+    left=st.integers(0, 50),
+    first=st.integers(0, 70),
+)
+def test_keys_that_queries_see_are_counted(
+    causal: bool, window: bool, Sq: int, Sk: int, offset: int, left: int, first: int
+) -> None:
+    named = {"left": left, "first": first or None} if window else {}
+    variables = tuple(map(named.get, VARIABLES)) if window else ()
+    kind = Kind(CAUSAL=causal, WINDOW=window, FIRST=window and first > 0)
+    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+    seen = torch.ones(Sq, Sk, dtype=torch.bool)
+    if causal:
+        seen &= j <= i + offset
+    if window:
+        seen &= (j >= i + offset - left) | (j < first)
+    assert attention_hopper.keys_seen(Variant(kind, offset, variables), Sq, Sk) == seen.any(0).sum()
+
+
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[recipe.Launch]]:
     """The forward's launches for q, k and a variant."""
@@ -322,6 +346,7 @@ def test_launches_where_keys_are_not_split(steps: Callable[..., list[recipe.Laun
     assert kernels(-900, {}) == split[:1]
     assert kernels(8800, {"left": 1000}, WINDOW=True) == split[:1]
     assert kernels(8800, {"left": 5000}, WINDOW=True) == split
+    assert kernels(8800, {"left": 1000, "first": 3000}, WINDOW=True, FIRST=True) == split
     assert kernels(8800, {}, MAX_SCORE=True) == split[:1]
 
 

@@ -204,10 +204,10 @@ def attention_forward_hopper(
     seen: int | None = None,
 ) -> HopperForward:
     """The forward's configuration; heads: key heads of all sequences, each with `group` query heads;
-    seen: the most keys that a query tile sees, Sk if None.
+    seen: how many keys a query tile sees at most, Sk if None.
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
-    That takes a few registers, which overlap leaves no more of at head_dim 256.
+    At head_dim 256 that leaves no registers for overlap.
     """
     given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
     config = _forward(*given, spread=False)
@@ -220,8 +220,8 @@ def attention_forward_hopper(
 def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multiprocessors: int) -> int:
     """Into how many parts the keys of a work item are split, 1 for none.
 
-    heads: of work items; seen: the most keys that one sees.  Time is rounds of programs, times what a
-    part costs.  Of numbers of parts that take as long, the smallest.
+    heads: of work items; seen: how many keys one sees at most.  Time is rounds of programs, times what
+    a part costs.  Of numbers of parts that take as long, the smallest.
     """
     if Sq > SPLIT_QUERIES or config.KIND.beyond(SPLIT_KINDS):
         return 1
@@ -261,8 +261,8 @@ def _forward(
     multiprocessors: int,
     spread: bool,
 ) -> HopperForward:
-    """The configuration of whole items; spread: whether small items are to reach more multiprocessors,
-    as parts would.
+    """The configuration of whole items; spread: whether small ones reach more multiprocessors, as parts
+    would.
 
     A work item takes as long as its keys are many, whether its rows are queries or padding.  So with
     few queries those of a group are packed, where that leaves fewer items.  One consumer is enough for

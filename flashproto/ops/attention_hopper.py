@@ -170,13 +170,11 @@ def work_on_device(
 
 
 def keys_seen(variant: Variant, Sq: int, Sk: int) -> int:
-    """The most keys that a tile of queries sees, but for intervals, of which the host knows nothing."""
+    """How many keys all queries together see, but for intervals, of which the host knows nothing."""
     kind, named = variant.kind, variant.named
-    if kind.CAUSAL:
-        Sk = min(Sk, Sq + variant.offset)
-    if kind.WINDOW:
-        Sk = min(Sk, Sq + named["left"] + named.get("first", 0))
-    return max(Sk, 0)
+    end = max(min(Sk, Sq + variant.offset), 0) if kind.CAUSAL else Sk
+    begin = min(max(variant.offset - named["left"], 0), end) if kind.WINDOW else 0
+    return end - max(begin - named.get("first", 0), 0)
 
 
 def merge(
