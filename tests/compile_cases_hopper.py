@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
 from flashproto.bench.sanitize import CONTROLS, backward_configurations
+from flashproto.kernels.attention_merge import attention_merge_kernel
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
@@ -36,8 +38,13 @@ QUERIES = (
 )
 # At head_dim 256, more heads packed, by one consumer and by two.
 MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
+# So few that long keys are split: unpacked, by three consumers at head_dim 128, of one query, and of
+# grouped heads.
+SPLIT = ((512, 4, 1), (384, 96, 1), (1, 1, 1), (1, 1, 4), (60, 40, 4))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
+# Where keys are split two words at least, outside the loops too.
+SPLIT_STACK = max(FORWARD_STACK, 8)
 # Kinds beside causal and full, and head dims; a mask may need a few words.
 CHOSEN = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
@@ -51,6 +58,12 @@ CHOSEN = (
 )
 REST = covering(HOPPER_FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)))
 VARIANTS = (*CHOSEN, *zip((64, 128, 64), REST, strict=False))
+SPLIT_VARIANTS = (
+    (128, Kind(CAUSAL=True, WINDOW=True)),
+    (128, Kind(CAUSAL=True, INTERVALS=True)),
+    (64, Kind(True, True, True, True, 1, True, True)),
+    (256, Kind(True, True, True, False, 1, True, True)),
+)
 VARIANT_STACK = 192
 BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
@@ -99,13 +112,13 @@ def case(
     for argument in kernel.arg_names:
         if argument == "variables":
             signature[argument] = variables
-        elif argument in constexprs:
+        elif argument in constexprs or argument in signature:
             continue
         elif argument in INT32:
             signature[argument] = "*i32"
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32 else f"*{element}"
-        elif argument not in signature:
+        else:
             signature[argument] = "fp32" if argument.startswith("scale") else "i32"
     aligned = tuple(n for n, t in signature.items() if isinstance(t, str) and t.startswith("*"))
     return Case(
@@ -129,7 +142,14 @@ def forward_configs() -> list[configs.HopperForward]:
         for Sk in LENGTHS
         for kind in (Kind(), Kind(CAUSAL=True))
     )
-    return list(dict.fromkeys(chosen))
+    split = (
+        configs.attention_forward_hopper(D, Sk, kind, *queries)
+        for queries in SPLIT
+        for D in HEAD_DIMS
+        for Sk in (4096, 16384)
+        for kind in (Kind(), Kind(CAUSAL=True))
+    )
+    return list(dict.fromkeys((*chosen, *split)))
 
 
 def forward_case(element: str, config: configs.HopperForward) -> Case:
@@ -141,12 +161,27 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         config.name,
         attention_forward_kernel,
         element,
-        {"CFG": config} | absent,
-        {"q_desc": queries, "k_desc": keys, "v_desc": keys},
-        FORWARD_STACK if config.KIND.TUNED else VARIANT_STACK,
+        {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
+        {"q_desc": queries, "k_desc": keys, "v_desc": keys}
+        | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
+        (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
         variables=variables,
     )
+
+
+def merge_case(head_dim: int, parts: int) -> Case:
+    config = configs.attention_merge(parts, head_dim)
+    constexprs = {"D": head_dim, "BLOCK_D": config.block_d, "PARTS": config.parts}
+    merged = case(
+        f"merge-{head_dim}-{parts}-parts",
+        attention_merge_kernel,
+        "bf16",
+        constexprs,
+        dict.fromkeys(("outs_ptr", "lses_ptr", "sinks_ptr"), "*fp32"),
+        hgmma=False,
+    )
+    return replace(merged, num_warps=config.num_warps)
 
 
 def backward_case(element: str, config: configs.HopperBackward) -> Case:
@@ -214,6 +249,10 @@ def hopper_cases(arch: int) -> Iterator[Case]:
                 continue
             yield backward_case(element, config)
     yield from variant_cases(VARIANTS)
+    for D, kind in SPLIT_VARIANTS:
+        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind, 512, 4))
+    for head_dim, parts in ((64, 2), (128, 8), (256, 128)):
+        yield merge_case(head_dim, parts)
     for BM, BN in ((128, 128), (192, 128), (256, 64)):
         yield from schedule_cases(BM, BN)
     for name, how in CONTROLS.items():

@@ -28,6 +28,7 @@ FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
 MULTIPROCESSORS = 132
 SHARED_LIMIT = 227 * 1024
+WHOLE = 0  # keys that a query tile sees: so few that they are not split
 
 
 # --- configurations ------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ SHARED_LIMIT = 227 * 1024
 def test_packs_where_that_leaves_fewer_work_items(
     Sq: int, heads: int, group: int, PACK: int, W: int
 ) -> None:
-    config = configs.attention_forward_hopper(128, 8192, FULL, Sq, heads, group, MULTIPROCESSORS)
+    config = configs.attention_forward_hopper(128, 8192, FULL, Sq, heads, group, MULTIPROCESSORS, WHOLE)
     assert (config.PACK, config.W) == (PACK, W)
 
 
@@ -92,7 +93,7 @@ def test_packed_work_items_never_take_more_rounds(D: int, causal: bool) -> None:
         (1, 5, 16, 33, 64, 100, 200, 1000), (1, 8, 100, 512), (1, 2, 3, 4, 7, 8, 16, 64), (512, 8192)
     ):
         config = configs.attention_forward_hopper(
-            D, Sk, Kind(causal), Sq, heads, group, MULTIPROCESSORS
+            D, Sk, Kind(causal), Sq, heads, group, MULTIPROCESSORS, WHOLE
         )
         usual = configs.attention_forward_hopper(D, Sk, Kind(causal), 4096, 64)
         assert usual.PACK == 1
@@ -162,7 +163,8 @@ def test_rows_are_queries_and_heads(
     tiles = -(-Sq // config.BQ)
     found: Counter[tuple[int, int, int]] = Counter()
     for t in range(tiles * B * Hkv):
-        b, h, row0, n = work.tile_of.fn(t, tiles, Hkv, B * Hkv, together, Sk, offset, (), config)
+        item = work.tile_of.fn(t, tiles, Hkv, B * Hkv, together, None, Sk, offset, (), config)
+        b, h, row0, n, _ = item
         for c in range(W):
             row = row0 + config.CQ * c
             queries = work.query_of_row.fn(row, None, config)
@@ -190,8 +192,9 @@ def test_plan_knows_what_items_cost(D: int, causal: bool, Sq: int, Sk: int, on_t
         for cost in costs:
             for head in range(first, min(first + together, heads)):
                 t, offset = next(numbered), Sk - Sq if causal else Sk
-                found = work.tile_of.fn(t, len(costs), heads, heads, together, Sk, offset, (), config)
-                _, h, row, n = found
+                _, h, row, n, _ = work.tile_of.fn(
+                    t, len(costs), heads, heads, together, None, Sk, offset, (), config
+                )
                 assert h == head and 0 <= row < Sq
                 active = sum(row + 64 * c < Sq for c in range(config.W))
                 assert cost == (n + 1) * (1 if causal else hopper_configs.IDLE_SHARES[active])

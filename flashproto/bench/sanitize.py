@@ -36,7 +36,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,9 +85,13 @@ class Call:
     @property
     def config(self) -> configs.HopperForward:
         """Of its forward."""
+        return self.chosen if isinstance(self.chosen, configs.HopperForward) else self.taken()
+
+    def taken(self, seen: int | None = None) -> configs.HopperForward:
+        """What its forward takes where a query tile sees so many keys."""
         B, Hq, Hkv, Sq = self.shape
         return configs.attention_forward_hopper(
-            self.D, self.Sk, Kind(CAUSAL=self.causal), Sq, B * Hkv, Hq // Hkv
+            self.D, self.Sk, Kind(CAUSAL=self.causal), Sq, B * Hkv, Hq // Hkv, seen=seen
         )
 
     @property
@@ -104,16 +108,18 @@ class Call:
 
 
 def calls() -> list[Call]:
-    """The shortest call for each forward configuration that one of SHAPES takes, and one of a few tiles
-    for each other one and for each backward configuration."""
+    """The shortest call for each forward configuration that one of SHAPES takes, keys split and whole,
+    and one of a few tiles for each other one and for each backward configuration."""
     made, seen = [], set()
     for causal in (False, True):
         for D in HEAD_DIMS:
             for Sk, shape in itertools.product(KEYS, SHAPES):
-                call = Call(D, Sk, causal, False, False, shape)
-                if (D, call.config) not in seen:
-                    seen.add((D, call.config))
-                    made.append(call)
+                plain = Call(D, Sk, causal, False, False, shape)
+                whole = replace(plain, chosen=plain.taken(0))  # keys are not split
+                for call in (plain, whole):
+                    if (D, call.config) not in seen:
+                        seen.add((D, call.config))
+                        made.append(call)
             made += [Call(D, KEYS[0], causal, True, deterministic) for deterministic in (False, True)]
     made += [
         Call(config.D, SEVERAL_TILES, config.KIND.CAUSAL, False, False, SHAPES[-1], config)

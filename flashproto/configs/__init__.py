@@ -44,7 +44,9 @@ from .hopper_backward import (
 from .hopper_forward import (
     HopperForward,
     attention_forward_hopper,
+    attention_merge,
     balanced_work,
+    forward_parts,
     heads_together_forward,
 )
 from .rows import (
@@ -86,6 +88,7 @@ __all__ = [
     "attention_decode",
     "attention_forward",
     "attention_forward_hopper",
+    "attention_merge",
     "attention_splits_keys",
     "balanced_work",
     "classes_at_once",
@@ -95,6 +98,7 @@ __all__ = [
     "cross_entropy_forward",
     "cross_entropy_forward_gradient",
     "cross_entropy_total",
+    "forward_parts",
     "glu",
     "gradient_scale",
     "heads",

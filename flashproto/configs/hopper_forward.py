@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from .attention import padded_head_dim
 from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
+from .sizes import power_of_two
 
 if TYPE_CHECKING:
     from ..variant import Kind
@@ -43,6 +45,17 @@ PACKED_SHARE = 7 / 8
 # of Triton 3.9).  With fewer heads they need 32 at most, and one consumer needs none.
 ALONE_PACKED = (16, 32)
 
+# Split keys.  None of these numbers has been measured.
+# The kinds: not those whose lengths the device knows, and none that leaves more than out and lse.
+SPLIT_KINDS = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS")
+# The most queries of a call whose keys are split, and the fewest keys of a part.
+SPLIT_QUERIES, SPLIT_KEYS = 1024, 1024
+# What an item costs beside its keys, in keys: its beginning and end, its state to memory and back.
+SPLIT_COST = 512
+# The most rounds of programs that parts take, which bounds the memory for their states; and their time
+# over that of whole items, at most.
+SPLIT_ROUNDS, SPLIT_SHARE = 4, 7 / 8
+
 
 @dataclass(frozen=True)
 class HopperForward:
@@ -61,6 +74,8 @@ class HopperForward:
                 takes them together
     IDLE        consumers all of whose rows are past the end skip the item; needs no mask, no Q_IN_REGS
     PROGRAMS    on a multiprocessor at a time: 1 or, with one consumer each, 3
+    SPLIT       work items are parts of the keys, whose states are merged; needs no IDLE, and a kind of
+                SPLIT_KINDS
     """
 
     KIND: Kind
@@ -75,6 +90,7 @@ class HopperForward:
     PACK: int = 1
     IDLE: bool = False
     PROGRAMS: int = 1
+    SPLIT: bool = False
 
     @property
     def name(self) -> str:
@@ -84,14 +100,15 @@ class HopperForward:
             f"{'-overlap' * self.OVERLAP}{f'-kept-{self.Q_IN_REGS}' * (self.Q_IN_REGS > 0)}"
             f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
+            f"{'-split' * self.SPLIT}"
         )
 
     @property
     def HAS_WORK_TABLE(self) -> bool:
         """Whether the order of work comes from balanced_work: where items are of different lengths
-        that the host knows."""
+        that the host knows.  (Parts are nearly of one length.)"""
         kind = self.KIND
-        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN)) or self.IDLE
+        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN or self.SPLIT)) or self.IDLE
 
     @property
     def MASKS(self) -> bool:
@@ -184,8 +201,68 @@ def attention_forward_hopper(
     heads: int = 1024,
     group: int = 1,
     multiprocessors: int = MULTIPROCESSORS,
+    seen: int | None = None,
 ) -> HopperForward:
-    """The forward's configuration; heads: key heads of all sequences, each with `group` query heads.
+    """The forward's configuration; heads: key heads of all sequences, each with `group` query heads;
+    seen: how many keys a query tile sees at most, Sk if None.
+
+    Where items are too few to fill the card and see many keys, these are split: see forward_parts.
+    At head_dim 256 that leaves no registers for overlap.
+    """
+    given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
+    config = _forward(*given, spread=False)
+    items = heads if config.PACK > 1 else heads * group
+    if forward_parts(config, items, Sq, Sk if seen is None else seen, multiprocessors) > 1:
+        return replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
+    return _forward(*given, spread=True)
+
+
+def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multiprocessors: int) -> int:
+    """Into how many parts the keys of a work item are split, 1 for none.
+
+    heads: of work items; seen: how many keys one sees at most.  Time is rounds of programs, times what
+    a part costs.  Of numbers of parts that take as long, the smallest.
+    """
+    if Sq > SPLIT_QUERIES or config.KIND.beyond(SPLIT_KINDS):
+        return 1
+    items, programs = heads * -(-Sq // config.BQ), multiprocessors * config.PROGRAMS
+
+    def time(parts: int) -> int:
+        return -(-items * parts // programs) * (-(-seen // parts) + SPLIT_COST)
+
+    most = max(min(seen // SPLIT_KEYS, SPLIT_ROUNDS * programs // max(items, 1)), 1)
+    parts = min(range(1, most + 1), key=time)
+    return parts if time(parts) <= SPLIT_SHARE * time(1) else 1
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Tiles of a row's states, `parts` of them at a time."""
+
+    parts: int
+    block_d: int
+    num_warps: int
+
+
+def attention_merge(parts: int, head_dim: int) -> MergeConfig:
+    """Tiles for the merge of so many parts: of 8192 elements at most, 512 or more for each warp."""
+    block_d = padded_head_dim(head_dim)
+    at_once = min(power_of_two(parts), 8192 // block_d)
+    return MergeConfig(at_once, block_d, max(min(at_once * block_d // 512, 4), 1))
+
+
+def _forward(
+    head_dim: int,
+    Sk: int,
+    kind: Kind,
+    Sq: int,
+    heads: int,
+    group: int,
+    multiprocessors: int,
+    spread: bool,
+) -> HopperForward:
+    """The configuration of whole items; spread: whether small ones reach more multiprocessors, as parts
+    would.
 
     A work item takes as long as its keys are many, whether its rows are queries or padding.  So with
     few queries those of a group are packed, where that leaves fewer items.  One consumer is enough for
@@ -206,7 +283,7 @@ def attention_forward_hopper(
     if pack > 64 or packed > PACKED_SHARE * unpacked:  # 64: a consumer's rows
         pack, alone = 1, False
     items_of_one = heads * -(-Sq * pack // 64)
-    few = alone or Sq * pack <= 64 or (pack > 1 and items_of_one <= multiprocessors)
+    few = alone or Sq * pack <= 64 or (spread and pack > 1 and items_of_one <= multiprocessors)
     if few and config.PROGRAMS == 1:
         config = _few_queries(config.D, kind)
     if config.D == 64 and config.W == 3 and not causal and pack == 1:

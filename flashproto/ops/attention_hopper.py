@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import configs
 from ..kernels.attention_backward import attention_backward_heads_kernel
+from ..kernels.attention_merge import attention_merge_kernel
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
 from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
@@ -168,6 +169,40 @@ def work_on_device(
     return (*given[: VISITS.value], work, *given[VISITS.value + 1 :])
 
 
+def keys_seen(variant: Variant, Sq: int, Sk: int) -> int:
+    """How many keys all queries together see, but for intervals, of which the host knows nothing."""
+    kind, named = variant.kind, variant.named
+    end = max(min(Sk, Sq + variant.offset), 0) if kind.CAUSAL else Sk
+    begin = min(max(variant.offset - named["left"], 0), end) if kind.WINDOW else 0
+    return end - max(begin - named.get("first", 0), 0)
+
+
+def merge(
+    recipe: Recipe, outs: Operand, lses: Operand, out: Operand, lse: Operand, sinks: Operand | None
+) -> None:
+    """Fill out and lse from those of parts of the keys, outs [B * parts, Hq, Sq, D] float32."""
+    B, H, Sq, D = out.shape
+    parts = outs.shape[0] // B
+    config = configs.attention_merge(parts, D)
+    recipe.launch(
+        attention_merge_kernel,
+        B * H * Sq,
+        outs,
+        lses,
+        out,
+        lse,
+        None if sinks is None else sinks.contiguous(),
+        *out.stride()[:3],
+        H,
+        Sq,
+        parts,
+        D=D,
+        BLOCK_D=config.block_d,
+        PARTS=config.parts,
+        num_warps=config.num_warps,
+    )
+
+
 def forward(
     recipe: Recipe,
     q: Operand,
@@ -184,12 +219,22 @@ def forward(
     q, k, v = map(readable, (q, k, v))
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     group, most = Hq // Hkv, multiprocessors(q.device)
-    config = configs.attention_forward_hopper(head_dim, Sk, variant.kind, Sq, B * Hkv, group, most)
+    seen = keys_seen(variant, Sq, Sk)
+    config = configs.attention_forward_hopper(
+        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen
+    )
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
     if variant.kind.VARLEN:
         tiles = slots_of(variant, Sq, config.BQ)
     total = tiles * B * heads
+    parts, to, lse_to = None, out, lse
+    if config.SPLIT:
+        parts = configs.forward_parts(config, B * heads, Sq, seen, most)
+        total *= parts
+        rows = (B * parts, Hq, Sq)
+        to = recipe.make(New.contiguous((*rows, head_dim), torch.float32, q.device))
+        lse_to = recipe.make(New.contiguous(rows, torch.float32, q.device))
     programs = min(total, most * config.PROGRAMS)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
     offset = diagonal(variant, Sk)
@@ -206,8 +251,8 @@ def forward(
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),
         boxed(k, k.shape, k.strides, keys),
         boxed(v, k.shape, v.strides, keys),
-        out,
-        lse,
+        to,
+        lse_to,
         order,
         total,
         tiles,
@@ -218,14 +263,17 @@ def forward(
         Sq,
         Sk,
         offset,
-        *eighths(out.strides),
+        *eighths(to.strides),
         head_dim,
         max(scale, SMALLEST_SCALE) * LOG2E,
         given,
+        parts,
         CFG=config,
         num_warps=4,
         maxnreg=config.max_registers,
     )
+    if config.SPLIT:
+        merge(recipe, to, lse_to, out, lse, variant.named.get("sinks"))
 
 
 # --- backward ------------------------------------------------------------------------------------

@@ -66,6 +66,13 @@ table, `work_table` (balanced_work in configs/hopper_forward.py).  Without a mas
 except the last of each head, which may have rows for some of the consumers only.  With IDLE the other
 consumers skip it, so that it takes less time, and the order comes from a table too.
 
+Where queries and heads are too few to fill the card, keys are split.  With SPLIT the key tiles that an
+item would visit are cut into `parts`, as equal as can be, and each part is an item.  Of the tiles that
+are visited, in their order, a part has those from one number to another, whatever the mask leaves out
+between them.  It writes its own (out, lse), in float32, as if of more batch entries;
+../attention_merge.py joins the parts.  A part without key tiles visits one all the same, so that every
+loop and every ring has a tile for each item, and writes lse = -inf.
+
 Masks are `visible` of scores.py, written so that a thread compares with constants.  A tile needs no
 mask where key_ranges of schedule.py says so.  A consumer's rows may see nothing of a tile that other
 consumers need, or only its first half.  With SKIP, what they do not see takes no mask and no softmax.
@@ -88,6 +95,7 @@ VARYING = (
     "GROUP",
     "BH",
     "HG",
+    "parts",
     "Sq",
     "Sk",
     "offset",
@@ -103,10 +111,10 @@ def attention_forward_kernel(
     q_desc,  # TMA boxes [1, 1, 64, D], packed [1, 1, 64 / PACK, PACK, D]
     k_desc,
     v_desc,  # [1, 1, BN, D]
-    o_ptr,
+    o_ptr,  # with SPLIT float32, of B * parts entries, as lse
     lse_ptr,
     work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
-    total,  # work items: NT * BH
+    total,  # work items: NT * BH, with SPLIT times parts
     NT,  # query tiles of a head
     H,
     GROUP,
@@ -121,6 +129,7 @@ def attention_forward_kernel(
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale_log2,  # scale * log2(e)
     variables,  # of the variant, see scores.py
+    parts,  # of an item's key tiles if SPLIT, else None
     CFG: gl.constexpr,  # HopperForward
 ):
     W: gl.constexpr = CFG.W
@@ -141,12 +150,12 @@ def attention_forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, variables,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
-        variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
+        scale_log2, variables,
     )  # fmt: skip
     # A producer of one warp shares its warpgroup with three warps that have nothing to do.
     if W == 1:

@@ -294,9 +294,12 @@ def store_rows(values, ptr, b, h, row, H, GROUP, Sq, rows_of_head, CFG: gl.const
 
 @gluon.jit
 def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG: gl.constexpr):
-    """64 rows of the output, queries from `row` on, in pieces of 16 bytes."""
+    """64 rows of the output, queries from `row` on, in pieces of 16 bytes; with SPLIT in float32, of
+    which four lanes of the accumulator have a sector."""
     D: gl.constexpr = acc.shape[1]
-    out = gl.convert_layout(acc.to(dt), wide_rows(D))
+    out = acc
+    if not CFG.SPLIT:
+        out = gl.convert_layout(acc.to(dt), wide_rows(D))
     L: gl.constexpr = out.type.layout
     R: gl.constexpr = gl.SliceLayout(1, L)
     rows = query_of_row(row, R, CFG)
@@ -322,8 +325,8 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
-    variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
+    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+    scale_log2, variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
     raw scores of the rightmost tile.  Returns those of the next item, and where the rings are then."""
@@ -342,7 +345,7 @@ def attend(
     if KIND.VARLEN:
         row = first + CFG.CQ * c
         o_ptr += token.to(gl.int64) * so_s * 8
-    walk = walk_of(b, h, first, NT, keys, offset, given, CFG)
+    walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1])
     if not KIND.TUNED:
         variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
     begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
@@ -416,11 +419,16 @@ def attend(
     pingpong_signal(c, CFG)
     shift, l, top = state
     R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
-    if KIND.SINKS:
+    if KIND.SINKS and not CFG.SPLIT:  # of parts, the merge takes it in
         lse, normaliser = softmax_with_sink(shift, l, variables[SINK], R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
-    store_rows(lse, lse_ptr + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
+    entry = b
+    if CFG.SPLIT:
+        entry, _ = part
+        lse = gl.where(entry < 0, -float("inf"), lse)
+        entry = gl.maximum(entry, ~entry)
+    store_rows(lse, lse_ptr + token, entry, h, row, H, GROUP, Sq, rows_of_head, CFG)
     if KIND.MAX_SCORE:
         top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)
         store_rows(top, given[MAX_SCORE] + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
@@ -428,7 +436,7 @@ def attend(
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
     acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
-    store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
+    store_tile(acc, o_ptr, entry, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
     return x, q_regs, kslot, kphase, vslot, vphase
 
@@ -484,8 +492,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     """Warpgroup c: query rows 64 c ... 64 c + 63 of every work item."""
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, Sq, Sk, offset, so_b, so_h, so_s, D_out, scale_log2,
-        variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
+        scale_log2, variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     S: gl.constexpr = accumulator(BN)
@@ -501,7 +509,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     total, NT = items_of(total, NT, BH, variables, CFG)
     t = first_item(work_table, total, CFG)
     following = work_index(1, work_table, total, CFG)
-    b, h, row0, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
+    b, h, row0, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
     kslot = 0
     kphase = 0
     vslot = 0
@@ -521,14 +529,16 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         r += 1
         # Work out early where the next item is: the divisions would hold up the last product.
         t = following
-        b1, h1, row1, n1 = tile_of(within(t, total, CFG), NT, H, BH, HG, keys, offset, variables, CFG)
+        b1, h1, row1, n1, part1 = tile_of(
+            within(t, total, CFG), NT, H, BH, HG, parts, keys, offset, variables, CFG
+        )
         if t < total:
             following = work_index(r + 1, work_table, total, CFG)
         if CFG.IDLE and c > 0:
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
-                    variables, kslot, kphase, vslot, vphase, CFG,
+                    c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+                    scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
                 x, kslot, kphase, vslot, vphase = skip_item(
@@ -536,13 +546,15 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 )
         else:
             x, q_regs, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, q_regs, z, x, b, h, row, n, r, NT, keys, offset, scale_log2,
-                variables, kslot, kphase, vslot, vphase, CFG,
+                c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+                scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
         b = b1
         h = h1
         row0 = row1
         n = n1
+        if CFG.SPLIT:
+            part = part1
     # ptxas sees through neither of the two ways to exit.  The first lets it keep a word more in
     # registers with four consumers, and gives the causal loop of head_dim 128 the better order.  It
     # also compiles 1 to 1.5 seconds faster with an exit: MLIR's canonicalizer asks again and again if

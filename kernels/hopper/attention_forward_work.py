@@ -1,7 +1,8 @@
 """The Hopper forward's work items, and the producer, which brings their tiles.
 
 A work item is the queries of one tile of one head or, with PACK > 1, those of all query heads of a key
-head.  attention_forward.py says what is done with it, and explains the names used here.
+head; with SPLIT, these and one part of their key tiles.  attention_forward.py says what is done with
+it, and explains the names used here.
 """
 
 from triton.experimental import gluon
@@ -89,22 +90,23 @@ def sequence_at(row, Sq, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr):
+def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr, skipped=0):
     """Which key tiles a work item with queries from `row` on visits, for tile_at.
 
     Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
-    key_ranges.  Of intervals: where the list of visits_kernel is, and nothing.
+    key_ranges.  Of intervals: where the list of visits_kernel is, and nothing.  Behind these, with
+    SPLIT, how many of them are `skipped`, since they are in parts to the left.
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.INTERVALS:
         line = (b * variables[ROW_OF_BATCH] + h * variables[ROW_OF_HEAD]) * NT + row // CFG.BQ
-        return variables[VISITS] + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0
+        return variables[VISITS] + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
     elif KIND.WINDOW:
         begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, KIND)
         first = first_tiles(begin, variables, CFG.BN, KIND)
-        return first, begin - first
+        return first, begin - first, skipped
     else:
-        return 0, 0
+        return 0, 0, skipped
 
 
 @gluon.jit
@@ -112,10 +114,12 @@ def tile_at(s, walk, CFG: gl.constexpr):
     """The key tile that has s visited ones to its left; of intervals, 2 tile + 1 if all queries of the
     item see all of it, else 2 tile."""
     KIND: gl.constexpr = CFG.KIND
+    if CFG.SPLIT:
+        s += walk[2]
     if KIND.INTERVALS:
         return gl.load(walk[0] + 1 + s)
     elif KIND.FIRST:
-        first, jump = walk
+        first, jump, _ = walk
         return gl.where(s < first, s, s + jump)
     elif KIND.WINDOW:
         return s + walk[1]
@@ -124,9 +128,24 @@ def tile_at(s, walk, CFG: gl.constexpr):
 
 
 @gluon.jit
-def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
-    """Work item t as (batch, head of H, first query, key tiles to visit, at least one).  Of sequences,
-    instead of the first query, which of the slots in their order it is, for sequence_at."""
+def part_of(n, part, parts):
+    """Of n key tiles, at least one, those of a part: (how many are to the left of it, how many it has).
+    A part may have none; there is a tile to the right of the first number all the same."""
+    each = quotient(n, parts)
+    more = n - each * parts
+    skipped = part * each + gl.minimum(part, more)
+    return gl.minimum(skipped, n - 1), gl.where(part < more, each + 1, each)
+
+
+@gluon.jit
+def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
+    """Work item t as (batch, head of H, first query, key tiles to visit, at least one, part).  Of
+    sequences, instead of the first query, which of the slots in their order it is, for sequence_at.
+
+    part: with SPLIT (entry, skipped), the batch entry of its results, of which there are `parts` for
+    each of q, and how many key tiles are in parts to its left.  A part without keys has the entry's
+    complement, which is negative, and visits a tile for nothing.
+    """
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
     if CFG.HAS_WORK_TABLE or KIND.VARLEN:
@@ -163,13 +182,22 @@ def tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG: gl.constexpr):
         else:
             b = quotient(bh, H)
         h = bh - b * H
+    if CFG.SPLIT:
+        entry = b
+        b = quotient(entry, parts)
     if KIND.INTERVALS:
-        visits, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        visits, _, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end = gl.load(visits)
     elif KIND.WINDOW and not KIND.VARLEN:
-        _, jump = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        _, jump, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
         end -= jump
-    return b, h, row, gl.maximum(end, 1)
+    n = gl.maximum(end, 1)
+    if CFG.SPLIT:
+        skipped, n = part_of(n, entry - b * parts, parts)
+        entry = gl.where(n > 0, entry, ~entry)
+        return b, h, row, gl.maximum(n, 1), (entry, skipped)
+    else:
+        return b, h, row, n, (0, 0)
 
 
 @gluon.jit
@@ -247,7 +275,7 @@ def producer(args, CFG: gl.constexpr):
     """Bring every tile in the order in which the consumers wait for them."""
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, variables,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -265,10 +293,10 @@ def producer(args, CFG: gl.constexpr):
     h_v = 0
     col_v = 0
     while t < total:
-        b, h, row, n = tile_of(t, NT, H, BH, HG, Sk, offset, variables, CFG)
+        b, h, row, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, variables, CFG)
-        walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG)
+        walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG, part[1])
         r += 1
         t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
         for i in range(n):
