@@ -64,6 +64,12 @@ def heads(element: str, rows: int, D: int) -> str:
     return f"tensordesc<{element}[1, 1, {rows}, {D}],{in_shared!r}>"
 
 
+def heads_of_sequences(element: str, rows: int, D: int) -> str:
+    """The type of a descriptor with boxes [1, 1, 1, rows, D]."""
+    in_shared = layout(torch.bfloat16, (1, 1, 1, rows, D))
+    return f"tensordesc<{element}[1, 1, 1, {rows}, {D}],{in_shared!r}>"
+
+
 def packed_heads(element: str, queries: int, pack: int, D: int) -> str:
     """The type of a descriptor with boxes [1, 1, queries, pack, D]."""
     in_shared = layout(torch.bfloat16, (1, 1, queries, pack, D))
@@ -172,7 +178,8 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
 
 
 def backward_case(element: str, config: configs.HopperBackward) -> Case:
-    queries, keys = (heads(element, rows, config.D) for rows in (config.BM, config.BN))
+    boxes = heads_of_sequences if config.KIND.VARLEN else heads
+    queries, keys = (boxes(element, rows, config.D) for rows in (config.BM, config.BN))
     variables, absent = variables_of(attention_backward_kernel, config.KIND)
     return case(
         config.name,
@@ -224,7 +231,8 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             "PDL": True,
             "lse2_ptr": None,
             "delta_ptr": None,
+            "VARLEN": False,
         }
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
-        sums = {"D": D, "N": config.NQ}
+        sums = {"D": D, "N": config.NQ, "BM": config.BM, "VARLEN": False}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)
