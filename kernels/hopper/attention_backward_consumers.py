@@ -628,8 +628,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         t = get_item(turns_ptr, r)
         b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
         b, key, keys, _ = keys_at(b, Sk, offset, variables, CFG)
-        row = (key + col).to(gl.int64)
-        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row * s_s) * 8 + c * N
+        base = b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + col).to(gl.int64) * s_s
+        base = base * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), keys - col, s_s, D_out - c * N, N)
         store_rows(dk_ptr + base, (dk * scale).to(dt), keys - col, s_s, D_out - c * N, N)
         r += 1
