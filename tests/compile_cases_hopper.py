@@ -160,6 +160,16 @@ def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[i
     return tuple(t if used else "constexpr" for t, used in given), absent
 
 
+def lengths_of(kernel: Any) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
+    """The same of a kernel that is given the lengths of sequences and nothing else."""
+    types = ["constexpr"] * 18
+    types[7:9] = ["*i32"] * 2
+    types[12:15] = ["i32"] * 3
+    place = kernel.arg_names.index("variables")
+    absent = {(place, i): None for i, what in enumerate(types) if what == "constexpr"}
+    return tuple(types), absent
+
+
 def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
@@ -236,3 +246,12 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ, "BM": config.BM, "VARLEN": False}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)
+        for name, kernel, constants in (
+            ("preprocess", preprocess_kernel, rows),
+            ("postprocess", postprocess_kernel, sums),
+        ):
+            variables, absent = lengths_of(kernel)
+            constants = constants | {"VARLEN": True} | absent
+            yield case(
+                f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, variables=variables
+            )

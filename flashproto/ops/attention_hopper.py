@@ -341,9 +341,9 @@ def backward(
         preprocess_kernel, rows // PREPROCESS_ROWS,
         out, dout, lse, lse if dlse is None else dlse, terms, sums, counts,
         Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
-        1 / LOG2E if variant.kind.SOFTCAP else positive_scale, lengths,
+        1 / LOG2E if variant.kind.SOFTCAP else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
-        lse2_ptr=lse2, delta_ptr=delta, VARLEN=varlen, num_warps=4,
+        lse2_ptr=lse2, delta_ptr=delta, variables=lengths, VARLEN=varlen, num_warps=4,
     )  # fmt: skip
     queries, keys = ((x, D, varlen) for x in (BM, BN))
     recipe.launch(

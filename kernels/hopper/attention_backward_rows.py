@@ -72,10 +72,11 @@ def preprocess_kernel(
     H, D_out,
     so_b, so_h, so_s, sd_b, sd_h, sd_s,  # strides of out and dout, in units of 8 elements
     scale,  # of the scores, positive
-    variables,  # of sequences, see scores.py
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
-    lse2_ptr=None, delta_ptr=None, VARLEN: tl.constexpr = False,
+    lse2_ptr=None, delta_ptr=None,
+    variables=(),  # of sequences, see scores.py
+    VARLEN: tl.constexpr = False,
 ):  # fmt: skip
     """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
     the first queries.  R rows a program.  PDL: the next launch is a dependent one.
@@ -198,7 +199,7 @@ def postprocess_kernel(
     D: gl.constexpr,
     N: gl.constexpr,
     BM: gl.constexpr,
-    VARLEN: gl.constexpr = False,
+    VARLEN: gl.constexpr,
 ):
     """Write one chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  It is a dependent
     launch, so it waits for the items that add to the chunk or, where they are not counted, for the

@@ -174,7 +174,8 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
     up = 0
     if KIND.CAUSAL or KIND.VARLEN or CFG.FIRST:
         # mixed among HG heads that share L2
-        NB = key_tiles(NB, variables, CFG)
+        if KIND.VARLEN:
+            NB = key_tiles(NB, variables, CFG)
         per = HG * NB
         grp = t // per
         r = t - grp * per
@@ -220,8 +221,8 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
 
 
 # --- sequences side by side -----------------------------------------------------------------------
-# Queries are numbered through the slots of key_slots_kernel, CFG.BM each, so that a sequence begins at a
-# query tile.  Keys are those of a sequence.
+# Queries are numbered through the slots of sequence_of, CFG.BM each, so that each sequence begins with
+# a query tile of its own.  Keys are numbered from the beginning of their sequence.
 
 
 @gluon.jit
@@ -259,13 +260,17 @@ def keys_at(b, Sk, offset, variables, CFG: gl.constexpr):
 @gluon.jit
 def rows_at(b, variables, CFG: gl.constexpr):
     """What key_tile called b as (batch, end of the sequence's queries, their number, end of its keys,
-    theirs), for load_rows: ends in tokens, numbers as queries and keys are numbered here."""
+    theirs), for load_rows: ends in tokens, numbers as queries and keys are numbered here.
+
+    Keys that meet no queries, those behind the last sequence among them, may be no numbers.  They count
+    as none, so that zeros come.
+    """
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
         record = variables[SLOTS] + (1 + b) * RECORD
         Sq, Sk = gl.load(record + 3), gl.load(record + 5)
         queries, keys = gl.load(record + 2) + Sq, gl.load(record + 4) + Sk
-        return 0, queries, Sq + gl.load(record + 6) * CFG.BM, keys, Sk
+        return 0, queries, Sq + gl.load(record + 6) * CFG.BM, keys, gl.where(Sq > 0, Sk, 0)
     else:
         return b, 0, 0, 0, 0
 
