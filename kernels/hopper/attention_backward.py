@@ -48,6 +48,21 @@ tile stores its part, so that nobody has to write zeros before, and the others w
 By default they add in no fixed order, so the last bits of dQ differ from run to run (those of dK and dV
 do not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
+Sequences side by side (KIND.VARLEN; B = 1, their tokens in the place of Sq and Sk):
+
+    work       An item has keys of one sequence.  key_slots_kernel and order_kernel of schedule.py note
+               on the device, before the preprocess, what each is and how many there are, those that
+               visit most queries first.  Programs may find that there is none for them.
+    queries    Sequence s has the query tiles from cu_seqlens[s] // BM + s on, so that a tile has rows
+               of one sequence and the others have no query: the sums of dQ, lse and delta are laid out
+               so, T // BM + sequences + 1 tiles for each head, whatever the lengths are.
+    TMA        Boxes of Q, dO, K and V have zeros past the end of the sequence, whatever lies there, as
+               they have past the end of a tensor (boxes_of_heads of ops/attention_hopper.py).  So the
+               consumers need no other masks.
+    zeros      Keys that no query sees have an item, which stores zeros: those of a sequence without
+               queries, and those behind the last sequence.  Queries without keys keep the zeros with
+               which their sums begin.
+
 The files beside this one: attention_backward_work.py says which program does what when, and why waiting
 in order cannot deadlock; _consumers.py and _pairs.py have the consumers, _masks.py their masks;
 _sums.py says how dQ leaves, and what keeps its order; _rows.py has the launches before and after.
@@ -96,8 +111,8 @@ from .warpgroups import bar_sync, exit_threads, static_sync
 def load_rows(desc, b, h, row, stop, count, full, to, CFG: gl.constexpr):
     """Fetch a head's rows from `row` on, with zeros past the end.
 
-    Of sequences that is the end of the sequence's `count` rows, at token `stop`: see boxes_of_sequences
-    of ops/attention_hopper.py.
+    Of sequences that is the end of the sequence's `count` rows, at token `stop`: see boxes_of_heads of
+    ops/attention_hopper.py.
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
