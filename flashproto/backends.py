@@ -200,12 +200,16 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
             if _is_inside(transform):
                 why = f"it is inside torch.func.{transform}, for which the kernels have no rule"
                 return why, f"Call it outside of {transform}."
-        if not torch.compiler.is_compiling():
-            tensors = [unwrapped(x) for x in tensors]
-    for x in tensors:
-        if is_dtensor(x):
-            return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
+    if has_dtensors(tensors):
+        return "a tensor is a DTensor, and the kernels know of no mesh", "Pass its .to_local()."
     return None
+
+
+def has_dtensors(tensors: Sequence[Tensor]) -> bool:
+    """Whether one of them is a DTensor, or wrapped around one by the transforms of torch.func."""
+    if transforms_active() and not torch.compiler.is_compiling():
+        tensors = [unwrapped(x) for x in tensors]
+    return any(is_dtensor(x) for x in tensors)
 
 
 def has_tangents(tensors: Sequence[Tensor]) -> bool:

@@ -15,7 +15,7 @@ Query i of Sq stands at position i + Sk - Sq, so that the last query is at the l
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,188 +28,9 @@ from .checks import (
     is_readable,
     refuse,
 )
+from .mask_values import Band, Intervals, Lengths, Mask
 
-ALWAYS = 2**31 - 1  # the end of an interval behind all queries
 LONGEST = 2**30
-TILE = 128  # for the share of tiles that a mask visits
-EXAMPLE = 4096  # the length for which a mask without one says that share
-
-
-class Band(NamedTuple):
-    """Keys from position - left to position + right, None for no bound, and the first keys as far as
-    `right` lets them be seen.  top_left: query i stands at position i."""
-
-    left: int | None
-    right: int | None
-    first: int
-    top_left: bool
-
-    def __str__(self) -> str:
-        if self == Band(None, 0, 0, self.top_left):
-            return "causal(top_left=True)" if self.top_left else "causal()"
-        first = f", first={self.first}" if self.first else ""
-        return f"window({self.left}, {self.right}{first})"
-
-
-class Intervals(NamedTuple):
-    """Key j is seen by the queries begin[j] ... end[j] - 1; int32 [B | 1, H | 1, Sk].
-
-    by_position: queries are counted by position, not by their rows.
-    queries: for how many queries it was made, None if for any number.
-    """
-
-    words: str
-    begin: Tensor
-    end: Tensor
-    by_position: bool
-    queries: int | None
-
-    def __str__(self) -> str:
-        return self.words
-
-    def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
-        if not self.by_position:
-            return self.begin, self.end
-        return self.begin - (Sk - Sq), self.end - (Sk - Sq)
-
-
-class Lengths(NamedTuple):
-    """padding: keys below lengths [B | 1, 1] are seen by all, others by none; prefix: others by the
-    queries from their position on."""
-
-    lengths: Tensor
-    prefix: bool
-
-    def __str__(self) -> str:
-        return f"{'prefix' if self.prefix else 'padding'}({described(self.lengths)})"
-
-    def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
-        key = torch.arange(Sk, dtype=torch.int32, device=self.lengths.device)
-        early = key < self.lengths[..., None]
-        zero = torch.zeros_like(key)
-        if self.prefix:
-            begin = torch.where(early, zero, key - (Sk - Sq))
-            return begin, torch.full_like(begin, ALWAYS)
-        return zero.expand(early.shape), torch.where(early, ALWAYS, zero)
-
-
-class Diagonals(NamedTuple):
-    """The bands of a mask for given lengths: j <= i + high, and j >= i + low or j < first."""
-
-    high: int | None
-    low: int | None
-    first: int
-
-
-class Mask:
-    """What a query may see; see the functions of this module, which make masks.
-
-    `a & b`: what both let it see.  print(mask): what it is, and the share of tiles that it visits.
-
-    Example:
-        >>> masks.causal() & masks.window(1023)
-        causal() & window(1023, 0)
-    """
-
-    __slots__ = ("bands", "parts")
-
-    def __init__(
-        self, bands: tuple[Band, ...] = (), parts: tuple[Intervals | Lengths, ...] = ()
-    ) -> None:
-        self.bands = bands
-        self.parts = parts
-
-    def __and__(self, other: Mask) -> Mask:
-        if not isinstance(other, Mask):
-            return NotImplemented
-        return Mask(self.bands + other.bands, self.parts + other.parts)
-
-    def __repr__(self) -> str:
-        return " & ".join(map(str, (*self.bands, *self.parts))) or "everything"
-
-    def __str__(self) -> str:
-        Sq, Sk, known = self._lengths()
-        share = f"visits {self.share(Sq, Sk):.1%} of the tiles of {TILE} x {TILE}"
-        return f"{self!r}: {share}, {'' if known else 'say '}of {Sq} queries and {Sk} keys"
-
-    def _lengths(self) -> tuple[int, int, bool]:
-        for part in self.parts:
-            if isinstance(part, Intervals):
-                Sk = part.begin.shape[-1]
-                return Sk if part.queries is None else part.queries, Sk, True
-        return EXAMPLE, EXAMPLE, False
-
-    # --- for given lengths ---
-
-    def diagonals(self, Sq: int, Sk: int, operator: str = "mask") -> Diagonals:
-        """All bands as one."""
-        return joined(operator, self.bands, Sk - Sq)
-
-    def intervals(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor] | None:
-        """(begin, end) of all parts, int32 [B | 1, H | 1, Sk]; None without one."""
-        found: tuple[Tensor, Tensor] | None = None
-        for part in self.parts:
-            begin, end = part.vectors(Sq, Sk)
-            if found is not None:
-                begin, end = torch.maximum(begin, found[0]), torch.minimum(end, found[1])
-            found = begin, end
-        return found
-
-    def visible(self, Sq: int, Sk: int, rows: range | None = None) -> Tensor:
-        """Boolean, True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with intervals;
-        to look at, and for small tests.  rows: these queries alone."""
-        high, low, first = self.diagonals(Sq, Sk)
-        found = self.intervals(Sq, Sk)
-        device = None if found is None else found[0].device
-        rows = range(Sq) if rows is None else rows
-        i = torch.arange(rows.start, rows.stop, device=device)[:, None]
-        j = torch.arange(Sk, device=device)[None, :]
-        seen = (i >= 0) & (j >= 0)
-        if high is not None:
-            seen = seen & (j <= i + high)
-        if low is not None:
-            seen = seen & ((j >= i + low) | (j < first))
-        if found is not None:
-            begin, end = found
-            seen = seen & (begin[..., None, :] <= i) & (i < end[..., None, :])
-        return seen
-
-    def share(self, Sq: int, Sk: int, tile: int = TILE) -> float:
-        """The share of tiles of tile x tile pairs in which a query sees a key."""
-        seen = total = 0
-        for start in range(0, Sq, tile):
-            keys = self.visible(Sq, Sk, range(start, min(start + tile, Sq))).any(-2)
-            met = torch.nn.functional.pad(keys, (0, -Sk % tile)).unflatten(-1, (-1, tile)).any(-1)
-            seen += int(met.sum())
-            total += met.numel()
-        return seen / max(total, 1)
-
-
-def joined(operator: str, bands: tuple[Band, ...], diagonal: Any) -> Diagonals:
-    """The & of bands; diagonal: Sk - Sq."""
-    high = low = None
-    first = 0
-    for band in bands:
-        at = 0 if band.top_left else diagonal
-        if band.right is not None:
-            other = at + band.right
-            high = other if high is None else min(high, other)
-        if band.left is not None:
-            other = at - band.left
-            if low is None:
-                low, first = other, band.first
-                continue
-            near, far = sorted(((low, first), (other, band.first)), key=lambda x: x[0], reverse=True)
-            if far[1] < near[1] and far[0] != near[0]:
-                refuse(
-                    operator,
-                    "mask",
-                    f"& of windows, the narrower with first={near[1]}",
-                    f"at most the {far[1]} of the wider one",
-                    "Give both windows the same first.",
-                )
-            low, first = near[0], min(near[1], far[1])
-    return Diagonals(high, low, first)
 
 
 # --- bands ------------------------------------------------------------------------------------------
@@ -538,6 +359,20 @@ def check_mask_lengths(operator: str, mask: object, Sq: int, Sk: int) -> None:
             got = f"{part.words}, of {part.queries} queries"
             do = "Pass documents(ids, ids_k) for queries that are not the keys' tokens."
             refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
+
+
+def check_bands(operator: str, mask: object) -> Mask:
+    """A mask of sequences side by side: bands aligned bottom-right."""
+    found = check_mask(operator, mask)
+    if found.parts or any(band.top_left for band in found.bands):
+        refuse(
+            operator,
+            "mask",
+            repr(found),
+            "bands aligned bottom-right: causal() and window(...)",
+            "Sequences are documents already; pass attention one sequence of all for others.",
+        )
+    return found
 
 
 __all__ = ["Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window"]

@@ -1,8 +1,8 @@
 """What kind of attention a call is: one object, made once in functional/attention.py and passed whole
 to the launches of every backend.
 
-A variant is a field of Kind, its numbers and tensors in NUMBERS and TENSORS, and a line in `reasons`;
-what it does to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
+A variant is a field of Kind and its number or tensor in VARIABLES; what it does to scores is in
+kernels/scores.py, which tiles it skips in kernels/schedule.py.
 """
 
 from __future__ import annotations
@@ -72,80 +72,99 @@ class Kind:
         ]
 
 
-# What kinds take, in the order in which `of_head` of kernels/scores.py unpacks it.
-NUMBERS = ("left", "first", "softcap")
-TENSORS = ("sinks", "alibi_slopes", "begin", "end", "cu_seqlens_q", "cu_seqlens_k")
+# What kinds take, numbers and tensors, each with the field of Kind that it belongs to; in the order in
+# which kernels/scores.py has them, where a new one comes behind the others.
+VARIABLES = {
+    "left": "WINDOW",
+    "first": "FIRST",
+    "softcap": "SOFTCAP",
+    "sinks": "SINKS",
+    "alibi_slopes": "ALIBI",
+    "begin": "INTERVALS",
+    "end": "INTERVALS",
+    "cu_seqlens_q": "VARLEN",
+    "cu_seqlens_k": "VARLEN",
+}
 DIFFERENTIABLE = ("sinks", "alibi_slopes")
 NO_GRADIENT = "flashproto: {} has no gradient; call .detach() on it"
 AUX = ("max_score", "entropy")  # in the order of the operator's outputs behind lse
+
+Variable = int | float | Tensor | None
 
 
 class Variant(NamedTuple):
     """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.
 
-    numbers, tensors: those of NUMBERS and TENSORS, None where this kind does not use it; empty where it
-    uses none.
+    variables: those of VARIABLES, as the kernels take them, None where this kind does not use it, which
+    is no argument; empty where it uses none.
     """
 
     kind: Kind = Kind()
     offset: int = 0
-    numbers: tuple[int | float | None, ...] = ()
-    tensors: tuple[Tensor | None, ...] = ()
+    variables: tuple[Variable, ...] = ()
 
     @property
     def named(self) -> dict[str, Any]:
-        """Numbers and tensors by their names, those that are there."""
-        names = (*NUMBERS, *TENSORS) if self.numbers or self.tensors else ()
-        pairs = zip(names, self.variables, strict=True)
+        """The variables by their names, those that are there."""
+        pairs = zip(VARIABLES, self.variables, strict=bool(self.variables))
         return {name: x for name, x in pairs if x is not None}
-
-    @property
-    def variables(self) -> tuple[float | Tensor | None, ...]:
-        """As the kernels take them; None is no argument."""
-        return self.numbers + self.tensors
 
 
 def variant_of(
-    kind: Kind, offset: int, numbers: dict[str, Any], tensors: dict[str, Tensor | None]
+    causal: bool, offset: int, named: dict[str, Any], aux: Sequence[str] = (), exact: bool = False
 ) -> Variant:
-    """A Variant of what is there, not None, of NUMBERS and TENSORS."""
-    if all(x is None for x in (*numbers.values(), *tensors.values())):
-        return Variant(kind, offset)
-    return Variant(kind, offset, tuple(map(numbers.get, NUMBERS)), tuple(map(tensors.get, TENSORS)))
+    """A Variant of what is there, not None, of VARIABLES, and of the statistics; exact: see SOFTCAP."""
+    given = {name: x for name, x in named.items() if x is not None}
+    fields: dict[str, Any] = {VARIABLES[name]: True for name in given}
+    fields |= {name.upper(): True for name in aux}
+    if "SOFTCAP" in fields:
+        fields["SOFTCAP"] = 2 if exact else 1
+    kind = Kind(CAUSAL=causal, **fields)
+    return Variant(kind, offset, tuple(map(given.get, VARIABLES)) if given else ())
 
 
 # --- in the schema of an operator ----------------------------------------------------------------
 
 # A list with None in it would lose the gradients of its tensors: the text says which there are.
-FLOATS = (float, torch.SymFloat)
+FLOATS, INTS = (float, torch.SymFloat), (int, torch.SymInt)
 SCHEMA = "Tensor[] tensors, SymInt[] ints, float[] floats, str variant"
 Packed = tuple[list[Tensor], list[int], list[float], str]
 
 
 def pack(variant: Variant) -> Packed:
-    """A variant as the arguments of SCHEMA.  Its text has the kind and, behind each "/", a letter for
-    each of the numbers and of the tensors: "causal/i-f/t-"; "-" is None."""
-    kind, offset, numbers, tensors = variant
-    present = [x for x in tensors if x is not None]
-    kinds = "".join("-" if x is None else "f" if isinstance(x, FLOATS) else "i" for x in numbers)
-    by_kind: dict[str, list[Any]] = {"f": [], "i": [], "-": []}
-    for x, letter in zip(numbers, kinds, strict=True):
-        by_kind[letter].append(x)
-    which = "".join("-" if x is None else "t" for x in tensors)
-    return present, [offset, *by_kind["i"]], by_kind["f"], f"{kind.name}/{kinds}/{which}"
+    """A variant as the arguments of SCHEMA.  Its text has the kind and, behind the "/", a letter for
+    each variable, of a tensor, an integer or a float: "causal/i-ft"; "-" is None."""
+    kind, offset, variables = variant
+    by_letter: dict[str, list[Any]] = {"t": [], "i": [offset], "f": [], "-": []}
+    letters = ""
+    for x in variables:
+        if x is None:
+            letter = "-"
+        elif isinstance(x, FLOATS):
+            letter = "f"
+        else:
+            letter = "i" if isinstance(x, INTS) else "t"
+        by_letter[letter].append(x)
+        letters += letter
+    return by_letter["t"], by_letter["i"], by_letter["f"], f"{kind.name}/{letters}"
 
 
 def unpack(
     tensors: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float], variant: str
 ) -> Variant:
     """What `pack` was given."""
-    kind, kinds, which = variant.split("/")
+    kind, letters = variant.split("/")
     offset, *whole = ints
-    left: dict[str, list[int] | list[float]] = {"i": whole[::-1], "f": [*reversed(floats)]}
-    numbers = tuple(None if letter == "-" else left[letter].pop() for letter in kinds)
-    given = iter(tensors)
-    found = tuple(None if letter == "-" else next(given) for letter in which)
-    return Variant(kind_of(kind), offset, numbers, found)
+    left: dict[str, list[Any]] = {"t": [*reversed(tensors)], "i": whole[::-1], "f": [*reversed(floats)]}
+    variables = tuple(None if letter == "-" else left[letter].pop() for letter in letters)
+    return Variant(kind_of(kind), offset, variables)
+
+
+def tensors_of(variant: str) -> list[str]:
+    """The names of the tensors in a text of `pack`, in their order."""
+    return [
+        name for name, letter in zip(VARIABLES, variant.split("/")[1], strict=False) if letter == "t"
+    ]
 
 
 @functools.cache
@@ -180,8 +199,10 @@ def main_backward(variant: Variant) -> Variant:
     kind = replace(variant.kind, SINKS=False, MAX_SCORE=False, ENTROPY=False)
     if kind.TUNED or kind == variant.kind:
         return Variant(kind, variant.offset) if kind.TUNED else variant
-    tensors = (None if name == "sinks" else variant.named.get(name) for name in TENSORS)
-    return variant._replace(kind=kind, tensors=tuple(tensors))
+    pairs = zip(VARIABLES, variant.variables, strict=False)
+    return variant._replace(
+        kind=kind, variables=tuple(None if name == "sinks" else x for name, x in pairs)
+    )
 
 
 def backward_backend(backend: str, kind: Kind, ordered: bool = False, slopes: bool = False) -> str:

@@ -33,6 +33,7 @@ from .schedule import (
     query_range,
 )
 from .scores import (
+    SINK,
     SLOPE_SUMS,
     counts,
     distance,
@@ -64,6 +65,12 @@ def row_sums(a, b):
 
 
 @triton.jit
+def sink_probability(sink_ptr, lse2):
+    """Of rows with these lse2."""
+    return tl.exp2(tl.load(sink_ptr).to(tl.float32) * LOG2E - lse2)
+
+
+@triton.jit
 def attention_backward_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_od,
@@ -72,10 +79,13 @@ def attention_backward_rows_kernel(
     Hq, Sq,
     variables,  # of the variant, see scores.py
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr,
-    HAS_DLSE: tl.constexpr, WIDE: tl.constexpr,
+    HAS_DLSE: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
     """Program: delta and lse2 of BLOCK_M queries, as one tile or, float32, as tiles of 16.  lse2 is lse
-    in base 2; rows that saw no key get +inf, which makes their probabilities 0."""
+    in base 2; rows that saw no key get +inf, which makes their probabilities 0.
+
+    With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.
+    """
     if KIND.VARLEN:
         _, Sq, _ = counts(variables)
     ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
@@ -92,13 +102,21 @@ def attention_backward_rows_kernel(
         dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
         delta = row_sums(out, dout)
         i = i0 + tl.arange(0, ROWS)
+        ds_sum = tl.zeros([ROWS], tl.float32)
         if HAS_DLSE:
             dlse_base = dlse_ptr + b * stride_lb + h * stride_lh
-            delta -= tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
+            dlse = tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
+            delta -= dlse
+            ds_sum += dlse
         row = head.to(tl.int64) * Sq + i
         lse = tl.load(lse_ptr + row, i < Sq, 0.0)
-        tl.store(lse2_ptr + row, tl.where(lse == -float("inf"), float("inf"), lse * LOG2E), i < Sq)
+        lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+        tl.store(lse2_ptr + row, lse2, i < Sq)
         tl.store(delta_ptr + row, delta, i < Sq)
+        if SLOPES:
+            if KIND.SINKS:
+                ds_sum += delta * sink_probability(variables[SINK] + h, lse2)
+            tl.store(variables[SLOPE_SUMS] + row, ds_sum, i < Sq)
 
 
 @triton.jit
@@ -202,8 +220,9 @@ def query_gradients_from_tiles(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     SLOPES: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums of dS * distance [BM]."""
-    dq, slope_sums = sums
+    """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums [BM] of dS * distance, of
+    dS and of P * distance."""
+    dq, slope_sums, ds_sums, distances = sums
     unit = unit_of(scale, KIND)
     for tile in range(first, last):
         j0 = tile * BLOCK_N
@@ -224,10 +243,13 @@ def query_gradients_from_tiles(
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
         ds = score_gradient(p, dp, delta[:, None])
         if SLOPES:
-            slope_sums += tl.sum(ds * distance(i, j, variables), 1)
+            apart = distance(i, j, variables)
+            slope_sums += tl.sum(ds * apart, 1)
+            ds_sums += tl.sum(ds, 1)
+            distances += tl.sum(p * apart, 1)
         ds = modified_gradient(ds, s, scale, variables, KIND)
         dq = dot(rounded(ds, k.dtype), k, dq, TF32)
-    return dq, slope_sums
+    return dq, slope_sums, ds_sums, distances
 
 
 @triton.jit
@@ -244,8 +266,8 @@ def attention_backward_queries_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
-    """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum for the gradient of
-    its head's slope, where that is wanted."""
+    """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
+    the gradient of its head's slope, where that is wanted."""
     given = variables
     head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
@@ -273,7 +295,8 @@ def attention_backward_queries_kernel(
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
     lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    none = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none
     ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
     if KIND.INTERVALS:
@@ -317,11 +340,14 @@ def attention_backward_queries_kernel(
             i0, clear_end, end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
         )  # fmt: skip
-    dq, slope_sums = sums
+    dq, slope_sums, ds_sums, distances = sums
     dq *= scale_natural
     store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
     if SLOPES:
-        tl.store(given[SLOPE_SUMS] + row + i, slope_sums, i < Sq)
+        # delta is of O as it was rounded: dS lacks P * off, which the distances would weigh too much.
+        slope_sums_ptr = given[SLOPE_SUMS] + row + i
+        off = tl.load(slope_sums_ptr, i < Sq, 0.0) - ds_sums
+        tl.store(slope_sums_ptr, slope_sums + off * distances, i < Sq)
 
 
 @triton.jit
@@ -352,7 +378,6 @@ def attention_backward_heads_kernel(
             at = (b * Hq + h) * Sq + i
             x = tl.load(rows_ptr + at, i < Sq, 0.0)
             if SINKS:
-                sink = tl.load(sinks_ptr + h).to(tl.float32)
-                x *= tl.exp2(sink * LOG2E - tl.load(lse2_ptr + at, i < Sq, float("inf")))
+                x *= sink_probability(sinks_ptr + h, tl.load(lse2_ptr + at, i < Sq, float("inf")))
             total -= x
     tl.store(gradient_ptr + h, rounded(tl.sum(total, 0), gradient_ptr.dtype.element_ty))

@@ -408,7 +408,8 @@ def cross_entropy_total_kernel(
     BLOCK: tl.constexpr,
 ):
     """Sum loss and z over rows i * ROWS to (i + 1) * ROWS - 1, and the class weights of their targets,
-    which make the denominator of the mean; without loss_ptr the weights alone.  MEAN divides."""
+    which make the denominator of the mean; without loss_ptr the weights alone.  MEAN divides, by NaN
+    where the weights sum to 0, which is the denominator then."""
     losses = tl.zeros([BLOCK], tl.float32)
     zs = tl.zeros([BLOCK], tl.float32)
     weights = tl.zeros([BLOCK], tl.float32)
@@ -422,6 +423,8 @@ def cross_entropy_total_kernel(
             losses += tl.load(loss_ptr + row, mask=inside, other=0.0)
             zs += tl.load(z_ptr + row, mask=inside, other=0.0)
     denominator = tl.sum(weights, 0)
+    if MEAN:
+        denominator = tl.where(denominator == 0.0, float("nan"), denominator)
     tl.store(denominator_ptr + tl.program_id(0), denominator)
     if loss_ptr is not None:
         loss = tl.sum(losses, 0)

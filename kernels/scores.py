@@ -19,8 +19,9 @@ from .cross_entropy import tanh as exact_tanh
 from .interpreter import INTERPRETED
 from .online_softmax import LN2, LOG2E
 
-# Places in what a kernel is given, and in `variables`, where they are those of one head: numbers, the
-# sink and the slope, and pointers to the vectors of intervals.
+# Places in what a kernel is given, which begins with VARIABLES of flashproto/variant.py, and in
+# `variables`, where they are those of one head: numbers, the sink and the slope, and pointers to the
+# vectors of intervals.
 LEFT = tl.constexpr(0)
 FIRST = tl.constexpr(1)
 SOFTCAP = tl.constexpr(2)
@@ -28,23 +29,23 @@ SINK = tl.constexpr(3)
 SLOPE = tl.constexpr(4)
 BEGIN = tl.constexpr(5)
 END = tl.constexpr(6)
-# In `variables` alone.
-DIAGONAL = tl.constexpr(7)  # Sk - Sq
-TILES = tl.constexpr(8)  # pointer to what intervals_kernel says of the key tiles
-# In what a kernel is given alone; all behind the first two are added by the launch.
-CU_SEQLENS_Q = tl.constexpr(7)
+CU_SEQLENS_Q = tl.constexpr(7)  # in what a kernel is given alone
 CU_SEQLENS_K = tl.constexpr(8)
-TILES_OF_ALL = tl.constexpr(9)
+DIAGONAL = tl.constexpr(7)  # in `variables` alone, in their place: Sk - Sq
+TILES = tl.constexpr(8)  # pointer to what intervals_kernel says of the key tiles
+GIVEN = 9
+# In what a kernel is given alone, added by the launch behind these.
+TILES_OF_ALL = tl.constexpr(GIVEN)
 # In its place in the Hopper forward: what visits_kernel says of them, or order_kernel of slots.
-VISITS = tl.constexpr(9)
-SLOTS = tl.constexpr(9)
-ROW_OF_BATCH = tl.constexpr(10)  # which row of the intervals a head has
-ROW_OF_HEAD = tl.constexpr(11)
-COUNTS = tl.constexpr(12)  # of sequences, queries and keys, see `counts`
-MAX_SCORE = tl.constexpr(15)  # pointers to what is made, as lse
-ENTROPY = tl.constexpr(16)
-SLOPE_SUMS = tl.constexpr(17)
-QUERIES = tl.constexpr(18)  # for the Hopper backward: Sq, as `counts` has it
+VISITS = tl.constexpr(GIVEN)
+SLOTS = tl.constexpr(GIVEN)
+ROW_OF_BATCH = tl.constexpr(GIVEN + 1)  # which row of the intervals a head has
+ROW_OF_HEAD = tl.constexpr(GIVEN + 2)
+COUNTS = tl.constexpr(GIVEN + 3)  # of sequences, queries and keys, see `counts`
+MAX_SCORE = tl.constexpr(GIVEN + 6)  # pointers to what is made, as lse
+ENTROPY = tl.constexpr(GIVEN + 7)
+SLOPE_SUMS = tl.constexpr(GIVEN + 8)
+QUERIES = tl.constexpr(GIVEN + 9)  # for the Hopper backward: Sq, as `counts` has it
 
 
 @triton.jit

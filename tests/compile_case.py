@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashproto.variant import VARIABLES, Kind
+
+# Of VARIABLES, but for pointers to integers.
+TYPES = {"left": "i32", "first": "i32", "softcap": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -33,3 +38,29 @@ class Case:
     max_stack: int = 0
     max_registers: int | None = None
     hgmma: bool = False
+
+
+def variables_of(
+    kernel: Any, kind: Kind, slots: bool = False, slopes: bool = False, queries: bool = False
+) -> tuple[tuple[str, ...], dict[Any, None]]:
+    """The types of what an attention kernel of this kind is given, in the order of kernels/scores.py,
+    and the places of what it is not given.
+
+    slots: whether sequences have a table of them; slopes: whether sums for their gradient are made;
+    queries: whether the number of these is there.
+    """
+    if kind.TUNED:
+        return (), {}
+    given = (
+        *[(TYPES.get(name, "*i32"), getattr(kind, of)) for name, of in VARIABLES.items()],
+        ("*i32", kind.INTERVALS or slots),
+        *[("i32", kind.INTERVALS)] * 2,
+        *[("i32", kind.VARLEN)] * 3,
+        ("*fp32", kind.MAX_SCORE),
+        ("*fp32", kind.ENTROPY),
+        ("*fp32", slopes),
+        *[("i32", True)] * queries,
+    )
+    place = kernel.arg_names.index("variables" if "variables" in kernel.arg_names else "given")
+    absent: dict[Any, None] = {(place, i): None for i, (_, used) in enumerate(given) if not used}
+    return tuple(t if used else "constexpr" for t, used in given), absent

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
-from compile_case import Case
+from compile_case import Case, variables_of
+from kinds import covering
 
 from flashproto import configs
 from flashproto.kernels.attention_backward import (
+    attention_backward_heads_kernel,
     attention_backward_keys_kernel,
     attention_backward_queries_kernel,
     attention_backward_rows_kernel,
 )
 from flashproto.kernels.attention_forward import attention_forward_kernel
+from flashproto.kernels.schedule import intervals_kernel
 from flashproto.variant import Kind
 
-FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr"}
+FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr"}
 # (D, Dv): powers of two take no column mask, the others do; 256 may spill.
 HEAD_DIMS = ((16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256))
 ELEMENTS = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
-def case(kernel, name: str, element: str, config, constexprs: dict, max_stack: int) -> Case:
+def case(
+    kernel,
+    name: str,
+    element: str,
+    config,
+    constexprs: dict,
+    max_stack: int,
+    variables: tuple[str, ...] = (),
+) -> Case:
     signature, aligned, values = {}, [], dict(constexprs)
     for argument in kernel.arg_names:
         if argument == "variables":
-            signature[argument] = ()
+            signature[argument] = variables
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
@@ -46,6 +59,73 @@ def case(kernel, name: str, element: str, config, constexprs: dict, max_stack: i
         num_stages=config.num_stages,
         max_stack=max_stack,
     )
+
+
+FIELDS = tuple(Kind.__dataclass_fields__)
+# Kinds that cover all pairs of fields, on the shapes in turns.
+SHAPES = ((128, 128, "bf16"), (64, 64, "fp16"), (64, 128, "bf16"), (64, 64, "fp32"))
+COVERING = covering(FIELDS, (Kind(), Kind(CAUSAL=True)))
+VARIANTS = tuple(zip(COVERING, itertools.cycle(SHAPES), strict=False))
+VARIANT_STACK = 128
+
+
+def variant_cases(
+    arch: int, variants: Iterable[tuple[Kind, tuple[int, int, str]]] = VARIANTS
+) -> Iterator[Case]:
+    """Forward and backward of kinds."""
+    capability = divmod(arch, 10)
+    for kind, (D, Dv, element) in variants:
+        itemsize = ELEMENTS[element]
+        exact = replace(kind, SOFTCAP=2 if kind.SOFTCAP and itemsize == 4 else kind.SOFTCAP)
+        of_gradients = replace(exact, MAX_SCORE=False, ENTROPY=False)
+        forward = configs.attention_forward(capability, itemsize, D, Dv)
+        keys, queries = configs.attention_backward(capability, itemsize, D, Dv, of_gradients)
+        for kernel, stem, kind, config, extra in (
+            (attention_forward_kernel, "forward", exact, forward, {"EXACT": itemsize == 4}),
+            (attention_backward_keys_kernel, "keys", of_gradients, keys, {}),
+            (
+                attention_backward_queries_kernel,
+                "queries",
+                of_gradients,
+                queries,
+                {"SLOPES": of_gradients.ALIBI},
+            ),
+        ):
+            variables, absent = variables_of(kernel, kind, slopes=bool(extra.get("SLOPES")))
+            constexprs = {
+                "D": D,
+                "DV": Dv,
+                "BLOCK_D": D,
+                "BLOCK_DV": Dv,
+                "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n,
+                "KIND": kind,
+                "TF32": False,
+                "WIDE": False,
+            }
+            if kind.TUNED:
+                continue  # among the others
+            name = f"{stem}-{D}x{Dv}-{kind}"
+            yield case(
+                kernel, name, element, config, constexprs | extra | absent, VARIANT_STACK, variables
+            )
+
+
+def small_cases() -> Iterator[Case]:
+    """The gradients of sinks and slopes, and what says which queries meet a tile of keys."""
+    one_warp, four = configs.AttentionConfig(0, 0, 1, 1), configs.AttentionConfig(0, 0, 4, 3)
+    for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
+        variables, absent = variables_of(attention_backward_heads_kernel, kind, slopes=not sinks)
+        constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent
+        yield case(
+            attention_backward_heads_kernel, f"heads-{kind}", "fp32", four, constexprs, 0, variables
+        )
+    for BN in (16, 64, 128):
+        signature = dict.fromkeys(("begin_ptr", "end_ptr", "tiles_ptr"), "*i32") | {"Sk": "i32"}
+        aligned = ("begin_ptr", "end_ptr", "tiles_ptr")
+        yield Case(
+            f"intervals-{BN}", intervals_kernel, signature, {"BLOCK_N": BN}, aligned, one_warp.num_warps
+        )
 
 
 def attention_cases(arch: int) -> Iterator[Case]:
@@ -89,8 +169,11 @@ def attention_cases(arch: int) -> Iterator[Case]:
             "BLOCK_DV": DV,
             "BLOCK_M": rows.block_m,
             "HAS_DLSE": has_dlse,
+            "SLOPES": False,
             "WIDE": False,
             "KIND": Kind(),
         }
         name = f"rows-{DV}-{has_dlse}"
         yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)
+    yield from variant_cases(arch)
+    yield from small_cases()

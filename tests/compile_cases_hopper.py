@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import triton
-from compile_case import Case
+from compile_case import Case, variables_of
+from kinds import covering
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
@@ -16,9 +17,10 @@ from flashproto.kernels.hopper.attention_backward import attention_backward_kern
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
+from flashproto.kernels.schedule import key_slots_kernel, order_kernel, slots_kernel, visits_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
-from flashproto.variant import HOPPER_BACKWARD, Kind, Variant, main_backward
+from flashproto.variant import HOPPER_BACKWARD, HOPPER_FORWARD, Kind, Variant, main_backward
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -37,7 +39,7 @@ MORE_HEADS = ((40, 1024, 16), (40, 1024, 64))
 # None in the forward with Triton 3.6; the ptxas that came later keeps a few words outside the loops.
 FORWARD_STACK = 0 if triton.__version__.startswith("3.6.") else 32
 # Kinds beside causal and full, and head dims; a mask may need a few words.
-VARIANTS = (
+CHOSEN = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
     (64, Kind(SOFTCAP=1)),
     (128, Kind(CAUSAL=True, SOFTCAP=1)),
@@ -47,6 +49,8 @@ VARIANTS = (
     (64, Kind(True, True, True, True, 1, True, True, True)),
     (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
 )
+REST = covering(HOPPER_FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)))
+VARIANTS = (*CHOSEN, *zip((64, 128, 64), REST, strict=False))
 VARIANT_STACK = 192
 BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
@@ -134,47 +138,11 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys(chosen))
 
 
-def variables_of(kernel: Any, kind: Kind) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
-    """The types of what a kernel of this kind is given, in the order of kernels/scores.py, and the
-    places of what it is not given."""
-    if kind.TUNED:
-        return (), {}
-    given = (
-        ("i32", kind.WINDOW),
-        ("i32", kind.FIRST),
-        ("fp32", kind.SOFTCAP),
-        ("*fp32", kind.SINKS),
-        ("*fp32", kind.ALIBI),
-        *[("*i32", kind.INTERVALS)] * 2,
-        *[("*i32", kind.VARLEN)] * 2,
-        ("*i32", kind.INTERVALS or kind.VARLEN),
-        *[("i32", kind.INTERVALS)] * 2,
-        *[("i32", kind.VARLEN)] * 3,
-        ("*fp32", kind.MAX_SCORE),
-        ("*fp32", False),
-        ("*fp32", False),
-        ("i32", kernel is attention_backward_kernel),
-    )
-    place = kernel.arg_names.index("variables")
-    absent = {(place, i): None for i, (_, used) in enumerate(given) if not used}
-    return tuple(t if used else "constexpr" for t, used in given), absent
-
-
-def lengths_of(kernel: Any) -> tuple[tuple[str, ...], dict[tuple[int, ...], None]]:
-    """The same of a kernel that is given the lengths of sequences and nothing else."""
-    types = ["constexpr"] * 18
-    types[7:9] = ["*i32"] * 2
-    types[12:15] = ["i32"] * 3
-    place = kernel.arg_names.index("variables")
-    absent = {(place, i): None for i, what in enumerate(types) if what == "constexpr"}
-    return tuple(types), absent
-
-
 def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    variables, absent = variables_of(attention_forward_kernel, config.KIND)
+    variables, absent = variables_of(attention_forward_kernel, config.KIND, slots=config.KIND.VARLEN)
     return case(
         config.name,
         attention_forward_kernel,
@@ -190,7 +158,8 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
 def backward_case(element: str, config: configs.HopperBackward) -> Case:
     boxes = heads_of_sequences if config.KIND.VARLEN else heads
     queries, keys = (boxes(element, rows, config.D) for rows in (config.BM, config.BN))
-    variables, absent = variables_of(attention_backward_kernel, config.KIND)
+    kernel, kind = attention_backward_kernel, config.KIND
+    variables, absent = variables_of(kernel, kind, slots=kind.VARLEN, queries=True)
     return case(
         config.name,
         attention_backward_kernel,
@@ -209,6 +178,38 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
     )
 
 
+def variant_cases(variants: Iterable[tuple[int, Kind]]) -> Iterator[Case]:
+    """Forward and, where it is on these kernels, backward of head dims and kinds, each kernel once."""
+    for D, kind in variants:
+        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
+    backward = {(D, main_backward(Variant(kind)).kind): None for D, kind in variants}
+    for D, kind in backward:
+        if not kind.beyond(HOPPER_BACKWARD) and not kind.TUNED:
+            yield backward_case("bf16", configs.attention_backward_hopper(D, 4096, kind))
+
+
+def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
+    """What says on the device which tiles are visited."""
+    for kernel, kind in (
+        (visits_kernel, Kind(INTERVALS=True)),
+        (visits_kernel, Kind(True, True, True, True)),
+        (slots_kernel, Kind(VARLEN=True)),
+        (slots_kernel, Kind(True, True, True, VARLEN=True)),
+        (key_slots_kernel, Kind(VARLEN=True)),
+        (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
+    ):
+        given, absent = variables_of(kernel, kind)
+        pointer, *numbers, _, _, _, _ = kernel.arg_names
+        constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
+        signature = {pointer: "*i32", **dict.fromkeys(numbers, "i32"), "given": given}
+        name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind}"
+        yield Case(name, kernel, signature, constexprs, (pointer,), num_warps=1)
+    if BN == 64:
+        signature = {"slots_ptr": "*i32", "ordered_ptr": "*i32", "n_slots": "i32"}
+        aligned = ("slots_ptr", "ordered_ptr")
+        yield Case("order_kernel", order_kernel, signature, {"BLOCK": 256}, aligned, num_warps=1)
+
+
 def hopper_cases(arch: int) -> Iterator[Case]:
     if arch != 90:
         return
@@ -221,12 +222,9 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             if element == "fp16" and not (config.D == 128 and config.KIND.CAUSAL):
                 continue
             yield backward_case(element, config)
-    for D, kind in VARIANTS:
-        yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
-    for D, kind in VARIANTS:
-        kind = main_backward(Variant(kind)).kind
-        if not kind.beyond(HOPPER_BACKWARD):
-            yield backward_case("bf16", configs.attention_backward_hopper(D, 4096, kind))
+    yield from variant_cases(VARIANTS)
+    for BM, BN in ((128, 128), (192, 128), (256, 64)):
+        yield from schedule_cases(BM, BN)
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
@@ -250,7 +248,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             ("preprocess", preprocess_kernel, rows),
             ("postprocess", postprocess_kernel, sums),
         ):
-            variables, absent = lengths_of(kernel)
+            variables, absent = variables_of(kernel, Kind(VARLEN=True))
             constants = constants | {"VARLEN": True} | absent
             yield case(
                 f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, variables=variables

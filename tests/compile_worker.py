@@ -33,6 +33,7 @@ from compile_case import Case
 
 FAMILIES = {
     "selftest": "compile_cases_selftest.selftest_cases",
+    "sample": "compile_cases_sample.sample_cases",
     "hopper": "compile_cases_hopper.hopper_cases",
     "attention": "compile_cases_attention.attention_cases",
     "norm": "compile_cases_norm.norm_cases",

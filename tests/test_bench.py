@@ -200,7 +200,8 @@ def test_contenders_take_turns() -> None:
 def test_who_is_far_behind_is_timed_once_and_marked() -> None:
     names = {"flashproto[a]": 9.0, "flashproto[b]": 8.0, "peer": 1.0, "close": 1.2, "slow": 1.4}
     assert far_behind(names, 1.3) == ["slow"]
-    assert far_behind({"flashproto[a]": 1.0, "flashproto[a]-deterministic": 1.5}, 1.3) == []
+    for other in ("flashproto[a]-deterministic", "flashproto[a] varlen", "(plain, a)"):
+        assert far_behind({"flashproto[a]": 1.0, other: 1.5}, 1.3) == []
     contenders = dict.fromkeys(names, prepared)
     order = iter([*names.values(), 9.0, 8.0, 1.0, 1.2] * 2)
     results = measure_cell(contenders, WORK, lambda fn: next(order), 2, drop_slower=1.3)

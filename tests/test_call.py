@@ -876,12 +876,22 @@ def mesh(device: str) -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+def of_a_mask(case: Case) -> bool:
+    """Whether a mask of tensors is made before the call: it takes no DTensors."""
+    return "documents" in case.name or "tree" in case.name
+
+
 # Torch has a rule for each operator that these are made of, on backend "torch" or "reference", and no
 # tensor is made on the way, which would be no DTensor.
 SHARDED = [
     case
     for case in DIFFERENTIABLE
-    if case.op.startswith(("norm", "glu", "logsumexp", "linear", "cross", "memory", "rope", "qk_norm"))
+    if (
+        case.op.startswith(
+            ("norm", "glu", "logsumexp", "linear", "cross", "memory", "rope", "qk_norm", "attention")
+        )
+        and not of_a_mask(case)
+    )
     or case.op == "softmax"
 ]
 
@@ -892,8 +902,8 @@ def test_kernels_refuse_dtensors(case: Case, device: str, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     inputs = {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in case.inputs(device).items()}
-    of_a_mask = "documents" in case.name or "tree" in case.name  # which is made before the call
-    with no_launch(), pytest.raises(TypeError if of_a_mask else BackendError, match=r"to_local\(\)"):
+    error = TypeError if of_a_mask(case) else BackendError
+    with no_launch(), pytest.raises(error, match=r"to_local\(\)"):
         case(inputs, "triton")
 
 
@@ -916,3 +926,53 @@ def test_dtensors_take_another_backend(case: Case, device: str, mesh: Any) -> No
     unit = unit_of(*base.inputs.values())
     assert_near([y.full_tensor().detach() for y in outputs], base.results.outputs, unit)
     assert_near([g.full_tensor() for g in got], base.results.gradients, unit)
+
+
+@pytest.mark.parametrize("dim", [0, 1], ids=["batch", "heads"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "softcap": 2.0}], ids=str
+)
+def test_attention_of_shards(options: dict[str, Any], dim: int, device: str, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)
+    inputs = [torch.randn(s, device=device).requires_grad_() for s in shapes]
+    shards = [distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_() for x in inputs]
+    out = flashproto.attention(*shards, **options)
+    assert out.placements == (Shard(dim),)
+    wanted = flashproto.attention(*inputs, **options, impl="reference")
+    for got, want in zip(
+        (out, *torch.autograd.grad(out.sum(), shards)),
+        (wanted, *torch.autograd.grad(wanted.sum(), inputs)),
+        strict=True,
+    ):
+        torch.testing.assert_close(got.full_tensor(), want)
+
+
+def test_attention_refuses_dtensors_beside_plain_ones(device: str, mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    q, sinks = torch.randn(2, 2, 4, 16, device=device), torch.randn(2, device=device)
+    mask = flashproto.masks.padding(torch.tensor([2, 3], device=device))
+    t, cu = q[0].transpose(0, 1), torch.tensor([0, 4], dtype=torch.int32, device=device)
+    Q, T, of_dtensors = (
+        *(distribute_tensor(x, mesh, [Replicate()]) for x in (q, t)),
+        "distribute_tensor",
+    )
+    for call, argument, do in (
+        (lambda: flashproto.attention(Q, Q, q), "v", of_dtensors),
+        (lambda: flashproto.attention(q, Q, q), "k", r"Pass k\.to_local\(\)\."),
+        (lambda: flashproto.attention(Q, Q, Q, sinks=sinks), "sinks", of_dtensors),
+        (lambda: flashproto.attention(Q, Q, Q, mask=mask), "mask", r"to_local\(\)"),
+        (lambda: flashproto.attention_varlen(T, T, T, cu, cu), "cu_seqlens_q", of_dtensors),
+        (
+            lambda: flashproto.scaled_dot_product_attention(Q, Q, Q, q[0, 0] > 0),
+            "attn_mask",
+            of_dtensors,
+        ),
+    ):
+        with (
+            no_launch(),
+            pytest.raises(TypeError, match=rf": {argument} is .*DTensor.*; it takes .*{do}"),
+        ):
+            call()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -16,11 +17,17 @@ from typing import Any
 
 import compile_record
 import compile_worker
+import kinds
 import lanes
 import pytest
 from compile_case import Case
 
+from flashproto.variant import HOPPER_FORWARD, Kind
+
 pytest.importorskip("triton")
+
+import compile_cases_attention
+import compile_cases_hopper
 
 ARCHES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
@@ -83,11 +90,33 @@ def test_compiles_within_budget(family: str, arch: int, shard: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_sample_of_other_kinds_compiles() -> None:
+    """For one architecture, by the run's seed, which is printed: FLASHPROTO_TEST_SEED repeats it."""
+    arch = random.Random(kinds.seed()).choice(ARCHES)
+    lines = compile_family("sample", arch)
+    print(f"sm_{arch}, seed {kinds.seed()}: {', '.join(lines)}")
+    assert len(lines) >= 3
+    wrong = [text for line in lines.values() for text in complaints(line, arch)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_covering_set_of_kinds_is_compiled() -> None:
+    """Every two fields with all values that they have together, on each family of kernels."""
+    for fields, compiled in (
+        (compile_cases_attention.FIELDS, compile_cases_attention.COVERING),
+        (HOPPER_FORWARD, [kind for _, kind in compile_cases_hopper.VARIANTS]),
+    ):
+        given = (Kind(), Kind(CAUSAL=True), *compiled)
+        assert not kinds.covering(fields, given)
+        assert kinds.covering(fields, given[:-1])
+        assert len(compiled) <= 12
+
+
 def test_every_case_is_compiled() -> None:
     families = {
         f: [a for a in ARCHES if compile_worker.cases_of(f, a)] for f in compile_worker.FAMILIES
     }
-    assert families.pop("selftest") == list(ARCHES)
+    assert families.pop("selftest") == families.pop("sample") == list(ARCHES)
     assert families == {family: list(shards) for family, shards in SHARDS.items()}
 
 

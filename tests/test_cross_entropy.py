@@ -356,6 +356,28 @@ def test_all_rows_ignored_as_in_torch(device) -> None:
             assert not got[1].any()
 
 
+@pytest.mark.parametrize("strip", [256, 2], ids=["one program", "several"])
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("targets", [[0, 0, 0, 0], [0, -100, 0, -100], [1, 2, -100, 0]], ids=str)
+def test_a_mean_by_class_weights_that_sum_to_0_is_nan(
+    device, monkeypatch, targets, label_smoothing, z_loss, strip
+) -> None:
+    """Also what is added to a loss of NaN, and the gradients but of ignored rows, on every backend."""
+    config = configs.StripConfig(length=strip, tile=2, num_warps=1)
+    monkeypatch.setattr(configs, "cross_entropy_total", lambda: config)
+    t, weight = torch.tensor(targets, device=device), torch.tensor([0.0, 1.0, -1.0], device=device)
+    options = {"label_smoothing": label_smoothing, "z_loss": z_loss, "return_z_loss": True}
+    x = torch.randn(4, 3, device=device)
+    for impl in ("triton", "torch", "reference"):
+        for inplace in (False, True):
+            (loss, z), dx = outcomes(
+                x.clone(), t, impl, weight=weight, inplace_backward=inplace, **options
+            )
+            assert loss.isnan() and z.isnan()
+            assert dx[t != -100].isnan().all() and not dx[t == -100].any()
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (3, 0, 8)])
 def test_no_rows(device, shape) -> None:
     x, t = torch.randn(shape, device=device), torch.zeros(shape[:-1], dtype=torch.long, device=device)

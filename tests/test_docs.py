@@ -1,5 +1,6 @@
-"""What the documentation says by itself: docs/speed.md, README's table and docs/api.md are up to date,
-every public docstring has an example that runs, and signatures show all options."""
+"""What the documentation says by itself: docs/speed.md, README's table, docs/api.md and the tables of
+docs/attention.md are up to date, every public docstring has an example that runs, and signatures show
+all options."""
 
 from __future__ import annotations
 
@@ -10,13 +11,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import processes
 import pytest
 import torch
 
 import flashproto
-from flashproto import backends, hooks, masks, nn
+from flashproto import backends, distributed, hooks, masks, nn
 from flashproto.bench import __main__ as bench
-from flashproto.bench import api, docs, plots, speed
+from flashproto.bench import api, docs, features, plots, speed
 
 RESULTS = speed.machines(docs.ROOT)
 # Functions that take any keyword, and why.
@@ -30,11 +32,32 @@ DOCUMENTED = dict(api.documented())
 # --- what is generated ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["docs/speed.md", "docs/api.md"])
+@pytest.mark.parametrize("name", ["docs/speed.md", "docs/api.md", "docs/attention.md"])
 def test_page_is_up_to_date(name: str) -> None:
     path = docs.ROOT / name
     text = docs.texts(docs.ROOT)[path]
     assert path.read_text() == text, f"{name} is stale: run python -m flashproto.bench docs"
+
+
+def test_tables_of_attention_have_their_blocks() -> None:
+    page = (docs.ROOT / "docs" / "attention.md").read_text()
+    assert docs.filled_with_features(page) == page
+    with pytest.raises(ValueError, match="lacks the lines <!-- table of pairs"):
+        docs.filled_with_features(page.replace("end of table of pairs", ""))
+
+
+def test_masks_are_shown(tmp_path: Path) -> None:
+    """Each function that makes one, by a picture that the command draws."""
+    page = (docs.ROOT / "docs" / "attention.md").read_text()
+    shown = re.findall(r"^\| `(masks\..*?)` \|.*\(pictures/(mask-.*)\.png\)", page, re.MULTILINE)
+    drawn = [path.stem for path in features.draw(tmp_path)]
+    assert [picture for _, picture in shown] == drawn
+    written = " ".join(name for name, _ in shown)
+    assert {*re.findall(r"masks\.(\w+)", written)} == set(masks.__all__) - {"Mask", "draw"}
+    example = masks.causal() & masks.window(1023)
+    assert f"```text\n{example}\n```" in page
+    for name in drawn:
+        assert (docs.ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size < 8000
 
 
 def test_table_of_the_readme_is_up_to_date() -> None:
@@ -85,7 +108,8 @@ def test_command_writes_what_is_stale(
     assert "| Transformer block" in readme.read_text()
     page = (tmp_path / "docs" / "speed.md").read_text()
     assert re.findall(r"pictures/(\w+)\.png", page) == ["norm"]
-    assert [path.name for path in (tmp_path / "docs" / "pictures").iterdir()] == ["norm.png"]
+    pictures = {path.stem for path in (tmp_path / "docs" / "pictures").iterdir()}
+    assert pictures == {"norm", *(f"mask-{name}" for name in features.PICTURES)}
     with pytest.raises(SystemExit) as caught:
         bench.main(["docs", "--check"])
     assert not caught.value.code
@@ -181,17 +205,19 @@ def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     names = {"torch": torch, "flashproto": flashproto}
     names |= {"backends": backends, "hooks": hooks, "masks": masks, "nn": nn}
+    names |= {"distributed": distributed}
     things = [
         thing for other, thing in DOCUMENTED.items() if other == name or other.startswith(f"{name}.")
     ]
     assert ">>> " in (inspect.getdoc(things[0]) or ""), f"{name} has no example"
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []
-    for thing in things:
-        example = doctest.DocTestParser().get_doctest(
-            inspect.getdoc(thing) or "", dict(names), name, None, None
-        )
-        runner.run(example, out=report.append)
+    with processes.alone():
+        for thing in things:
+            example = doctest.DocTestParser().get_doctest(
+                inspect.getdoc(thing) or "", dict(names), name, None, None
+            )
+            runner.run(example, out=report.append)
     assert not runner.failures, "".join(report)
 
 

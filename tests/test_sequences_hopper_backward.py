@@ -40,7 +40,7 @@ from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import DELTA, LSE
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper, recipe
-from flashproto.variant import Kind, Variant, backward_backend, pack
+from flashproto.variant import Kind, Variant, backward_backend, pack, tensors_of
 
 BRAIN = torch.bfloat16
 
@@ -51,7 +51,7 @@ def variant_of(call: Call, q: Tensor, cu: Sequence[Tensor]) -> Variant:
     band = _band("attention", options["causal"], options.get("window"), options.get("mask"), 0, 0)
     tensors = {n: x.detach() for n, x in call.parameters.items()}
     tensors |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]}
-    return _variant("attention", q, band, options.get("softcap"), tensors, ())
+    return _variant("attention", q, band, (options.get("softcap"),), tensors, ())
 
 
 def backward_recipe(
@@ -64,7 +64,7 @@ def backward_recipe(
     tensors, ints, floats, text = pack(variant)
     settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, impl)
     inputs = (*given[:2], None, None, *given[2:], *tensors)
-    names = attention_op.present(variant)
+    names = tensors_of(text)
     needs = (True, True, True, *(name == "sinks" for name in names))
     made = attention_op.attention.backward_recipe(inputs, settings, needs, False)
     return made, inputs, [f"d{name}" for name in ("q", "k", "v", *names)]
@@ -315,7 +315,7 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
         kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, VARLEN=True)
         numbers = left if kind.WINDOW else None, first if kind.FIRST else None, None
         cu = starts(lengths, "cpu")
-        variant = Variant(kind, moved, numbers, (None, None, None, None, *cu))
+        variant = Variant(kind, moved, (*numbers, None, None, None, None, *cu))
         lse = torch.zeros(q.shape[:3])
         given = (q, None, q, k, k, q, lse)
         with monkeypatch.context() as patch:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from attention_problem import Problem
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from schedule_on_the_host import Pointer, ranges_on_the_host
 from torch import Tensor
+from variant_problem import drawn
 
 from flashproto import configs, masks, variant
+from flashproto.functional.attention import _band
 from flashproto.kernels import schedule, scores
-from flashproto.variant import Kind, Variant, pack, unpack
+from flashproto.variant import Kind, Variant, pack, tensors_of, unpack, variant_of
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
@@ -59,24 +63,43 @@ def same(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 @pytest.mark.parametrize(
-    ("numbers", "tensors"),
+    ("variables", "letters"),
     [
-        ((), ()),
-        ((None,), (None, None)),
-        ((3, None, 2.5, -1, 0.0), (torch.zeros(2), None, torch.ones(3))),
-        ((0.5, 7), (None, torch.zeros(1))),
+        ((), ""),
+        ((None,) * 9, "-" * 9),
+        ((3, None, 2.5, torch.zeros(2), None, torch.ones(3), torch.ones(1)), "i-ft-tt"),
+        ((-1, 7, 0.0, None, torch.zeros(1), 5, 0.5), "iif-tif"),
     ],
 )
-def test_what_is_packed_comes_back(kind: Kind, numbers, tensors) -> None:
+def test_what_is_packed_comes_back(kind: Kind, variables: tuple[Any, ...], letters: str) -> None:
     """Each number of its type, each tensor itself, None where it was; no None is packed."""
-    packed = pack(Variant(kind, -4, numbers, tensors))
+    packed = pack(Variant(kind, -4, variables))
     assert all(x is not None for part in packed[:3] for x in part)
     assert all(type(x) is int for x in packed[1]) and all(type(x) is float for x in packed[2])
+    assert packed[3] == f"{kind}/{letters}"
     found = unpack(*packed)
     assert (found.kind, found.offset) == (kind, -4)
-    for got, wanted in ((found.numbers, numbers), (found.tensors, tensors)):
-        assert len(got) == len(wanted) and all(map(same, got, wanted))
-    assert len(found.variables) == len(numbers) + len(tensors)
+    assert len(found.variables) == len(variables)
+    assert all(map(same, found.variables, variables))
+
+
+def test_what_is_given_makes_the_kind() -> None:
+    x = torch.zeros(2)
+    assert variant_of(True, 5, {"left": None, "sinks": None}) == Variant(CAUSAL, 5)
+    named = {"left": 3, "softcap": 2.5, "begin": x, "end": x}
+    made = variant_of(False, 0, named, ("entropy",), exact=True)
+    assert made.kind == Kind(WINDOW=True, INTERVALS=True, SOFTCAP=2, ENTROPY=True)
+    assert made.named == named and tensors_of(pack(made)[3]) == ["begin", "end"]
+    assert variant_of(False, 0, {"softcap": 1.0}).kind == Kind(SOFTCAP=1)
+    assert not variant_of(False, 0, {}, ("max_score",)).variables
+
+
+def test_kernels_have_the_variables_in_this_order() -> None:
+    """What the launch adds is behind all of them."""
+    names = [f.upper() for f in ("left", "first", "softcap", "sink", "slope", "begin", "end")]
+    names += ["CU_SEQLENS_Q", "CU_SEQLENS_K"]
+    assert [getattr(scores, name).value for name in names] == list(range(len(names)))
+    assert len(variant.VARIABLES) == scores.GIVEN == scores.TILES_OF_ALL.value
 
 
 # --- ranges of tiles -----------------------------------------------------------------------------
@@ -91,8 +114,8 @@ SIZES = {
     "offset": st.integers(-250, 250),
     "left": st.integers(-20, 250),
     "first": st.integers(1, 100),
-    "BLOCK_M": st.sampled_from((16, 64)),
-    "BLOCK_N": st.sampled_from((16, 32, 64)),
+    "BLOCK_M": st.sampled_from((16, 64, 192)),
+    "BLOCK_N": st.sampled_from((16, 64, 128)),
 }
 
 
@@ -215,6 +238,128 @@ def test_runs_of_tiles_of_intervals_and_bands(
             assert pairs.any() == (t in found) or not whole
 
 
+# --- ranges of masks, from the argument of a call to the tiles --------------------------------------
+
+# Tiles of the Hopper kernels, and of the portable ones.
+TILES = ((192, 128), (256, 64), (64, 256), (128, 64), (64, 64), (16, 16), (16, 16), (32, 16), (16, 32))
+ONE = Problem(torch.float32, 1, 1, 1, 9, 9, 8, 8, causal=False)
+PARTS = ("documents", "padding", "prefix", "tree", "intervals")
+
+
+class Ranges:
+    """What the device code says of a mask's tiles, of BLOCK_M queries and BLOCK_N keys."""
+
+    def __init__(self, mask: masks.Mask, Sq: int, Sk: int, BLOCK_M: int, BLOCK_N: int) -> None:
+        self.Sq, self.Sk, self.BLOCK_M, self.BLOCK_N = Sq, Sk, BLOCK_M, BLOCK_N
+        causal, self.offset, left, first = _band("attention", False, None, mask, Sq, Sk)
+        found = mask.intervals(Sq, Sk)
+        self.kind = Kind(causal, left is not None, first > 0, found is not None)
+        self.left = 0 if left is None else left
+        self.variables: tuple[Any, ...] = (self.left, first, 0.0, 0.0, 0.0)
+        if found is not None:
+            begin, end = (x.flatten().long() for x in found)
+            pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
+            begin_, end_, tiles = pointers
+            self.variables += begin_, end_, Sk - Sq, tiles
+
+    def of_queries(self, i0: int) -> dict[int, bool]:
+        """The key tiles that the queries from i0 on visit, and whether each is clear."""
+        Sk, sizes = torch.tensor(self.Sk), (self.BLOCK_M, self.BLOCK_N, self.kind)
+        ranges = schedule.key_ranges.fn(i0, Sk, self.offset, self.variables, *sizes)
+        begin, clear_begin, clear_end, end = map(int, ranges)
+        if not self.kind.INTERVALS:
+            early = int(schedule.first_tiles(begin, self.variables, self.BLOCK_N, self.kind))
+            assert 0 <= early <= begin <= clear_begin <= clear_end <= end
+            return {t: clear_begin <= t < clear_end for t in (*range(early), *range(begin, end))}
+        found: dict[int, bool] = {}
+        at = torch.tensor(0)
+        while True:
+            first, last, clear = schedule.next_run(at, i0, self.Sq, Sk, ranges, self.variables, *sizes)
+            if first >= end:
+                return found
+            assert at <= first < last <= end
+            found |= dict.fromkeys(range(int(first), int(last)), bool(clear))
+            at = last
+
+    def of_keys(self, j0: int) -> range:
+        """The query tiles that the keys from j0 on visit, as attention_backward_keys_kernel has it."""
+        begin, end = schedule.query_range.fn(
+            j0, self.Sq, self.offset, self.variables, self.BLOCK_M, self.kind, self.BLOCK_N
+        )
+        if self.kind.INTERVALS:
+            low, high = schedule.queries_of_keys(j0, self.Sk, self.variables, self.BLOCK_N)
+            begin = max(begin, schedule.clamp(low, 0, self.Sq) // self.BLOCK_M)
+            end = max(min(end, -(-schedule.clamp(high, 0, self.Sq) // self.BLOCK_M)), begin)
+        return range(int(begin), int(end))
+
+    def by_band(self, queries: range, keys: range) -> bool:
+        """Whether the band alone lets one of these see one; of queries behind the last one too."""
+        band = replace(self.kind, INTERVALS=False)
+        return bool(seen(band, queries, keys, self.Sk, self.offset, self.variables).any())
+
+
+def at_ends(spare: Iterable[int], visited: Collection[int]) -> bool:
+    """Whether each of these tiles is at an end of a run of what is visited: at most one at each."""
+    return all(t - 1 not in visited or t + 1 not in visited for t in spare)
+
+
+def about(unit: int) -> st.SearchStrategy[int]:
+    """0 or more, often about a multiple of a tile."""
+    near = st.builds(lambda n, more: max(n * unit + more, 0), st.integers(0, 4), st.integers(-2, 2))
+    return st.one_of(near, st.integers(0, 5 * unit))
+
+
+@settings(max_examples=250)
+@given(data=st.data(), sizes=st.sampled_from(TILES), seed=st.integers(0, 2**32))
+def test_ranges_of_masks(data: st.DataObject, sizes: tuple[int, int], seed: int) -> None:
+    """Of random bands, intervals and their &, against their definitions: tiles outside hold no visible
+    pair, clear ones no hidden one, and at an edge there is at most one tile more than needed; of the
+    keys that a tile of queries visits, and of the queries that a tile of keys visits."""
+    BM, BN = sizes
+    length = about(max(sizes)).map(lambda n: min(max(n, 1), 600))
+    Sq, Sk = data.draw(length), data.draw(length)
+    names = data.draw(st.one_of(st.just([]), st.lists(st.sampled_from(PARTS), max_size=2, unique=True)))
+    call = drawn(random.Random(seed), replace(ONE, Sq=Sq, Sk=Sk), names, "cpu")
+    mask, pairs = call.options.get("mask", masks.Mask()), call.visible(torch.device("cpu"))[0, 0]
+    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+    bound = st.one_of(st.none(), about(BN))
+    for left, right, first, top_left in data.draw(
+        st.lists(st.tuples(bound, bound, st.one_of(st.just(0), about(BN)), st.booleans()), max_size=3)
+    ):
+        band = masks.causal(top_left=True) if top_left else masks.window(left, right, first)
+        left, right, first = (None, 0, 0) if top_left else (left, right, first)
+        at = i if top_left else i + Sk - Sq
+        if left is not None:
+            pairs = pairs & ((j >= at - left) | (j < first))
+        if right is not None:
+            pairs = pairs & (j <= at + right)
+        mask = mask & band
+    try:
+        ranges = Ranges(mask, Sq, Sk, BM, BN)
+    except ValueError:
+        reject()  # windows of which the narrower keeps more first keys
+    exact = ranges.left >= 0 and not ranges.kind.INTERVALS
+    for i0 in range(0, Sq, BM):
+        visited, queries = ranges.of_queries(i0), range(i0, i0 + BM)
+        spare = []
+        for t in range(-(-Sk // BN)):
+            keys = range(t * BN, (t + 1) * BN)
+            own = pairs[i0 : i0 + BM, t * BN : (t + 1) * BN]
+            assert t in visited or not own.any()
+            assert not visited.get(t) or (own.all() and keys.stop <= Sk)
+            if exact and t in visited and not ranges.by_band(queries, keys):
+                spare.append(t)
+        assert at_ends(spare, visited)
+    for j0 in range(0, Sk, BN):
+        found, keys = ranges.of_keys(j0), range(j0, j0 + BN)
+        spare = []
+        for t in range(-(-Sq // BM)):
+            assert t in found or not pairs[t * BM : (t + 1) * BM, j0 : j0 + BN].any()
+            if exact and t in found and not ranges.by_band(range(t * BM, (t + 1) * BM), keys):
+                spare.append(t)
+        assert at_ends(spare, found)
+
+
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=9),
     behind=st.tuples(st.integers(0, 40), st.integers(0, 40)),
@@ -226,8 +371,8 @@ def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int)
     of_queries, of_keys = ([n[side] for n in lengths] for side in (0, 1))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys))
     totals = [int(cu[-1]) + more for cu, more in zip((cu_q, cu_k), behind, strict=True)]
-    given = (*[None] * 7, Pointer(cu_q), Pointer(cu_k), None, None, None)
-    given += tuple(2 * n + 1 for n in (len(lengths), *totals))
+    given: list[Any] = [None] * scores.COUNTS.value + [2 * n + 1 for n in (len(lengths), *totals)]
+    given[scores.CU_SEQLENS_Q.value], given[scores.CU_SEQLENS_K.value] = Pointer(cu_q), Pointer(cu_k)
     kind = Kind(VARLEN=True, CAUSAL=True)
     own = [
         ([*of_queries, behind[0]], [*of_keys, 0], totals[0], schedule.problem_of_queries),

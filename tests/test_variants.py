@@ -214,6 +214,20 @@ def test_sequences_side_by_side_against_float64(
     check(drawn(generator, problem, names, device), device, "triton", lengths, behind)
 
 
+@pytest.mark.parametrize("lengths", [None, [(30, 90), (0, 4), (50, 50)]], ids=["batch", "sequences"])
+@pytest.mark.parametrize("names", [("alibi",), ("causal", "alibi"), ("sinks", "alibi")], ids="+".join)
+def test_gradients_of_slopes_do_not_feel_that_out_is_rounded(
+    names: tuple[str, ...], lengths, device: str, seed: int
+) -> None:
+    """What its rounding adds to each row of dS would be multiplied by the distance of the keys."""
+    problem = Problem(torch.bfloat16, 2, 4, 2, 60, 90, 32, 16, causal=False)
+    call = drawn(random.Random(seed), problem, names, device)
+    made = make(call, device) if lengths is None else make_packed(call, lengths, (3, 5), device)
+    exact, _ = exact_and_eager(call, *made, lengths)
+    got = run(call, *made, "triton", lengths)["dalibi_slopes"]
+    torch.testing.assert_close(got.double(), exact["dalibi_slopes"], rtol=1e-4, atol=1e-3)
+
+
 # --- what is refused --------------------------------------------------------------------------------
 
 Q, IDS = torch.zeros(2, 4, 8, 16), torch.zeros(8, dtype=torch.int64)

@@ -1,5 +1,5 @@
-"""Variants of attention as calls: torch.compile, opcheck, checkpointing, autocast, what is compiled
-anew, what has no gradient; by one table of features."""
+"""Variants of attention as calls: torch.compile, opcheck, checkpointing, vmap, autocast, what is
+compiled anew, what has no gradient; by one table of features."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,8 +15,12 @@ import torch
 from attention_problem import Problem
 from operators import Recorder, launches
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-from variant_problem import FEATURES, Call, drawn, make, make_packed, run, starts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from variant_problem import FEATURES, Call, drawn, make, make_packed, outputs_of, run, starts
 
 import flashproto
 from flashproto import masks
@@ -33,12 +38,10 @@ SETS = {
     "prefixes": ("prefix", "left_window", "max_score", "entropy"),
     "right": ("right_window", "sinks", "softcap"),
 }
+if others := FEATURES.keys() - {n for names in SETS.values() for n in names}:
+    SETS["others"] = tuple(sorted(others))
 LENGTHS = [(5, 5), (0, 3)]
 PACKED = {name: names for name, names in SETS.items() if all(FEATURES[n].packed for n in names)}
-
-
-def test_every_feature_is_in_the_table() -> None:
-    assert {n for names in SETS.values() for n in names} == set(FEATURES)
 
 
 @pytest.fixture(params=[*SETS, *(f"{name}, packed" for name in PACKED)])
@@ -81,18 +84,55 @@ def test_ops_are_sound(case) -> None:
         torch.library.opcheck(dispatched.op, dispatched.arguments, **checks)
 
 
-def test_checkpoints(case) -> None:
-    """The same bits when the forward is made again for the backward."""
+OP = torch.ops.flashproto.attention_forward.default
+
+
+@pytest.mark.parametrize("keeps", [None, (), (OP,)], ids=["plain", "selective", "selective, kept"])
+def test_checkpoints(case, keeps: tuple[Any, ...] | None) -> None:
+    """The same bits when the forward is made again for the backward, and when its results are kept."""
     call, lengths, inputs, gradients = case
     wanted = run(call, inputs, gradients, "triton", lengths)
 
+    def policy(context: Any, op: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+    how = {} if keeps is None else {"context_fn": partial(create_selective_checkpoint_contexts, policy)}
+
     def checkpointed(attend: Any) -> Any:
-        return lambda *x, **o: checkpoint(attend, *x, use_reentrant=False, **o)
+        return lambda *x, **o: checkpoint(partial(attend, **o), *x, use_reentrant=False, **how)
 
     with launches() as seen:
         got = run(call, inputs, gradients, "triton", lengths, checkpointed)
     assert_close(got, wanted, rtol=0, atol=0)
-    assert [launch.kernel for launch in seen].count("attention_forward_kernel") == 2
+    forwards = [launch.kernel for launch in seen].count("attention_forward_kernel")
+    assert forwards == (1 if keeps else 2)
+
+
+def test_under_vmap_a_backend_that_can_runs(case) -> None:
+    """Outputs, and gradients of each sample, of what has gradients too."""
+    call, lengths, inputs, gradients = case
+    samples = [torch.stack([x.detach(), 0.5 * x.detach().flip(0)]) for x in inputs]
+    names = list(call.parameters)
+    shared = [x.detach() for x in call.parameters.values()]
+
+    def outputs(*given: Tensor, impl: str | None = None) -> tuple[Tensor, ...]:
+        parameters = dict(zip(names, given[3:], strict=True))
+        return tuple(outputs_of(call, given[:3], impl, lengths, **parameters).values())
+
+    def loss(*given: Tensor, impl: str | None = None) -> Tensor:
+        out, lse, *_ = outputs(*given, impl=impl)
+        seen = torch.where(lse.isinf(), 0.0, lse)
+        return (out * gradients[0]).sum() + (seen * gradients[1]).sum()
+
+    every = tuple(range(3 + len(shared)))
+    dims = (0, 0, 0, *[None] * len(shared))
+    for function in (outputs, torch.func.grad(loss, every)):
+        got = torch.func.vmap(function, dims)(*samples, *shared)
+        one_by_one = [
+            function(*sample, *shared, impl="reference") for sample in zip(*samples, strict=True)
+        ]
+        for made, wanted in zip(got, zip(*one_by_one, strict=True), strict=True):
+            torch.testing.assert_close(made, torch.stack(wanted), rtol=1e-4, atol=1e-5)
 
 
 def test_autocast(case) -> None:

@@ -35,6 +35,7 @@ from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.kernels.schedule import intervals_kernel, order_kernel, slots_kernel, visits_kernel
+from flashproto.kernels.scores import COUNTS, TILES_OF_ALL
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
 # --- which key tiles are visited --------------------------------------------------------------------
@@ -109,7 +110,8 @@ def test_lists_of_the_tiles_that_intervals_visit(
     tiles = torch.zeros(rows, 4, key_tiles, dtype=torch.int32, device=device)
     intervals_kernel[(rows * key_tiles,)](*vectors, tiles, Sk, BLOCK_N=BN)
     made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
-    given = [left if kind.WINDOW else None, first if kind.FIRST else None, *[None] * 7, tiles]
+    given = [left if kind.WINDOW else None, first if kind.FIRST else None]
+    given += [*[None] * (TILES_OF_ALL.value - 2), tiles]
     visits_kernel[(rows * query_tiles,)](
         made, Sq, Sk, offset, (*given, *[None] * 8), BLOCK_M=BM, BLOCK_N=BN, KIND=kind
     )
@@ -150,7 +152,7 @@ def test_slots_of_sequences_come_longest_first(
     slots = totals[0] // BM + len(lengths) + 1
     made = torch.full((slots, 8), -7, dtype=torch.int32, device=device)
     ordered = torch.full((1 + slots, 8), -7, dtype=torch.int32, device=device)
-    arguments = (*given, None, None, None, *counts, None, None, None)
+    arguments = (*given, *[None] * (COUNTS.value - len(given)), *counts, None, None, None)
     slots_kernel[(slots,)](made, 0, arguments, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
     order_kernel[(slots,)](made, ordered, slots, BLOCK=4)
     wanted = []

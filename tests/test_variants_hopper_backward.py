@@ -20,11 +20,19 @@ from variant_problem import Call, assert_within_bound, drawn, exact_and_eager, m
 
 from flashproto import configs
 from flashproto.functional.attention import _band, _intervals, _variant
-from flashproto.kernels import schedule
+from flashproto.kernels import schedule, scores
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.ops import attention as attention_op
-from flashproto.variant import Kind, Variant, backward_backend, main_backward, pack, variant_of
+from flashproto.variant import (
+    Kind,
+    Variant,
+    backward_backend,
+    main_backward,
+    pack,
+    tensors_of,
+    variant_of,
+)
 
 BRAIN = torch.bfloat16
 
@@ -54,7 +62,7 @@ def given_of(
 ) -> tuple[Any, ...]:
     """What the kernel of this kind is given, in the order of kernels/scores.py; begin, end: [B, H | 1,
     Sk]."""
-    given: list[Any] = [None] * 19
+    given: list[Any] = [None] * (scores.QUERIES.value + 1)
     if kind.WINDOW:
         given[0] = left
     if kind.FIRST:
@@ -70,8 +78,9 @@ def given_of(
             tiles[row, 0, t] = torch.where(some, b, 2**31 - 1).min()
             tiles[row, 1, t] = torch.where(some, e, 0).max()
             tiles[row, 2, t], tiles[row, 3, t] = b.max(), e.min()
-        given[9] = Pointer(tiles.view(-1))
-        given[10], given[11] = H if B > 1 else 0, 1 if H > 1 else 0
+        given[scores.TILES_OF_ALL.value] = Pointer(tiles.view(-1))
+        given[scores.ROW_OF_BATCH.value] = H if B > 1 else 0
+        given[scores.ROW_OF_HEAD.value] = 1 if H > 1 else 0
     return tuple(given)
 
 
@@ -214,10 +223,10 @@ def test_masks_and_distances_of_a_tile(
         given = list(given_of(kind, left, first, begin, end, config.BN, 1))
         if begin is not None and end is not None:
             given[5], given[6] = Pointer(begin.view(-1)), Pointer(end.view(-1))
-        given[4], given[18] = Pointer(torch.tensor([0.5])), 2 * Sq + 1
+        given[4], given[scores.QUERIES.value] = Pointer(torch.tensor([0.5])), 2 * Sq + 1
         row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
         NB = -(-Sk // config.BN)
-        given[10] = given[11] = torch.tensor(0)
+        given[scores.ROW_OF_BATCH.value] = given[scores.ROW_OF_HEAD.value] = torch.tensor(0)
         seen = tile_masks.as_seen_from.fn(
             row, torch.tensor(0), 0, tuple(given), Sk, offset, 0, NB, config
         )
@@ -248,10 +257,10 @@ def test_masks_and_distances_of_a_tile(
 
 def test_the_main_kernel_sees_no_sinks() -> None:
     sinks, slopes = torch.zeros(2), torch.ones(2)
-    kind = Kind(True, SINKS=True, MAX_SCORE=True)
-    assert main_backward(variant_of(kind, 3, {}, {"sinks": sinks})) == Variant(Kind(True), 3)
-    kind = Kind(True, WINDOW=True, SINKS=True, ALIBI=True)
-    made = main_backward(variant_of(kind, 3, {"left": 5}, {"sinks": sinks, "alibi_slopes": slopes}))
+    variant = variant_of(True, 3, {"sinks": sinks}, ["max_score"])
+    assert variant.kind == Kind(True, SINKS=True, MAX_SCORE=True)
+    assert main_backward(variant) == Variant(Kind(True), 3)
+    made = main_backward(variant_of(True, 3, {"left": 5, "sinks": sinks, "alibi_slopes": slopes}))
     assert made.kind == Kind(True, WINDOW=True, ALIBI=True)
     assert made.named == {"left": 5, "alibi_slopes": slopes}
 
@@ -276,7 +285,7 @@ def variant_of_call(call: Call, q: Tensor, k: Tensor) -> Variant:
     band = _band("attention", causal, window, mask, q.shape[2], k.shape[2])
     begin, end = (None, None) if mask is None else _intervals("attention", mask, q, k)
     tensors = {"begin": begin, "end": end} | {n: x.detach() for n, x in call.parameters.items()}
-    return _variant("attention", q, band, options.get("softcap"), tensors, ())
+    return _variant("attention", q, band, (options.get("softcap"),), tensors, ())
 
 
 def backward_of(
@@ -292,7 +301,7 @@ def backward_of(
     dout, dlse = gradients
     dlse = torch.where(lse.isinf(), 0.0, dlse)
     given = (dout, dlse, None, None, q, k, v, out, lse, *tensors)
-    names = attention_op.present(variant)
+    names = tensors_of(text)
     needs = (True, True, True, *(name == "sinks" for name in names))
     recipe = attention_op.attention.backward_recipe(
         given, settings._replace(backend=impl), needs, False

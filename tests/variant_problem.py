@@ -375,7 +375,7 @@ def with_gradients(
     dout, dlse = gradients
     dlse = torch.where(lse.isinf(), 0.0, dlse).to(lse.dtype)
     leaves = {"dq": inputs[0], "dk": inputs[1], "dv": inputs[2]}
-    leaves |= {f"d{name}": x for name, x in parameters.items()}
+    leaves |= {f"d{name}": x for name, x in parameters.items() if x.requires_grad}
     grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout.to(out.dtype), dlse])
     made = dict(zip(leaves, grads, strict=True))
     return {name: x.detach() for name, x in outputs.items()} | made
@@ -404,16 +404,15 @@ def starts(lengths: Lengths, device: str) -> list[Tensor]:
     ]
 
 
-def run(
+def outputs_of(
     call: Call,
     inputs: Sequence[Tensor],
-    gradients: Sequence[Tensor],
     impl: str | None,
     lengths: Lengths | None = None,
     wrap: Callable[[Any], Any] = lambda f: f,
     **others: Any,
 ) -> dict[str, Tensor]:
-    """All results of flashproto.attention, or with `lengths` of attention_varlen.
+    """What flashproto.attention returns, or with `lengths` attention_varlen.
 
     wrap: makes of such a function the one that is called.
     """
@@ -423,9 +422,23 @@ def run(
     else:
         cu_seqlens = starts(lengths, inputs[0].device)
         made = wrap(flashproto.attention_varlen)(*inputs, *cu_seqlens, **options)
-    parameters = {name: options[name] for name in call.parameters}
-    named = dict(zip(("out", "lse", *call.aux), made, strict=True))
-    return with_gradients(named, inputs, parameters, gradients)
+    return dict(zip(("out", "lse", *call.aux), made, strict=True))
+
+
+def run(
+    call: Call,
+    inputs: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    impl: str | None,
+    lengths: Lengths | None = None,
+    wrap: Callable[[Any], Any] = lambda f: f,
+    **others: Any,
+) -> dict[str, Tensor]:
+    """The same and all gradients."""
+    parameters = {name: others.get(name, x) for name, x in call.parameters.items()}
+    return with_gradients(
+        outputs_of(call, inputs, impl, lengths, wrap, **others), inputs, parameters, gradients
+    )
 
 
 def exact_and_eager(
@@ -436,7 +449,9 @@ def exact_and_eager(
     for dtype in (torch.float64, call.problem.dtype):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         keep = torch.float64 if dtype == torch.float64 else torch.float32
-        parameters = {n: x.detach().to(keep).requires_grad_() for n, x in call.parameters.items()}
+        parameters = {
+            n: x.detach().to(keep).requires_grad_(x.requires_grad) for n, x in call.parameters.items()
+        }
         if lengths is None:
             outputs = eager(*leaves, parameters, call)
         else:

@@ -28,13 +28,14 @@ import torch._functorch.config as functorch_config
 
 from .. import backends
 from ..env import environment, render
-from . import plots, report, warm
+from . import first_calls, plots, report, warm
 from .ceilings import copy_speed, measure_ceilings
 from .measure import measure_cell
 from .timing import make_timer
 
 SUBJECTS = (
     "attention",
+    "variants",
     "views",
     "norm",
     "norm_float32",
@@ -51,7 +52,7 @@ SUBJECTS = (
     "gpt",
 )
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
-TOOLS = ("sanitize", "search", "docs")  # modules with a command line of their own
+TOOLS = ("sanitize", "search", "docs", "ring")  # modules with a command line of their own
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,6 +86,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "fastest one's time in the first repeat takes part in no other, and is marked",
     )
     add("--goals", action="store_true", help="print what the developers aim at, and what falls short")
+    add(
+        "--first-calls",
+        action="store_true",
+        help="of variants, instead of cells: seconds of the first call, and what others compile",
+    )
     add("--ahead", type=int, metavar="PROCESSES", help="compile in that many processes first")
     add("--compile-only", action="store_true", help="run every contender once and report nothing")
     add("--compile", action="store_true", help="torch.compile as a peer on a CPU too")
@@ -99,6 +105,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--drop-slower takes at least 1")
     if "launch" in options.subjects and len(options.subjects) > 1:
         parser.error("launch is measured alone")
+    if options.first_calls and options.subjects != ["variants"]:
+        parser.error("--first-calls takes the subject variants alone")
     for name in ("cells", "contenders"):
         try:
             re.compile(getattr(options, name) or "")
@@ -118,7 +126,7 @@ def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
-    if subject not in ("attention", "views", "block", "gpt", "launch"):
+    if subject not in ("attention", "variants", "views", "block", "gpt", "launch"):
         runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]
@@ -257,6 +265,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.subjects == ["launch"]:
             run_launch(options, device, chosen_impls(options.impl, device, "launch"))
+            return
+        if options.first_calls:
+            impls = chosen_impls(options.impl, device, "variants")
+            first_calls.run(impls, device, options.out, options.goals)
             return
         plans = [plan(subject, options, device) for subject in options.subjects]
     except (ValueError, backends.BackendError) as error:

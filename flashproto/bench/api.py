@@ -14,7 +14,14 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-MODULES = ("flashproto", "flashproto.masks", "flashproto.nn", "flashproto.hooks", "flashproto.backends")
+MODULES = (
+    "flashproto",
+    "flashproto.masks",
+    "flashproto.nn",
+    "flashproto.distributed",
+    "flashproto.hooks",
+    "flashproto.backends",
+)
 BLOCK = re.compile(r"^(Args|Returns|Raises|Source|Shapes|Example)\b([^:\n]*):\s*(.*)$")
 WIDTH = 100
 
@@ -27,7 +34,7 @@ every example, with these lines before it:
 import torch
 
 import flashproto
-from flashproto import backends, hooks, masks, nn
+from flashproto import backends, distributed, hooks, masks, nn
 ```
 
 `impl` of every function names a backend, None chooses: see [backends](#flashprotobackends).

@@ -98,37 +98,61 @@ def conclusion(data: dict[str, Any]) -> str:
 
 
 class Sampled:
-    """The exact result of the first and the last key head's group, in float32, to check against."""
+    """The exact result of the first and the last key head's group, in float32, to check against; of all
+    heads where there are sinks, whose gradients are sums that may cancel in one head.
 
-    def __init__(self, p: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> None:
-        self.p = p
+    variant: see `exact`; sinks and alibi_slopes are of all heads, begin and end [B | 1, 1, S].
+    """
+
+    def __init__(self, p: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, **variant: Any) -> None:
+        self.p, self.variant = p, variant
         self.given = [t.detach() for t in (q, k, v, grad)]
         group = p.Hq // p.Hkv
+        ends = [(0, 0), (p.B - 1, p.Hkv - 1)]
+        every = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
         self.parts = [
             (slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1))
-            for b, h in dict.fromkeys([(0, 0), (p.B - 1, p.Hkv - 1)])
+            for b, h in (every if "sinks" in variant else dict.fromkeys(ends))
         ]
 
     @cached_property
     def want(self) -> list[dict[str, Tensor]]:
         q, k, v, grad = self.given
         return [
-            exact(q[b, hq], k[b, hkv], v[b, hkv], grad[b, hq], self.p.causal)
+            exact(
+                *(q[b, hq], k[b, hkv], v[b, hkv], grad[b, hq]),
+                self.p.causal,
+                **{name: self._part(name, x, b, hq) for name, x in self.variant.items()},
+            )
             for b, hq, hkv in self.parts
         ]
 
+    @staticmethod
+    def _part(name: str, x: Any, b: slice, hq: slice) -> Any:
+        """Of one entry of the batch and a group of heads."""
+        if name in ("begin", "end"):
+            return x[b] if x.shape[0] > 1 else x
+        return x.detach()[hq] if isinstance(x, Tensor) else x
+
     def check(self, out: Tensor, grads: Sequence[Tensor] | None) -> str | None:
-        """What is wrong with out and (dq, dk, dv), all [B, H, S, D]; None if nothing."""
-        got = {"out": out} if grads is None else dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        """What is wrong with out and (dq, dk, dv), all [B, H, S, D], with sinks also dsinks [Hq]; None
+        if nothing."""
+        names = ("dq", "dk", "dv", "dsinks")[: 4 if "sinks" in self.variant else 3]
+        got = {"out": out} if grads is None else dict(zip(names, grads, strict=True))
         for name, value in got.items():
             if not bool(value.isfinite().all()):
                 return f"wrong result: {name} is not finite"
+        dsinks = got.pop("dsinks", None)
         for (b, hq, hkv), want in zip(self.parts, self.want, strict=True):
             part = {n: t[b, hq if n in ("out", "dq") else hkv] for n, t in got.items()}
             complaint = compare(part, want, {"dq": want["rounding"]})
             if complaint:
                 return complaint
-        return None
+        if dsinks is None:
+            return None
+        by_entry = torch.cat([want["dsinks"] for want in self.want]).view(self.p.B, -1)
+        # They are sums in float32 of what is rounded to the tensors' dtype.
+        return compare({"dsinks": dsinks.to(self.given[0].dtype)}, {"dsinks": by_entry.sum(0)})
 
 
 def rounding_of_dq(
@@ -139,6 +163,7 @@ def rounding_of_dq(
     dtype: torch.dtype,
     causal: bool,
     offset: int | None = None,
+    **variant: Any,
 ) -> Tensor:
     """How far a right backward in `dtype` may round each row of dq, [B, H, S], from float32 tensors.
 
@@ -148,16 +173,22 @@ def rounding_of_dq(
     at most eps / sqrt(12) |dout * out| and dq's that times scale |sum_j P_j k_j|.  This is nothing
     beside dq where many keys share a row, but no share of dq bounds it where dP_j - delta cancels: in
     the first rows under a causal mask, which see few keys (PyTorch's eager bfloat16 is off by as much
-    there).  Here are four standard deviations.
+    there).  Here are four standard deviations.  A softcap makes it less.
     """
-    mean_key, _ = reference.attention(q, k, k, causal=causal, causal_offset=offset)
+    mean_key, _ = reference.attention(q, k, k, causal=causal, causal_offset=offset, **variant)
     deviation = torch.finfo(dtype).eps / math.sqrt(12)
     return 4 * deviation * (dout * out).norm(dim=-1) * q.shape[-1] ** -0.5 * mean_key.norm(dim=-1)
 
 
-def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[str, Tensor]:
+def exact(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, **variant: Any
+) -> dict[str, Tensor]:
     """out, dq [1, group, S, D], dk, dv [1, 1, S, D] and rounding [1, group, S] of one group of query
-    heads, in float32 and in pieces of the queries."""
+    heads, in float32 and in pieces of the queries; with sinks also dsinks [group].
+
+    variant: left, softcap, sinks and alibi_slopes [group], begin and end [1, 1, S] of
+    reference.attention.
+    """
     S = q.shape[2]
     k, v = k.float(), v.float()
     like_q = torch.empty(q.shape, device=q.device)
@@ -168,6 +199,8 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[s
         "dk": torch.zeros_like(k),
         "dv": torch.zeros_like(v),
     }
+    if "sinks" in variant:
+        want["dsinks"] = torch.zeros_like(variant["sinks"])
     step = max(1, PIECE // S)
     for h in range(q.shape[1]):
         for start in range(0, S, step):
@@ -178,16 +211,25 @@ def exact(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool) -> dict[s
                 t.requires_grad_()
                 for t in (q[:, *piece].float(), k[:, :, :seen].detach(), v[:, :, :seen].detach())
             ]
-            out, _ = reference.attention(*leaves, causal=causal, causal_offset=start)
-            dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+            of_piece = dict(variant)
+            for name, x in variant.items():
+                if name in ("begin", "end"):
+                    of_piece[name] = x[..., :seen] - start
+                elif isinstance(x, Tensor):
+                    of_piece[name] = x[piece[0]].detach().requires_grad_(name == "sinks")
+            out, _ = reference.attention(*leaves, causal=causal, causal_offset=start, **of_piece)
+            sinks = [of_piece["sinks"]] if "sinks" in variant else []
+            dq, dk, dv, *dsinks = torch.autograd.grad(out, [*leaves, *sinks], dout)
             with torch.no_grad():
                 queries, keys, _ = leaves
                 want["rounding"][:, *piece] = rounding_of_dq(
-                    queries, keys, out, dout, q.dtype, causal, start
+                    queries, keys, out, dout, q.dtype, causal, start, **of_piece
                 )
             want["out"][:, *piece], want["dq"][:, *piece] = out.detach(), dq
             want["dk"][:, :, :seen] += dk
             want["dv"][:, :, :seen] += dv
+            if dsinks:
+                want["dsinks"][piece[0]] += dsinks[0]
     return want
 
 

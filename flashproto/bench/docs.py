@@ -1,5 +1,6 @@
 """What the documentation says by itself: docs/speed.md, its pictures and README's table from the result
-files in docs/results, and docs/api.md from the docstrings.
+files in docs/results, docs/api.md from the docstrings, the tables of docs/attention.md from what calls
+take, and its pictures from the masks.
 
     python -m flashproto.bench docs             # write them all, in a checkout
     python -m flashproto.bench docs --check     # write nothing; exit code 1 where a text is stale
@@ -11,11 +12,11 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import api, plots, report, speed
+from . import api, features, plots, report, speed
 from .measure import OURS
 from .plots import title
 from .speed import Results, best_peer, card, machines, markdown, month, ratios
@@ -104,11 +105,22 @@ def columns(cells: report.Cells) -> list[str]:
     return [*texts, "-"][:2]
 
 
-def filled(readme: str, table: str) -> str | None:
-    """README with the table in its block; None where there is no block."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def filled(page: str, table: str, begin: str = BEGIN, end: str = END) -> str | None:
+    """The page with the table in its block; None where there is no block."""
+    before, begin, rest = page.partition(begin)
+    _, end, after = rest.partition(end)
     return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else None
+
+
+def filled_with_features(page: str) -> str:
+    """The page with each table of features in its block."""
+    for name, table in features.TABLES.items():
+        begin, end = (line.replace("speed table", name) for line in (BEGIN, END))
+        made = filled(page, f"\n{table()}\n", begin, end)
+        if made is None:
+            raise ValueError(f"docs/attention.md lacks the lines {begin} and {end}")
+        page = made
+    return page
 
 
 # --- pictures ------------------------------------------------------------------------------------
@@ -138,6 +150,20 @@ PICTURES = {
         },
         ("fa4", "sdpa-cudnn", "flex"),
     ),
+    "variants": Picture(
+        "Attention's variants, forward and backward",
+        "variants",
+        {
+            "window 1024 D128 S16384": "window of 1024",
+            "8 documents of 2048 D128 S16384": "8 documents of 2048",
+            "16 sequences of 128 to 4096 D128 S16384": "16 sequences of 128 to 4096",
+            "tree of 8x1024 on 4096 D128 S12288": "tree of 8 branches",
+            "softcap 30 D128 S4096": "softcap",
+            "sinks D128 S4096": "sinks",
+            "ALiBi D128 S4096": "ALiBi",
+        },
+        ("(plain, hopper)", "fa4", "flex"),
+    ),
     "norm": Picture(
         "Norms of rows x columns, forward and backward",
         "norm",
@@ -161,23 +187,28 @@ def best_of_ours(cell: dict[str, Any], shown: Sequence[str]) -> dict[str, Any]:
     return cell | {"passes": passes}
 
 
-def shown(results: Results) -> list[str]:
-    """The pictures in Markdown, from docs/."""
-    drawn = {name: picture for name, picture in PICTURES.items() if picture.taken(results)}
-    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture in drawn.items()]
-
-
-def draw(results: Results, folder: Path) -> list[Path]:
-    """The pictures for which there are results."""
-    written = []
+def drawable(found: Sequence[Results]) -> Iterator[tuple[str, Picture, Results]]:
+    """Each picture for which there are results, by the first machine that has some."""
     for name, picture in PICTURES.items():
-        cells = picture.taken(results)
-        if cells:
-            run = results[picture.subject]["runs"][-1]
-            heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
-            path = folder / f"{name}.png"
-            plots.plot(cells, heading, path, picture.cells.__getitem__)
-            written.append(path)
+        for results in found:
+            if picture.taken(results):
+                yield name, picture, results
+                break
+
+
+def shown(found: Sequence[Results]) -> list[str]:
+    """The pictures in Markdown, from docs/."""
+    return [f"![{picture.heading}](pictures/{name}.png)" for name, picture, _ in drawable(found)]
+
+
+def draw(found: Sequence[Results], folder: Path) -> list[Path]:
+    written = []
+    for name, picture, results in drawable(found):
+        run = results[picture.subject]["runs"][-1]
+        heading = f"{picture.heading}, bfloat16, {card(run)} (more is better)"
+        path = folder / f"{name}.png"
+        plots.plot(picture.taken(results), heading, path, picture.cells.__getitem__)
+        written.append(path)
     return written
 
 
@@ -187,12 +218,15 @@ def draw(results: Results, folder: Path) -> list[Path]:
 def texts(root: Path) -> dict[Path, str | None]:
     """Each file that is written, with its text; README's is None where it has no block."""
     found = machines(root)
-    readme = root / "README.md"
-    return {
-        root / "docs" / "speed.md": speed.page(found, shown(found[0])),
+    readme, attention = root / "README.md", root / "docs" / "attention.md"
+    made = {
+        root / "docs" / "speed.md": speed.page(found, shown(found)),
         root / "docs" / "api.md": api.page(),
         readme: filled(readme.read_text(), readme_table(found[0])),
     }
+    if attention.exists():
+        made[attention] = filled_with_features(attention.read_text())
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -219,5 +253,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{name} is up to date")
     if options.check:
         sys.exit(f"stale: {', '.join(stale)}; run python -m flashproto.bench docs" if stale else 0)
-    for path in draw(machines(ROOT)[0], ROOT / "docs" / "pictures"):
+    pictures = ROOT / "docs" / "pictures"
+    for path in (*draw(machines(ROOT), pictures), *features.draw(pictures)):
         print(f"wrote {path.relative_to(ROOT)}")

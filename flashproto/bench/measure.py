@@ -19,7 +19,9 @@ from torch import Tensor
 from .timing import Timer, interleaved
 
 OURS = "flashproto"  # how our contenders' names start
+PLAIN = "(plain"  # and those of ours on a plainer problem, there to compare with
 DETERMINISTIC = "-deterministic"  # ends the name of a contender that is
+VARLEN = " varlen"  # ends the name of ours where it is attention_varlen beside attention
 TOLERANCE = {torch.bfloat16: 0.05, torch.float16: 0.01, torch.float32: 1e-3}
 
 
@@ -33,6 +35,7 @@ class Prepared:
     check: what is wrong with the output and the gradients (None: forward only); None if nothing.
     deterministic: whether the backward pass, the only one timed then, runs under
         torch.use_deterministic_algorithms(True).
+    share: its work over the cell's, where it does another.
     """
 
     call: Callable[[], Any]
@@ -40,6 +43,7 @@ class Prepared:
     grad: Any
     check: Callable[[Any, Sequence[Tensor] | None], str | None]
     deterministic: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,10 @@ class Work:
     no_grad: bool = False  # the first pass is under torch.no_grad(); only with `step`
     forward_only: bool = False
     copied: int | None = None  # bytes of a tensor whose copy is the ceiling of the cell
+
+
+def is_peer(name: str) -> bool:
+    return not name.startswith((OURS, PLAIN))
 
 
 def compare(
@@ -103,9 +111,11 @@ def measure_cell(
     amounts = {"forward": work.forward} | ({} if work.forward_only else {second: work.backward})
     results: dict[str, dict[str, Any]] = {which: {} for which in amounts}
     calls: dict[str, dict[str, Callable[[], Any]]] = {which: {} for which in amounts}
+    shares: dict[str, float] = {}
     for name, make in contenders.items():
         try:
             prepared = make()
+            shares[name] = prepared.share
             forward = forward_call(prepared, work)
             out = forward()
             complaint = prepared.check(out, None)
@@ -135,7 +145,7 @@ def measure_cell(
     for which, amount in amounts.items():
         for name, times in interleaved(calls[which], timer, repeats, drop).items():
             result = results[which].setdefault(name, {})
-            result |= summary(times, amount)
+            result |= summary(times, None if amount is None else amount * shares[name])
             if len(times) < repeats:
                 result["dropped"] = True
     del calls
@@ -144,11 +154,11 @@ def measure_cell(
 
 
 def far_behind(times: Mapping[str, float], factor: float) -> list[str]:
-    """The names whose time is more than `factor` times the least of their kind: ours, peers, or what is
-    deterministic, since one repeat does not say what that costs."""
-    kinds: dict[tuple[bool, bool], dict[str, float]] = {}
+    """The names whose time is more than `factor` times the least of their kind: ours, ours on a plainer
+    problem, peers, or what is deterministic or varlen: one repeat does not say what that costs."""
+    kinds: dict[tuple[bool, ...], dict[str, float]] = {}
     for name, ms in times.items():
-        kind = name.startswith(OURS), name.endswith(DETERMINISTIC)
+        kind = name.startswith(OURS), name.startswith(PLAIN), name.endswith((DETERMINISTIC, VARLEN))
         kinds.setdefault(kind, {})[name] = ms
     return [
         name for kind in kinds.values() for name, ms in kind.items() if ms > factor * min(kind.values())

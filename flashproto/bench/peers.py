@@ -6,6 +6,7 @@ Attention peers take q, k, v in the layout they are made for; norms take (x, wei
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import shutil
 from collections.abc import Callable
@@ -39,48 +40,92 @@ def attention_peers(
 ) -> dict[str, tuple[Callable[[], Function], str]]:
     """{name: (a maker of f(q, k, v), "BHSD" or "BSHD")}; what is made outside is not timed."""
 
-    def sdpa(backend: SDPBackend) -> Callable[[], Function]:
-        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=gqa)
+    def plain(backend: SDPBackend) -> Callable[[], Function]:
+        return lambda: sdpa(backend, is_causal=causal, enable_gqa=gqa)
 
-        return lambda: call
+    def flex() -> Function:
+        return flex_attention(is_before if causal else None, None, None, length, gqa, device)
 
     if device.type != "cuda":
-        peers = {"sdpa": (sdpa(SDPBackend.FLASH_ATTENTION), "BHSD")}
-        return peers | ({"flex": (_flex(causal, length, gqa, device), "BHSD")} if with_compile else {})
+        peers = {"sdpa": (plain(SDPBackend.FLASH_ATTENTION), "BHSD")}
+        return peers | ({"flex": (flex, "BHSD")} if with_compile else {})
     peers = {
-        "sdpa-flash": (sdpa(SDPBackend.FLASH_ATTENTION), "BHSD"),
-        "sdpa-cudnn": (sdpa(SDPBackend.CUDNN_ATTENTION), "BHSD"),
-        "sdpa-efficient": (sdpa(SDPBackend.EFFICIENT_ATTENTION), "BHSD"),
+        "sdpa-flash": (plain(SDPBackend.FLASH_ATTENTION), "BHSD"),
+        "sdpa-cudnn": (plain(SDPBackend.CUDNN_ATTENTION), "BHSD"),
+        "sdpa-efficient": (plain(SDPBackend.EFFICIENT_ATTENTION), "BHSD"),
     }
     if with_compile:
-        peers["flex"] = (_flex(causal, length, gqa, device), "BHSD")
-    if device.type == "cuda" and is_importable("flash_attn.cute"):
-        peers["fa4"] = (lambda: _flash_attn_4(causal), "BSHD")
+        peers["flex"] = (flex, "BHSD")
+    if has_flash_attn_4(device):
+        peers["fa4"] = (lambda: flash_attn_4(causal=causal), "BSHD")
     return peers
 
 
-def _flex(causal: bool, length: int, gqa: bool, device: torch.device) -> Callable[[], Function]:
-    def make() -> Function:
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-        mask = None
-        if causal:
-            mask = create_block_mask(
-                lambda b, h, i, j: i >= j, None, None, length, length, device=str(device)
-            )
-        flex = compiled(flex_attention)
-        return lambda q, k, v: flex(q, k, v, block_mask=mask, enable_gqa=gqa)
-
-    return make
-
-
-def _flash_attn_4(causal: bool) -> Function:
-    from flash_attn.cute import flash_attn_func
+def sdpa(backend: SDPBackend | None, **options: Any) -> Function:
+    """f(q, k, v) by one of torch's backends, None for the one that torch chooses."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = flash_attn_func(q, k, v, causal=causal)
+        with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
+            return F.scaled_dot_product_attention(q, k, v, **options)
+
+    return call
+
+
+def is_before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    """The causal mask_mod."""
+    return i >= j
+
+
+def flex_attention(
+    mask_mod: Function | None,
+    score_mod: Function | None,
+    batch: int | None,
+    length: int,
+    gqa: bool,
+    device: torch.device,
+) -> Function:
+    """f(q, k, v), compiled; the block mask is made here.  batch: None if its entries share the mask."""
+    from torch.nn.attention import flex_attention
+
+    mask = None
+    if mask_mod is not None:
+        mask = flex_attention.create_block_mask(
+            mask_mod, batch, None, length, length, device=str(device)
+        )
+    flex = compiled(flex_attention.flex_attention)
+    return lambda q, k, v: flex(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=gqa)
+
+
+def has_flash_attn_4(device: torch.device) -> bool:
+    return device.type == "cuda" and is_importable("flash_attn.cute")
+
+
+def flash_attn_4(**options: Any) -> Function:
+    """f(q, k, v [B, S, H, D], sinks [H] or None)."""
+    from flash_attn.cute import flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        out = flash_attn_func(q, k, v, learnable_sink=sinks, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def flash_attn_4_varlen(cu_seqlens: Tensor, longest: int, **options: Any) -> Function:
+    """f(q, k, v [T, H, D]) of sequences side by side."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_k=cu_seqlens,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            **options,
+        )
         return out[0] if isinstance(out, tuple) else out
 
     return call

@@ -22,6 +22,8 @@ TITLES = {
     "torch": "PyTorch",
     "compile": "torch.compile",
     "liger": "Liger",
+    "(plain, hopper)": "plainer problem, hopper",
+    "(plain, triton)": "plainer problem, triton",
 }
 # Each contender's place among the colours; those that are not named here take the places behind them.
 PLACES = (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..env import environment
-from .measure import OURS
+from .measure import OURS, is_peer
 
 Cells = dict[str, dict[str, Any]]
 
@@ -89,18 +89,18 @@ def passes(cells: Cells) -> list[str]:
 
 
 def contenders(cells: Cells) -> list[str]:
-    """All contenders, ours first."""
+    """All contenders, ours first, then ours on plainer problems."""
     names = {
         n: None for which in passes(cells) for c in cells.values() for n in c["passes"].get(which, {})
     }
-    return sorted(names, key=lambda name: not name.startswith(OURS))
+    return sorted(names, key=lambda name: (not name.startswith(OURS), is_peer(name)))
 
 
 def ratio(results: dict[str, Any], peer: str | None = None) -> float | None:
     """A peer's time (the fastest peer's by default) over our fastest; None if either is missing."""
     timed = {name: r["ms"] for name, r in results.items() if "ms" in r}
     ours = [ms for name, ms in timed.items() if name.startswith(OURS)]
-    peers = [ms for name, ms in timed.items() if not name.startswith(OURS) and peer in (None, name)]
+    peers = [ms for name, ms in timed.items() if is_peer(name) and peer in (None, name)]
     return min(peers) / min(ours) if ours and peers else None
 
 
@@ -187,7 +187,7 @@ def targets(
             continue
         timed = {n: r for n, r in results.items() if "ms" in r}
         own = fastest({n: r for n, r in timed.items() if n.startswith(OURS)})
-        best = peer or fastest({n: r for n, r in timed.items() if not n.startswith(OURS)})
+        best = peer or fastest({n: r for n, r in timed.items() if is_peer(n)})
         ceiling, goal, share = cell.get("ceiling"), least, ""
         if ceiling is not None:
             reached, wanted = timed[own]["value"] / ceiling, floor(key)

@@ -15,12 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import report
-from .measure import OURS
+from . import first_calls, report
+from .measure import OURS, is_peer
 from .plots import title
 
 SECTIONS = {
     "attention": "Attention",
+    "variants": "Attention's variants",
     "views": "Attention inside a block",
     "norm": "LayerNorm and RMSNorm",
     "add_norm": "A residual added in the norm",
@@ -111,7 +112,7 @@ def markdown(rows: list[list[str]]) -> str:
 
 
 def best_peer(results: dict[str, Any]) -> str:
-    timed = {n: r for n, r in results.items() if "ms" in r and not n.startswith(OURS)}
+    timed = {n: r for n, r in results.items() if "ms" in r and is_peer(n)}
     return report.fastest(timed)
 
 
@@ -235,6 +236,23 @@ def launch_section(data: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def first_calls_section(data: dict[str, Any]) -> Iterator[str]:
+    """Seconds of first calls, and what others compile."""
+    yield "## First calls of attention's variants: `variants --first-calls`"
+    yield prose(first_calls)
+    yield provenance(data["runs"])
+    rows = [["variant", "backend", "forward, s", "backward, s", "other values", "other lengths"]]
+    for found in data["first_calls"]:
+        row = [found["variant"], found["impl"]]
+        if "error" in found:
+            rows.append([*row, "error", "", "", ""])
+            continue
+        row += [f"{found[which]:.1f}" for which in first_calls.LIMITS]
+        counts = [len(names) for names in found["anew"].values()]
+        rows.append([*row, *(f"{n} compiled" if n else "none compiled" for n in counts)])
+    yield markdown(rows)
+
+
 def losses_section(data: dict[str, Any]) -> Iterator[str]:
     """Validation losses of the example model by backend."""
     yield "## The same loss on every backend: `examples/compare_losses.py`"
@@ -267,6 +285,8 @@ def page(found: list[Results], pictures: Sequence[str]) -> str:
                 parts += section(subject, results[subject])
         if "launch" in results:
             parts += launch_section(results["launch"])
+        if "first_calls" in results:
+            parts += first_calls_section(results["first_calls"])
         if "losses" in results:
             parts += losses_section(results["losses"])
     return "\n\n".join(part for part in parts if part) + "\n"

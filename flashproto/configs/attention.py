@@ -167,9 +167,14 @@ def attention_forward(
 
 
 def attention_backward(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, kind: Kind
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind,
+    slopes: bool = False,
 ) -> tuple[AttentionConfig, AttentionConfig]:
-    """Backward: the kernel of dK and dV, and that of dQ."""
+    """Backward: the kernel of dK and dV, and that of dQ; slopes: with the gradient of alibi_slopes."""
     keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if kind.CAUSAL and keys == AttentionConfig(64, 128, 8, 3):
@@ -180,4 +185,8 @@ def attention_backward(
         keys = AttentionConfig(32, 128, 8, 3) if half else AttentionConfig(64, 128, 8, 2)
     if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
         keys = AttentionConfig(32, 64, 4, 2)
-    return keys, _attention("queries", capability, itemsize, head_dim, head_dim_v)
+    queries = _attention("queries", capability, itemsize, head_dim, head_dim_v)
+    if slopes:
+        # What is summed for them takes the registers of half a tile.
+        queries = replace(queries, block_n=min(queries.block_n, 32))
+    return keys, queries

@@ -29,13 +29,13 @@ from ..checks import (
     check_varlen,
     refuse,
 )
-from ..masks import check_mask, check_mask_lengths
+from ..mask_values import Band, joined
+from ..masks import check_bands, check_mask, check_mask_lengths
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
-    Kind,
     Variant,
     pack,
     reasons,
@@ -57,6 +57,10 @@ def uncached(function: Any) -> Any:
 
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# Numbers of variants, in the order in which functions here pass them on: what they may be.
+NUMBERS = {
+    "softcap": (SMALLEST, LARGEST, "a positive number, or None"),
+}
 
 
 @by_alignment
@@ -139,7 +143,7 @@ def attention(
         run, (begin, end) = _attention_of_parts, _intervals(name, mask, q, k)
     return run(
         q, k, v, sinks, alibi_slopes, begin, end,
-        operator=name, band=band, softcap=softcap, scale=scale,
+        operator=name, band=band, numbers=(softcap,), scale=scale,
         return_lse=return_lse, return_aux=return_aux, impl=impl,
     )  # fmt: skip
 
@@ -158,7 +162,7 @@ def _attention_of_parts(
     *,
     operator: str,
     band: tuple[bool, int, int | None, int],
-    softcap: float | None,
+    numbers: Sequence[float | None],
     scale: float | None,
     return_lse: bool,
     return_aux: Sequence[str],
@@ -174,7 +178,8 @@ def _attention_of_parts(
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
     }
-    variant = _variant(operator, q, band, softcap, tensors, aux)
+    check_dtensors(operator, q, {"k": k, "v": v} | tensors)
+    variant = _variant(operator, q, band, numbers, tensors, aux)
     return _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, ready=True)
 
 
@@ -217,7 +222,7 @@ def attention_qkv(
         run, (begin, end) = _attention_qkv_of_parts, _intervals(name, mask, q, k)
     return run(
         qkv, sinks, begin, end,
-        n_heads=n_heads, n_kv_heads=n_kv_heads, band=band, softcap=softcap, scale=scale, impl=impl,
+        n_heads=n_heads, n_kv_heads=n_kv_heads, band=band, numbers=(softcap,), scale=scale, impl=impl,
     )  # fmt: skip
 
 
@@ -231,7 +236,7 @@ def _attention_qkv_of_parts(
     n_heads: int,
     n_kv_heads: int,
     band: tuple[bool, int, int | None, int],
-    softcap: float | None,
+    numbers: Sequence[float | None],
     scale: float | None,
     impl: str | None,
 ) -> Any:
@@ -241,7 +246,8 @@ def _attention_qkv_of_parts(
     q, k, v = reference.split_heads(qkv, n_heads, n_kv_heads)
     check_attention(name, q, k, v)
     tensors = {"sinks": sinks, "begin": begin, "end": end}
-    variant = _variant(name, q, band, softcap, tensors, ())
+    check_dtensors(name, qkv, tensors, "qkv")
+    variant = _variant(name, q, band, numbers, tensors, ())
     backend = backends.choose(
         name, impl, (qkv,), lambda b: _attention_reasons(b, variant, q, k, v, False)
     )
@@ -309,15 +315,7 @@ def attention_varlen(
     causal = check_flag(name, "causal", causal)
     return_lse = check_flag(name, "return_lse", return_lse)
     if mask is not None:
-        check_mask(name, mask)
-        if mask.parts or any(band.top_left for band in mask.bands):
-            refuse(
-                name,
-                "mask",
-                repr(mask),
-                "bands aligned bottom-right: causal() and window(...)",
-                "Sequences are documents already; pass attention one sequence of all for others.",
-            )
+        check_bands(name, mask)
     band = _band(name, causal, window, mask, 0, 0)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     made = _attention_of_parts(
@@ -332,7 +330,7 @@ def attention_varlen(
         cu_seqlens_k,
         operator=name,
         band=band,
-        softcap=softcap,
+        numbers=(softcap,),
         scale=scale,
         return_lse=return_lse,
         return_aux=return_aux,
@@ -349,12 +347,12 @@ def _band(operator, causal, window, mask, Sq, Sk):
     j >= i + offset - left, if that is not None, or j < first."""
     if window is None and mask is None:
         return causal, Sk - Sq, None, 0
-    bands = (masks.Band(None, 0, 0, False),) if causal else ()
+    bands = (Band(None, 0, 0, False),) if causal else ()
     if window is not None:
         bands += (check_window(operator, window),)
     if mask is not None:
         bands += check_mask(operator, mask).bands
-    high, low, first = masks.joined(operator, bands, Sk - Sq)
+    high, low, first = joined(operator, bands, Sk - Sq)
     offset = Sk - Sq if high is None else high
     return high is not None, offset, None if low is None else offset - low, first
 
@@ -392,32 +390,47 @@ def _intervals(operator, mask, q, k):
     return found
 
 
-def _variant(operator, q, band, softcap, tensors, aux) -> Variant:
-    """What kind of attention it is; tensors: some of variant.TENSORS, by name."""
+def check_dtensors(operator, q, others, name="q"):
+    """That the others, of which some may be None, are DTensors if q is, whose name is `name`."""
+    distributed = backends.has_dtensors((q,))
+    for other, x in others.items():
+        if x is None or backends.has_dtensors((x,)) == distributed:
+            continue
+        if not distributed:
+            got = f"a DTensor beside a plain {name}"
+            refuse(operator, other, got, "a plain tensor", f"Pass {other}.to_local().", TypeError)
+        if other in ("begin", "end"):
+            refuse(
+                operator,
+                "mask",
+                f"made of plain tensors beside a DTensor {name}",
+                "bands, causal() and window(...), beside DTensors",
+                "Pass the .to_local() of all DTensors.",
+                TypeError,
+            )
+        refuse(
+            operator,
+            other,
+            f"a plain tensor beside a DTensor {name}",
+            "a DTensor",
+            f"Pass torch.distributed.tensor.distribute_tensor({other}, {name}.device_mesh).",
+            TypeError,
+        )
+
+
+def _variant(operator, q, band, numbers, tensors, aux) -> Variant:
+    """What kind of attention it is; numbers: the first of NUMBERS; tensors: some of variant.VARIABLES,
+    by name."""
     causal, offset, left, first = band
     for argument in DIFFERENTIABLE:
         if tensors.get(argument) is not None:
             check_by_head(operator, argument, tensors[argument], q.shape[1], q.device)
-    takes, do = "a positive number, or None", "Pass None for none."
-    if softcap is not None:
-        softcap = float(check_number(operator, "softcap", softcap, SMALLEST, LARGEST, takes, do))
-    if left is None and softcap is None and not aux and all(x is None for x in tensors.values()):
-        return Variant(Kind(CAUSAL=causal), offset)
-    exact = 2 if q.dtype in (torch.float32, torch.float64) else 1
-    kind = Kind(
-        CAUSAL=causal,
-        WINDOW=left is not None,
-        FIRST=first > 0,
-        INTERVALS=tensors.get("begin") is not None,
-        SOFTCAP=0 if softcap is None else exact,
-        ALIBI=tensors.get("alibi_slopes") is not None,
-        SINKS=tensors.get("sinks") is not None,
-        MAX_SCORE="max_score" in aux,
-        ENTROPY="entropy" in aux,
-        VARLEN=tensors.get("cu_seqlens_q") is not None,
-    )
-    numbers = {"left": left, "first": first if first else None, "softcap": softcap}
-    return variant_of(kind, offset, numbers, tensors)
+    named = {"left": left, "first": first if first else None, **tensors}
+    for (argument, bounds), x in zip(NUMBERS.items(), numbers, strict=False):
+        if x is not None:
+            named[argument] = float(check_number(operator, argument, x, *bounds, "Pass None for none."))
+    exact = q.dtype in (torch.float32, torch.float64)
+    return variant_of(causal, offset, named, aux, exact)
 
 
 def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, ready=False):
@@ -451,6 +464,10 @@ def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason
     yield from reasons(backend, variant, q, k, v, return_lse)
     if backend == "torch" and backends.has_tangents((q, k, v)):
         yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
+    if backend == "torch" and backends.has_dtensors((q, k, v)):
+        fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] == v.shape[3]
+        if q.device.type != "cuda" or not fused:
+            yield "PyTorch shards its fused attention on a GPU alone, in 16 bits and with Dv = D"
     if backend == "hopper":
         yield from hopper_attention_reasons(q, k, v)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 
 import torch
@@ -73,10 +74,10 @@ def cross_entropy(
 
     Returns: the loss in float32 (float64 for float64 logits), where torch rounds it to the dtype of
     the logits: one number, or [...] with reduction="none"; then lse and z_loss, if asked for.  The mean
-    over no rows is NaN, as in torch.  A target that is neither a class nor ignore_index makes the loss
-    NaN, and the gradient of its row (torch stops the process's use of the GPU).  On a CPU it raises
-    ValueError, but on backends "triton" and "reference" asked for by name, under torch.compile,
-    torch.func and dispatch modes.
+    over no rows, or over rows whose class weights sum to 0, is NaN, as in torch.  A target that is
+    neither a class nor ignore_index makes the loss NaN, and the gradient of its row (torch stops the
+    process's use of the GPU).  On a CPU it raises ValueError, but on backends "triton" and "reference"
+    asked for by name, under torch.compile, torch.func and dispatch modes.
     Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run.
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
 
@@ -318,21 +319,24 @@ def _torch_cross_entropy(
     rows, t = x.reshape(-1, x.shape[-1]), targets.reshape(-1).long()
     w = None if weight is None else weight.to(x.dtype)
     loss = torch_cross_entropy(
-        rows, t, w, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        rows,
+        t,
+        w,
+        ignore_index=ignore_index,
+        reduction="none" if reduction == "none" else "sum",
+        label_smoothing=label_smoothing,
     )
-    if not z_loss and not need_lse:
-        zeros = torch.zeros_like(t, dtype=x.dtype).view(targets.shape)
-        loss = loss.view(targets.shape) if reduction == "none" else loss
-        return loss, zeros if reduction == "none" else torch.zeros_like(loss), zeros
-    lse = logsumexp(rows, -1)
     kept = t != ignore_index
+    lse = logsumexp(rows, -1) if z_loss or need_lse else torch.zeros_like(t, dtype=x.dtype)
     # Not 0 times the square of a large lse, which is inf.
     z = torch.where(kept, z_loss * lse.square(), 0.0) if z_loss else torch.zeros_like(lse)
-    if reduction != "none":
-        z = z.sum()
-        if reduction == "mean":
-            ones = kept.to(x.dtype) if w is None else torch.where(kept, w[torch.where(kept, t, 0)], 0.0)
-            z = z / ones.sum()
-    else:
+    z = z if reduction == "none" else z.sum()
+    loss = loss + z if z_loss else loss
+    if reduction == "none":
         loss, z = loss.view(targets.shape), z.view(targets.shape)
-    return loss + z if z_loss else loss, z, lse.view(targets.shape)
+    if reduction == "mean":
+        ones = kept.to(x.dtype) if w is None else torch.where(kept, w[torch.where(kept, t, 0)], 0.0)
+        divisor = ones.sum()
+        divisor = torch.where(divisor == 0, math.nan, divisor)
+        loss, z = loss / divisor, z / divisor
+    return loss, z, lse.view(targets.shape)

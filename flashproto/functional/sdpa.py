@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .. import backends, masks
+from .. import backends
 from ..backends import Reason
 from ..checks import (
     check_attention,
@@ -18,12 +18,14 @@ from ..checks import (
     check_tensor,
     refuse,
 )
+from ..mask_values import ALWAYS
 from ..variant import Kind, Variant
 from .attention import (
     _attention,
     _attention_reasons,
     _variant,
     _with_positive_scale,
+    check_dtensors,
     torch_attention,
 )
 from .autocast import autocast_low_precision
@@ -92,13 +94,14 @@ def scaled_dot_product_attention(
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v, ("query", "key", "value"))
+    check_dtensors(name, query, {"key": key, "value": value, "attn_mask": attn_mask}, "query")
     keys = None
     if attn_mask is not None:
         keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
     if attn_mask is not None and keys is not None:
-        end = torch.where(keys, masks.ALWAYS, 0).to(torch.int32)
+        end = torch.where(keys, ALWAYS, 0).to(torch.int32)
         tensors = {"begin": torch.zeros_like(end), "end": end}
-        variant = _variant(name, q, (is_causal, 0, None, 0), None, tensors, ())
+        variant = _variant(name, q, (is_causal, 0, None, 0), (), tensors, ())
         backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
         if backend != "torch":
             out = _attention(name, q, k, v, variant, scale, False, backend, ())

@@ -19,11 +19,11 @@ from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
-    TENSORS,
     Kind,
     Variant,
     backward_backend,
     kind_of,
+    tensors_of,
     unpack,
 )
 from . import attention_triton
@@ -193,18 +193,13 @@ def fill_gradients(
         dout = recipe.make(New.contiguous((), q.dtype, q.device)).zero_().expand(*out.shape)
     lse, dout = lse.contiguous(), dout.to(q.dtype)  # hooks of saved tensors need not keep strides
     variant = settings.unpacked(tensors)
-    wanted = dict(zip(present(variant), by_head, strict=True))
+    wanted = dict(zip(tensors_of(settings.variant), by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
     ordered = torch.are_deterministic_algorithms_enabled()
     backend = backward_backend(settings.backend, settings.kind, ordered, "alibi_slopes" in dheads)
     module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )
-
-
-def present(variant: Variant) -> list[str]:
-    """The names of a variant's tensors, in the order of an operator's inputs."""
-    return [name for name in TENSORS if name in variant.named]
 
 
 attention = Operator(

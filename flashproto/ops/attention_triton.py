@@ -20,7 +20,7 @@ from ..kernels.attention_backward import (
 )
 from ..kernels.attention_forward import attention_forward_kernel
 from ..kernels.schedule import intervals_kernel
-from ..variant import NUMBERS, TENSORS, Kind, Variant
+from ..variant import VARIABLES, Kind, Variant
 from . import private
 from .device import capability, cdiv
 from .recipe import New, Operand, Recipe
@@ -83,7 +83,7 @@ def variables(
         sequences = named["cu_seqlens_q"].shape[0] - 1
         # See `counts` of kernels/scores.py.
         counts = tuple(2 * n + 1 for n in (sequences, q.shape[2], k.shape[2]))
-    given = tuple(map(named.get, (*NUMBERS, *TENSORS)))
+    given = tuple(map(named.get, VARIABLES))
     return (*given, tiles, row_of_batch, row_of_head, *counts, *made)
 
 
@@ -165,7 +165,7 @@ def backward(
     kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)
     variant = variant._replace(kind=kind) if not kind.TUNED else Variant(kind, variant.offset)
     for_keys, for_queries = configs.attention_backward(
-        capability(q.device), q.element_size(), D, Dv, kind
+        capability(q.device), q.element_size(), D, Dv, kind, alibi_slopes is not None
     )
     rows = New.contiguous(lse.shape, lse.dtype, lse.device)
     lse2, delta = recipe.make(rows), recipe.make(rows)
@@ -200,6 +200,7 @@ def backward(
         given,
         KIND=kind,
         HAS_DLSE=dlse is not None,
+        SLOPES=slope_sums is not None,
         WIDE=wide,
         DV=Dv,
         BLOCK_DV=configs.padded_head_dim(Dv),

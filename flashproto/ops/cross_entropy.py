@@ -188,7 +188,8 @@ def add_up(
     mean: bool,
 ) -> None:
     """Fill `sums` (loss, z, denominator), one number each, from `losses` (loss, z) of all rows and
-    their targets; without losses the denominator alone.  They are summed in a fixed order."""
+    their targets; without losses the denominator alone.  They are summed in a fixed order.  mean: loss
+    and z are divided by the denominator, which is NaN in place of 0."""
     config = configs.cross_entropy_total()
     P = cdiv(targets.numel(), config.length)
     partial = [
@@ -214,13 +215,17 @@ def add_up(
     if P == 1:
         return
     *results, denominator = sums
-    add = functools.partial(add_into, mean=False)
     total = recipe.make(New.contiguous((), f32, targets.device)) if denominator is None else denominator
-    recipe.compute(add, total, partial[2], total)
+    recipe.compute(functools.partial(add_denominators, mean=mean), total, partial[2])
     if losses is not None:
         for result, parts in zip(results, partial[:2], strict=True):
             if result is not None:
                 recipe.compute(functools.partial(add_into, mean=mean), result, parts, total)
+
+
+def add_denominators(result: Tensor, parts: Tensor, mean: bool) -> None:
+    total = parts.sum()
+    result.copy_(torch.where(total == 0, math.nan, total) if mean else total)
 
 
 def add_into(result: Tensor, parts: Tensor, divisor: Tensor, mean: bool) -> None:

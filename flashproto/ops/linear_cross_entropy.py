@@ -133,12 +133,9 @@ def without_padding(x: Tensor, V: int) -> Tensor:
 
 def divisors_of(denominator: Tensor, targets: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """The divisors that turn gradients of "sum" into those of "mean": for each row [T, 1], and for all.
-
-    Where the denominator is 0, ignored rows keep gradients of 0, the others have NaN, as in torch.
-    """
+    Gradients of ignored rows stay 0 where the denominator is NaN."""
     kept = targets != ignore_index
-    divisor = torch.where(denominator == 0, torch.nan, denominator)
-    return torch.where(kept, divisor, 1.0)[:, None], torch.where(kept.any(), divisor, 1.0)
+    return torch.where(kept, denominator, 1.0)[:, None], torch.where(kept.any(), denominator, 1.0)
 
 
 def gradient_slices(

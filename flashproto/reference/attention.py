@@ -31,15 +31,18 @@ def causal_mask(Sq: int, Sk: int, offset: int, device: torch.device) -> Tensor:
     offset = 0 aligns the mask top-left (torch's is_causal), offset = Sk - Sq bottom-right
     (flash-attention): the last query sees every key.
     """
-    i, j, _, _ = dense_pairs(Sq, Sk, device)
+    i, j, _, _ = dense_pairs(Sq, Sk, torch.empty(0, device=device))
     return j <= i + offset
 
 
-def dense_pairs(Sq: int, Sk: int, device: torch.device) -> Pairs:
+def indices(S: int, like: Tensor) -> Tensor:
+    """0 to S - 1, a tensor as `like`: where that is a DTensor, only others go with it."""
+    return like.new_ones(S, dtype=torch.int64).cumsum(0) - 1
+
+
+def dense_pairs(Sq: int, Sk: int, like: Tensor) -> Pairs:
     """Of one sequence, whose last query is at the position of the last key."""
-    i = torch.arange(Sq, device=device)[:, None]
-    j = torch.arange(Sk, device=device)[None, :]
-    return Pairs(i, j, Sk - Sq, None)
+    return Pairs(indices(Sq, like)[:, None], indices(Sk, like)[None, :], Sk - Sq, None)
 
 
 def packed_pairs(Sq: int, Sk: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Pairs:
@@ -49,8 +52,8 @@ def packed_pairs(Sq: int, Sk: int, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -
 
     def places(S: int, starts: Tensor) -> tuple[Tensor, Tensor]:
         """The number of each token's sequence, and its index in it."""
-        token = torch.arange(S, dtype=starts.dtype, device=starts.device)
-        sequence = torch.searchsorted(starts, token, right=True) - 1
+        token = indices(S, starts)
+        sequence = (token[:, None] >= starts).sum(-1) - 1
         return sequence, token - starts[sequence]
 
     sequence_q, i = places(Sq, cu_seqlens_q)
@@ -135,7 +138,7 @@ def attention(
         pairs = packed_pairs(Sq, Sk, cu_seqlens_q, cu_seqlens_k)
         offset = pairs.diagonal + (causal_offset or 0)
     else:
-        pairs = dense_pairs(Sq, Sk, q.device)
+        pairs = dense_pairs(Sq, Sk, q)
         offset = pairs.diagonal if causal_offset is None else causal_offset
     hidden = ~visible(pairs, causal, offset, left, first, begin, end)
     max_score = largest(scores.masked_fill(hidden, -math.inf))

@@ -28,7 +28,8 @@ def cross_entropy(
     Of a row x with target t, c = w_t, W = sum(w_j), lse = logsumexp(x):
         z    = z_loss lse^2
         loss = (1 - label_smoothing) c (lse - x_t) + label_smoothing / V sum(w_j (lse - x_j)) + z
-    0 where t is ignore_index, NaN where it is no class; "mean" divides the sum by that of the c.
+    0 where t is ignore_index, NaN where it is no class; "mean" divides the sum by that of the c, and is
+    NaN where that is 0.
     """
     x = logits.to(compute_dtype(logits.dtype))
     if softcap is not None:
@@ -48,7 +49,10 @@ def cross_entropy(
     loss, z = (torch.where(kept, row, 0.0) for row in (loss, z))
     if reduction == "none":
         return loss, z, lse
-    divisor = torch.where(valid, c, 0.0).sum() if reduction == "mean" else 1.0
+    if reduction == "sum":
+        return loss.sum(), z.sum(), lse
+    divisor = torch.where(valid, c, 0.0).sum()
+    divisor = torch.where(divisor == 0, math.nan, divisor)
     return loss.sum() / divisor, z.sum() / divisor, lse
 
 

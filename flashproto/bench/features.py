@@ -1,0 +1,253 @@
+"""What of attention runs where, and what does not go together: the tables of docs/attention.md, which
+`python -m flashproto.bench docs` writes and whose cells tests/test_variants_table.py runs.
+
+What a backend takes is asked of the checks that calls go through; it is not written down here.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import masks
+from ..backends import texts
+from ..functional import attention, attention_varlen, scaled_dot_product_attention
+from ..functional.attention import _attention_reasons
+from ..masks import check_bands
+from ..variant import Kind, Variant, backward_backend
+from .speed import markdown
+
+BACKENDS = ("reference", "triton", "hopper")
+COLUMNS = ("forward", "backward", "compile", "varlen")
+SIZES = {"B": 2, "Hq": 2, "Hkv": 2, "Sq": 300, "Sk": 300, "D": 64, "Dv": 64}
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A row of the table.
+
+    name: also of the feature in the tests.  written: how a call asks for it.  kind: what its kernels
+    are compiled for.  options: of a call of 2 heads and 8 keys.  sizes: others than SIZES.
+    """
+
+    name: str
+    written: str
+    kind: Kind = field(default_factory=Kind)
+    options: dict[str, Any] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def slopes(self) -> bool:
+        """Whether those of ALiBi have a gradient."""
+        x = self.options.get("alibi_slopes")
+        return x is not None and x.requires_grad
+
+    def of(self, column: str) -> Kind:
+        return replace(self.kind, VARLEN=column == "varlen")
+
+
+def mask(name: str, written: str, kind: Kind, made: masks.Mask) -> Feature:
+    return Feature(name, f"`masks.{written}`", kind, {"mask": made})
+
+
+CAUSAL, WINDOW, INTERVALS = Kind(True), Kind(True, True), Kind(INTERVALS=True)
+KEYS, PARENTS = torch.arange(8), torch.tensor([-1, 0, 1, 2, 0, 4, 5, 6])
+FEATURES = (
+    Feature("full", "no mask"),
+    Feature("causal", "`causal=True`", CAUSAL, {"causal": True}),
+    mask("top_left", "causal(top_left=True)", CAUSAL, masks.causal(top_left=True)),
+    Feature("window", "`window=(left, right)`", WINDOW, {"window": (5, 0)}),
+    Feature("left_window", "`window=(left, None)`", Kind(WINDOW=True), {"window": (5, None)}),
+    Feature("right_window", "`window=(None, right)`", CAUSAL, {"window": (None, 1)}),
+    mask("first_keys", "window(left, right, first=n)", Kind(True, True, True), masks.window(2, 0, 3)),
+    mask("documents", "documents(ids)", INTERVALS, masks.documents(KEYS // 3)),
+    mask("padding", "padding(lengths)", INTERVALS, masks.padding(KEYS[5:6])),
+    mask("prefix", "prefix(lengths)", INTERVALS, masks.prefix(KEYS[5:6])),
+    mask("tree", "tree(parents)", INTERVALS, masks.tree(PARENTS)),
+    mask("intervals", "intervals(begin, end)", INTERVALS, masks.intervals(KEYS, KEYS + 3)),
+    Feature("softcap", "`softcap`", Kind(SOFTCAP=1), {"softcap": 30.0}),
+    Feature("sinks", "`sinks`", Kind(SINKS=True), {"sinks": torch.zeros(2)}),
+    Feature("alibi", "`alibi_slopes`", Kind(ALIBI=True), {"alibi_slopes": torch.ones(2)}),
+    Feature(
+        "slopes_gradient",
+        "`alibi_slopes` with a gradient",
+        Kind(ALIBI=True),
+        {"alibi_slopes": torch.ones(2, requires_grad=True)},
+    ),
+    Feature("max_score", "`max_score`", Kind(MAX_SCORE=True), {"return_aux": ("max_score",)}),
+    Feature("entropy", "`entropy`", Kind(ENTROPY=True), {"return_aux": ("entropy",)}),
+    Feature("grouped", "Hkv < Hq", sizes={"Hq": 4}),
+    Feature("lengths", "Sq != Sk", sizes={"Sq": 170}),
+    Feature("head_dims", "Dv != D", sizes={"Dv": 32}),
+    Feature("float32", "float32", dtype=torch.float32),
+    Feature("float64", "float64", dtype=torch.float64),
+)
+BY_NAME = {feature.name: feature for feature in FEATURES}
+
+
+# --- what runs where -----------------------------------------------------------------------------
+
+
+def refusal(feature: Feature, column: str) -> str:
+    """The error with which attention_varlen refuses a mask on every backend; "" where there is none."""
+    if column == "varlen" and "mask" in feature.options:
+        try:
+            check_bands("attention_varlen", feature.options["mask"])
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def against(feature: Feature, backend: str, column: str) -> list[str]:
+    """Why a backend does not take a feature, in the words of its error; empty where it does."""
+    B, Hq, Hkv, Sq, Sk, D, Dv = (SIZES | feature.sizes).values()
+    shapes = (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
+    q, k, v = (torch.empty(shape, dtype=feature.dtype, device="meta") for shape in shapes)
+    return texts(_attention_reasons(backend, Variant(feature.of(column)), q, k, v, True))
+
+
+def answer(feature: Feature, backend: str, column: str) -> str:
+    """What a cell of the table says."""
+    if refusal(feature, column) or against(feature, backend, column):
+        return "no"
+    gradients = backward_backend(backend, feature.of(column), slopes=feature.slopes)
+    if gradients == backend or column not in ("backward", "varlen"):
+        return "yes"
+    return f"by {gradients}" if column == "backward" else f"backward by {gradients}"
+
+
+def table() -> str:
+    """Features by where they run, and why not elsewhere."""
+    cells = list(itertools.product(BACKENDS, COLUMNS))
+    head = [f'`"{b}"`: {column}' if column == COLUMNS[0] else column for b, column in cells]
+    rows = [["", *head]]
+    rows += [[feature.written, *(answer(feature, *cell) for cell in cells)] for feature in FEATURES]
+    why: dict[tuple[str, str], list[str]] = {}
+    for feature, backend in itertools.product(FEATURES, BACKENDS):
+        for reason in against(feature, backend, "forward"):
+            why.setdefault((reason, backend), []).append(feature.written)
+    lines = [f'- `"{b}"`, {", ".join(which)}: {reason}' for (reason, b), which in why.items()]
+    return "\n".join([markdown(rows), "", *lines])
+
+
+# --- what does not go together -------------------------------------------------------------------
+
+
+def options_of(features: tuple[Feature, ...]) -> dict[str, Any]:
+    """Of one call with all of them."""
+    options: dict[str, Any] = {}
+    for feature in features:
+        for name, x in feature.options.items():
+            if name in options:
+                x = options[name] & x if name == "mask" else (*options[name], *x)
+            options[name] = x
+    return options
+
+
+def call(features: tuple[Feature, ...], varlen: bool = False) -> None:
+    """A small call with these features by the reference; raises what is refused."""
+    Sq = 5 if any("Sq" in feature.sizes for feature in features) else 8
+    q, k = (torch.zeros(1, 2, S, 16, dtype=torch.bfloat16) for S in (Sq, 8))
+    options = options_of(features)
+    if varlen:
+        starts, ends = (torch.tensor([0, S], dtype=torch.int32) for S in (Sq, 8))
+        q, k = (x[0].transpose(0, 1) for x in (q, k))
+        attention_varlen(q, k, k, starts, ends, **options, impl="reference")
+    else:
+        attention(q, k, k, **options, impl="reference")
+
+
+def gradient_of_a_statistic() -> None:
+    q = torch.zeros(1, 2, 8, 16, requires_grad=True)
+    attention(q, q, q, return_aux=("entropy",), impl="reference")[1].sum().backward()
+
+
+def causal_beside_a_mask() -> None:
+    q = torch.zeros(1, 2, 8, 16)
+    scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), is_causal=True)
+
+
+Together = tuple[str, str, Callable[[], None]]
+OTHERS: tuple[Together, ...] = (
+    ("`return_aux`", "a gradient of it", gradient_of_a_statistic),
+    ("`attn_mask` that differs by query", "`is_causal=True`", causal_beside_a_mask),
+)
+
+
+def together() -> Iterator[Together]:
+    """All pairs of features but two values of one argument, each with `attention_varlen` too, and
+    OTHERS: two names, and their call."""
+    for one, other in itertools.combinations(FEATURES, 2):
+        if one.options.keys() & other.options.keys() <= {"mask", "return_aux"}:
+            yield one.written, other.written, functools.partial(call, (one, other))
+    for one in FEATURES:
+        yield one.written, "`attention_varlen`", functools.partial(call, (one,), varlen=True)
+    yield from OTHERS
+
+
+def refused() -> list[tuple[str, str, str]]:
+    """Of these, what is refused, with the error."""
+    found = []
+    for one, other, make in together():
+        try:
+            make()
+        except (TypeError, ValueError, NotImplementedError) as error:
+            found.append((one, other, f"{type(error).__name__}: {error}"))
+    return found
+
+
+def pairs() -> str:
+    """A row for each error, but for what the mask is in it."""
+    rows: dict[tuple[str, str], tuple[list[str], set[str]]] = {}
+    for one, other, error in refused():
+        alike = re.sub("mask is .*; it takes", "mask is ...; it takes", error)
+        names, errors = rows.setdefault((other, alike), ([], set()))
+        names.append(one)
+        errors.add(error)
+    lines = [
+        [", ".join(names), other, errors.pop() if len(errors) == 1 else alike]
+        for (other, alike), (names, errors) in rows.items()
+    ]
+    return markdown([["", "beside", "error"], *lines])
+
+
+# --- pictures of masks ---------------------------------------------------------------------------
+
+RUNS = torch.tensor([0] * 5 + [1] * 8 + [2] * 11)
+BRANCHES = torch.tensor(
+    [-1, *range(7), *(7, 8, 9, 10, 11), *(7, 13, 14, 15, 16), *(7, 18, 19, 20, 21, 22)]
+)
+PICTURES = {
+    "causal": (masks.causal(), 16, 24),
+    "top-left": (masks.causal(top_left=True), 16, 24),
+    "window": (masks.window(5), 24, 24),
+    "both-sides": (masks.window(5, 3), 24, 24),
+    "first": (masks.window(5, first=3), 24, 24),
+    "documents": (masks.documents(RUNS), 24, 24),
+    "causal-documents": (masks.causal() & masks.documents(RUNS), 24, 24),
+    "padding": (masks.padding(torch.tensor([17])), 24, 24),
+    "prefix": (masks.prefix(torch.tensor([9])), 24, 24),
+    "tree": (masks.causal() & masks.tree(BRANCHES), 24, 24),
+    "intervals": (masks.intervals(torch.arange(24) // 2, torch.arange(24) // 3 + 12), 24, 24),
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """mask-NAME.png of each of PICTURES."""
+    written = []
+    for name, (shown, Sq, Sk) in PICTURES.items():
+        path = folder / f"mask-{name}.png"
+        masks.draw(shown, Sq, Sk, path)
+        written.append(path)
+    return written
+
+
+TABLES = {"table of features": table, "table of pairs": pairs}
