@@ -1,7 +1,8 @@
 """Checkpoints of the examples: one safetensors file each, written whole or not at all.
 
-The file holds the model, the optimizer and the random generators as tensors; step, settings, model
-configuration, vocabulary and the hash of the data as JSON in its header; and a SHA-256 of all that.
+The file holds the model and the optimizer as tensors; step, settings, model configuration, vocabulary
+and the hash of the data as JSON in its header; and a SHA-256 of all that.  That of the best validation
+so far is the same without the optimizer.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -17,16 +17,28 @@ from errors import CheckpointError, WriteError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as to_bytes
 from torch import Tensor
-from vocabulary import Vocabulary
+from vocabulary import AnyVocabulary, vocabulary_of
 
 from flashproto.nn import GPT, GPTConfig
 
-NAME = "checkpoint.safetensors"
-FORMAT = "flashproto-gpt-1"
+NAME, BEST = "checkpoint.safetensors", "best.safetensors"
+LATEST, FOLDERS = "latest", ("checkpoint-a", "checkpoint-b")  # of several processes, see sharded.py
+FORMAT = "flashproto-gpt-2"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write the file so that readers, and a crash at any moment, leave the old or the new one."""
+RESUME = "go on with --resume"
+
+
+def make_folder(folder: Path, then: str = RESUME) -> None:
+    """WriteError where that fails, which says what to do `then`."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WriteError(folder, error, then=then) from None
+
+
+def write_atomically(path: Path, content: bytes, then: str = RESUME) -> None:
+    """Write the file so that a crash at any moment leaves the old or the new one."""
     partial = path.with_name(path.name + ".partial")
     try:
         with open(partial, "wb") as file:
@@ -41,7 +53,7 @@ def write_atomically(path: Path, content: bytes) -> None:
             os.close(folder)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise WriteError(path, error, "; what it held before is unchanged") from None
+        raise WriteError(path, error, "; what it held before is unchanged", then) from None
 
 
 def save(path: Path, tensors: dict[str, Tensor], facts: dict) -> None:
@@ -85,23 +97,25 @@ def _digest(tensors: dict[str, Tensor], facts: str) -> str:
     return sha.hexdigest()
 
 
-def training_tensors(
-    model: GPT, optimizer: torch.optim.Optimizer, generators: Iterable[torch.Generator]
-) -> dict[str, Tensor]:
-    """What a run needs to go on, under the prefixes model., optimizer. and generator."""
-    tensors = {f"model.{name}": x for name, x in model.state_dict().items()}
+def path_of(run: str | Path) -> Path:
+    """The checkpoint that an option names: a run's folder, or a file in one."""
+    return Path(run) if Path(run).is_file() else Path(run) / NAME
+
+
+def model_tensors(model: GPT) -> dict[str, Tensor]:
+    """The weights, under the prefix model."""
+    return {f"model.{name}": x for name, x in model.state_dict().items()}
+
+
+def training_tensors(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """What a run needs to go on, under the prefixes model. and optimizer."""
+    tensors = model_tensors(model)
     for i, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{i}.{key}": x for key, x in state.items()}
-    tensors |= {f"generator.{i}": g.get_state() for i, g in enumerate(generators)}
     return tensors
 
 
-def restore_training(
-    tensors: dict[str, Tensor],
-    model: GPT,
-    optimizer: torch.optim.Optimizer,
-    generators: Iterable[torch.Generator],
-) -> None:
+def restore_training(tensors: dict[str, Tensor], model: GPT, optimizer: torch.optim.Optimizer) -> None:
     """The inverse of training_tensors; CheckpointError where the shapes do not fit."""
     restore_model(tensors, model)
     state: dict[int, dict[str, Tensor]] = {}
@@ -110,8 +124,6 @@ def restore_training(
             _, i, key = name.split(".")
             state.setdefault(int(i), {})[key] = x
     optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
-    for n, generator in enumerate(generators):
-        generator.set_state(tensors[f"generator.{n}"])
 
 
 def restore_model(tensors: dict[str, Tensor], model: GPT) -> None:
@@ -128,14 +140,10 @@ def restore_model(tensors: dict[str, Tensor], model: GPT) -> None:
         ) from None
 
 
-def model_parts(facts: dict) -> tuple[GPTConfig, Vocabulary]:
+def model_parts(facts: dict) -> tuple[GPTConfig, AnyVocabulary]:
     """The configuration and the vocabulary of a checkpoint's model."""
     try:
-        vocabulary = facts["vocabulary"]
-        return (
-            GPTConfig(**facts["config"]),
-            Vocabulary(vocabulary["level"], tuple(vocabulary["symbols"])),
-        )
+        return GPTConfig(**facts["config"]), vocabulary_of(facts["vocabulary"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the checkpoint's configuration does not fit this version of flashproto ({error!r}). "

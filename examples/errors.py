@@ -38,13 +38,13 @@ class TrainingError(UserError):
 class WriteError(TrainingError):
     """A file cannot be written."""
 
-    def __init__(self, path: Path, error: OSError, kept: str = "") -> None:
+    def __init__(
+        self, path: Path, error: OSError, kept: str = "", then: str = "go on with --resume"
+    ) -> None:
         self.why = error.strerror
         full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         do = "Make room" if full else "Make it writable"
-        super().__init__(
-            f"{path} could not be written ({error.strerror}){kept}. {do}, then go on with --resume."
-        )
+        super().__init__(f"{path} could not be written ({error.strerror}){kept}. {do}, then {then}.")
 
 
 # What main() of a script catches and gives to `tell`.

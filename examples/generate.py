@@ -21,7 +21,7 @@ from run_folder import newest_folder, no_run
 from sampling import show, stream
 from settings import OneLineParser, check_backend, check_device, integer_seed, not_negative, positive
 from torch import Tensor
-from vocabulary import Vocabulary, code_points
+from vocabulary import AnyVocabulary, Vocabulary
 
 from flashproto.backends import BACKENDS
 from flashproto.nn import GPT
@@ -35,7 +35,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = p.add_argument
-    add("--run", help="folder of the run (the newest under runs/)", metavar="FOLDER")
+    add(
+        "--run",
+        help="a run's folder, or a checkpoint in it (the newest under runs/)",
+        metavar="PATH",
+    )
     add("--prompt", help="text to continue (a newline, where the model knows it)", metavar="TEXT")
     add("--tokens", type=not_negative(int), default=500, help="how many to add (500)", metavar="N")
     add("--temperature", type=not_negative(float), default=0.8, help="0 is greedy (0.8)", metavar="X")
@@ -46,12 +50,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return p.parse_args(argv)
 
 
-def encode_prompt(prompt: str, vocabulary: Vocabulary) -> Tensor:
+def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
     """[S] ids; OptionError for an empty prompt or one with characters the model never saw."""
     if not prompt:
         raise OptionError("--prompt is empty; it takes at least one character. Leave it out.")
-    ids = vocabulary.encode(code_points(prompt.encode(errors="surrogateescape"), vocabulary.level))
-    if vocabulary.unseen(ids):
+    ids = vocabulary.encode(vocabulary.codes(prompt.encode(errors="surrogateescape")))
+    if isinstance(vocabulary, Vocabulary) and vocabulary.unseen(ids):
         unseen = "".join(sorted({c for c in prompt if ord(c) not in vocabulary.symbols}))
         raise OptionError(
             f"--prompt has {unseen!r}; it takes characters of the text that the model was trained "
@@ -60,20 +64,31 @@ def encode_prompt(prompt: str, vocabulary: Vocabulary) -> Tensor:
     return ids
 
 
+def load(run: Path) -> tuple[dict[str, Tensor], dict]:
+    """The tensors and the facts of the checkpoint of a run, or of a file in one."""
+    if not (run / checkpoint.LATEST).is_file():
+        return checkpoint.load(checkpoint.path_of(run))
+    import sharded  # which takes a second
+
+    saved = sharded.find(run)
+    return saved.tensors(sharded.whole_tensors), saved.facts
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
-        folder = Path(options.run) if options.run else newest_folder(checkpoint.NAME)
+        folder = options.run or newest_folder(checkpoint.NAME, checkpoint.LATEST)
         if folder is None:
             raise no_run("--run")
-        tensors, facts = checkpoint.load(folder / checkpoint.NAME)
+        tensors, facts = load(Path(folder))
         config, vocabulary = checkpoint.model_parts(facts)
         device = check_device(options.device)
         check_backend(options.impl, device)
         model = GPT(config, impl=options.impl)
         checkpoint.restore_model(tensors, model)
-        prompt = vocabulary.opening() if options.prompt is None else options.prompt
-        ids = encode_prompt(prompt, vocabulary)
+        prompt, ids = vocabulary.opening()
+        if options.prompt is not None:
+            prompt, ids = options.prompt, encode_prompt(options.prompt, vocabulary)
         drawn = stream(
             model.to(device),
             ids.to(device),

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
+from parallel import World
 from settings import Settings
 from text_data import Corpus
+from torch import Tensor
+from watch import MaxScores
 
 from flashproto.nn import GPT
 
@@ -30,9 +34,15 @@ def device_name(device: str) -> str:
     return f"{torch.get_num_threads()} threads"
 
 
-def machine(settings: Settings) -> str:
+def processes(settings: Settings, world: World) -> str:
+    shared = f", {world.context} to a sequence" * (world.context > 1)
+    return f"{world.size} processes ({settings.parallel}{shared})"
+
+
+def machine(settings: Settings, world: World) -> str:
     """What the last bits of the losses depend on."""
-    return f"{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
+    many = "" if world.size == 1 else f"{processes(settings, world)}, each "
+    return f"{many}{settings.device} ({device_name(settings.device)}), torch {torch.__version__}"
 
 
 def peak_flops(settings: Settings) -> float | None:
@@ -43,7 +53,7 @@ def peak_flops(settings: Settings) -> float | None:
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
-def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
+def backends_in_use(model: GPT, corpus: Corpus, settings: Settings, world: World) -> str:
     """Run the model once on a token and listen to what flashproto logs about its choices."""
     chosen: dict[str, str] = {}
 
@@ -58,29 +68,39 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings) -> str:
     log.addHandler(listener)
     log.setLevel(logging.INFO)
     try:
-        with torch.no_grad(), settings.autocast():
-            model(corpus.train[None, :1].to(settings.device))
+        watched = MaxScores(model) if settings.log_max_score else contextlib.nullcontext()
+        with torch.no_grad(), settings.autocast(), watched:
+            tokens = world.tokens(corpus.train[:1][None].to(settings.device), 0)
+            model(tokens, group=world.group)
     finally:
         log.removeHandler(listener)
         log.setLevel(level)
     return ", ".join(f"{operator} {backend}" for operator, backend in chosen.items())
 
 
-def describe(model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float]) -> None:
+def describe(
+    model: GPT, corpus: Corpus, settings: Settings, bigram: tuple[float, float], world: World
+) -> None:
     """Print what is trained, on what, and what to compare its loss with."""
-    level, config = settings.level, model.config
+    unit, config = corpus.unit, model.config
     total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
     predicted = len(corpus.targets)
-    unknown = corpus.vocabulary.unseen(corpus.train)
+    counted = "the training part"
+    if corpus.counted < len(corpus.train):
+        counted = f"its first {corpus.counted} {unit}s"
+    ids = corpus.train  # those in files have no unknown ones
+    unknown = corpus.vocabulary.unseen(ids) if isinstance(ids, Tensor) else 0
     lines = {
-        "text": f"{corpus.name}: {total} {level}s, SHA-256 {corpus.sha256}"
+        "text": f"{corpus.name}: {total} {unit}s, SHA-256 {corpus.sha256}"
         + f"; {unknown} of the training part are not in the vocabulary" * (unknown > 0),
-        "validation": f"{predicted} of the last {last} {level}s: {corpus.unseen} unseen in training; "
-        f"{corpus.share_seen():.0%} of passages of 64 also stand in the training part",
-        "bigram": f"{bigram[0]:.4f} nats per {level}, {bigram[1]:.4f} bits per byte",
+        "validation": f"{predicted} of {last} {unit}s: {corpus.unseen} unseen in training; "
+        f"{corpus.share_seen():.0%} of passages of 64 also stand in {counted}",
+        "bigram": f"{bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte"
+        + f", from {counted}" * (corpus.counted < len(corpus.train)),
         "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"
-        + ", compiled" * settings.compile,
-        "backends": backends_in_use(model, corpus, settings),
+        + ", compiled" * settings.compile
+        + f", {processes(settings, world)}" * (world.size > 1),
+        "backends": backends_in_use(model, corpus, settings, world),
         "model": f"{settings.preset}: {model.parameter_count():,} parameters, {config.n_layers} "
         f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids",
     }

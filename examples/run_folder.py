@@ -16,7 +16,7 @@ import statistics
 from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import NAME, write_atomically
+from checkpoint import FOLDERS, LATEST, NAME, make_folder, write_atomically
 from errors import CheckpointError, OptionError, WriteError
 from settings import Settings
 
@@ -55,7 +55,7 @@ def find(out: str | None, resume: bool | str | None) -> Path:
 
     out: --out.  resume: None for a new run, True to go on with one, "auto" for either.
     """
-    folder = Path(out) if out else newest_folder(NAME, SETTINGS)
+    folder = Path(out) if out else newest_folder(NAME, LATEST, SETTINGS)
     if resume is None or (resume == "auto" and folder is None):
         return new_folder(out)
     if folder is None:
@@ -74,16 +74,14 @@ def may_begin(folder: Path) -> bool:
         return True
     if not folder.is_dir():
         return False
-    ours = {SETTINGS, *(f"{name}.partial" for name in (SETTINGS, NAME, LOG))}
+    partial = {f"{name}.partial" for name in (SETTINGS, NAME, LATEST, LOG)}
+    ours = {SETTINGS, *FOLDERS} | partial
     return all(p.name in ours or (p.name == LOG and not p.stat().st_size) for p in folder.iterdir())
 
 
 def begin(folder: Path, settings: Settings) -> None:
     """Make the folder, and note in it what the run is."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(folder, error) from None
+    make_folder(folder)
     content = json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
     write_atomically(folder / SETTINGS, content.encode())
 
@@ -107,9 +105,12 @@ class Log:
     """log.jsonl: a line for each step, {"step", "loss", "learning_rate"}, and with a validation
     {"validation", "bits_per_byte"}.  `rows` are those that can be read, in order."""
 
-    def __init__(self, path: Path, step: int) -> None:
-        """Read the lines up to `step`, that of the checkpoint: later ones will be written again."""
-        self.path, self.step = path, step
+    def __init__(self, path: Path, step: int, writes: bool = True) -> None:
+        """Read the lines up to `step`, that of the checkpoint: later ones will be written again.
+
+        writes: False in a process that keeps rows alone, beside the one that writes the file.
+        """
+        self.path, self.step, self.writes = path, step, writes
         try:
             lines = path.read_bytes().splitlines() if path.exists() else []
         except OSError as error:
@@ -138,6 +139,8 @@ class Log:
     def begin(self) -> None:
         """Write the rows again, without what cannot be read or comes behind, and be ready for more."""
         self.checked = next((row for row in reversed(self.rows) if "validation" in row), None)
+        if not self.writes:
+            return
         content = "".join(json.dumps(row) + "\n" for row in self.rows)
         write_atomically(self.path, content.encode())
         self.file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
@@ -146,6 +149,8 @@ class Log:
         self.rows.append(row)
         if "validation" in row:
             self.checked = row
+        if not self.writes:
+            return
         try:
             self.file.write(json.dumps(row) + "\n")
         except OSError as error:
@@ -153,6 +158,8 @@ class Log:
 
     def flush(self) -> None:
         """Return when the lines are on the disk."""
+        if not self.writes:
+            return
         try:
             self.file.flush()
             os.fsync(self.file.fileno())

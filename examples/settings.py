@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,11 +27,23 @@ class Settings:
     data: str | None = None
     level: str = "char"
     preset: str = "toy"
+    n_layers: int | None = None
+    n_heads: int | None = None
+    n_kv_heads: int | None = None
+    d_model: int | None = None
+    d_ff: int | None = None
     context: int = 128
     batch_size: int = 16
+    accumulate: int = 1
     steps: int = 1200
     learning_rate: float = 4e-3
+    schedule: str = "cosine"
+    warmup: float = 0.1
+    decay: float = 0.2
+    clip: float = 1.0
     seed: int = 0
+    parallel: str = "ddp"
+    context_parallel: int = 1
     device: str = "auto"
     dtype: str = "auto"
     impl: str | None = None
@@ -40,6 +54,9 @@ class Settings:
     validate_every: int = 300
     validate_tokens: int = 131072
     init_from: str | None = None
+    log_max_score: bool = False
+    profile: bool = False
+    skip_checksums: bool = False
 
     def resolved(self) -> Settings:
         """With "auto" replaced: a GPU where there is one, and bfloat16 on it; OptionError for one that
@@ -65,25 +82,39 @@ class Settings:
                 f"--steps is {given['steps']}, and the run has made {step}; it takes the number of all "
                 f"its steps, {step} or more. Leave it out, or pass a larger one."
             )
-        return dataclasses.replace(self, **{"minutes": None, **given}).resolved()
+        return dataclasses.replace(self, **{"minutes": None, "profile": False, **given}).resolved()
 
     @classmethod
     def from_run(cls, given: dict, source: Settings, config: GPTConfig) -> Settings:
         """The options given for a new run that begins with the model of another one, whose settings
         and shape those are; OptionError for one that does not fit it."""
-        for name in ("preset", "level"):
-            if given.get(name, getattr(source, name)) != getattr(source, name):
+        has = {name: getattr(source, name) for name in ("preset", "level")}
+        has |= {name: getattr(config, name) for name in SHAPE}
+        has |= {"n_kv_heads": config.kv_heads, "d_ff": config.hidden}
+        for name, value in has.items():
+            if given.get(name, value) != value:
                 raise OptionError(
                     f"{option(name)} is {given[name]!r}; with --init-from it takes what that run has, "
-                    f"{getattr(source, name)!r}. Leave it out."
+                    f"{value!r}. Leave it out."
                 )
         if config.positions == "learned" and given.get("context", 0) > config.context:
             raise OptionError(
                 f"--context is {given['context']}; with --init-from a run with learned positions it "
                 f"takes at most that run's, {config.context}. Leave it out, or pass a smaller one."
             )
-        inherited = {name: getattr(source, name) for name in ("preset", "level", "context")}
+        inherited = {name: getattr(source, name) for name in ("preset", "level", "context", *SHAPE)}
         return cls(**inherited | given).resolved()
+
+    def model(self, vocab_size: int) -> GPTConfig:
+        """The preset with what was given for its shape; OptionError where that does not fit."""
+        given = {name: getattr(self, name) for name in SHAPE if getattr(self, name) is not None}
+        try:
+            return GPTConfig.preset(self.preset, vocab_size=vocab_size, context=self.context, **given)
+        except ValueError as error:
+            text = str(error).removeprefix("GPTConfig: ")
+            for name in SHAPE:
+                text = re.sub(rf"\b{name}\b", option(name), text)
+            raise OptionError(f"--preset {self.preset}: {text}") from None
 
     def check_machine(self) -> None:
         """Raise OptionError for what this machine does not have."""
@@ -94,8 +125,28 @@ class Settings:
                 "Leave --compile out."
             )
 
+    def check_context_parallel(self) -> None:
+        """Raise OptionError for what does not go with sequences that processes share."""
+        n = self.context_parallel
+        if n == 1:
+            return
+        if self.context % (2 * n):
+            raise OptionError(
+                f"--context is {self.context}; with --context-parallel {n} it takes a multiple of "
+                f"{2 * n}. Pass {-(-self.context // (2 * n)) * 2 * n}, or another --context-parallel."
+            )
+        for name in ("compile", "log_max_score"):
+            if getattr(self, name):
+                raise OptionError(
+                    f"--context-parallel is {n}; with {option(name)} it takes 1. Leave one of them out."
+                )
+
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device, torch.bfloat16, enabled=self.dtype == "bfloat16")
+
+    def eager(self) -> contextlib.AbstractContextManager:
+        """For shapes that are seen once, which it does not pay to compile for."""
+        return torch.compiler.set_stance("force_eager") if self.compile else contextlib.nullcontext()
 
     @classmethod
     def from_json(cls, saved: object, where: Path) -> Settings:
@@ -109,9 +160,17 @@ class Settings:
             ) from None
 
 
-# What a run keeps to its end: what decides its losses, but for --steps and --learning-rate, and for the
-# text, which is known by its hash.
-FIXED = frozenset(["level", "preset", "context", "batch_size", "seed", "dtype", "init_from"])
+SHAPE = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # of the model, beside the preset
+
+# What a run keeps to its end: what decides its losses, but for the learning rate's schedule, and for
+# the text, which is known by its hash.
+FIXED = frozenset(
+    ["level", "preset", *SHAPE, "context", "batch_size", "clip", "seed", "dtype", "init_from"]
+)
+SCHEDULE = ("steps", "learning_rate", "schedule", "warmup", "decay")
+
+# Other names of presets.
+SHORT = {"tiny": "toy", "124m": "gpt2-124m", "350m": "gpt2-350m", "1b": "llama-1b"}
 
 
 def option(name: str) -> str:
@@ -185,6 +244,14 @@ def not_negative(kind: type[int] | type[float]) -> Callable[[str], float]:
     return number
 
 
+def share(text: str) -> float:
+    """An argparse type: a number from 0 to 1."""
+    value = float(text)
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1")
+    return value
+
+
 def parse(argv: list[str] | None, description: str | None) -> dict:
     """The options given on the command line, and only those; exits with code 2 for a bad one."""
     p = OneLineParser(
@@ -201,14 +268,42 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
         shown = "" if default is None or default is False else f" ({default})"
         p.add_argument(name, help=help + shown, **how)
 
-    add("--data", "text to train on (Python's language reference)", type=absolute, metavar="FILE")
+    add(
+        "--data",
+        "text to train on, or a folder that prepare_data.py wrote (Python's language reference)",
+        type=absolute,
+        metavar="PATH",
+    )
     add("--level", "what a token is", choices=("char", "byte"))
-    add("--preset", "shape of the model", choices=tuple(PRESETS))
+    add(
+        "--preset",
+        f"shape of the model: {', '.join(PRESETS)}; or {', '.join(SHORT)}",
+        type=lambda name: SHORT.get(name, name),
+        choices=tuple(PRESETS),
+        metavar="NAME",
+    )
+    add("--n-layers", "instead of the preset's", type=positive(int), metavar="N")
+    add("--n-heads", "of the queries, instead of the preset's", type=positive(int), metavar="N")
+    add("--n-kv-heads", "of keys and values, a divisor of --n-heads", type=positive(int), metavar="N")
+    add("--d-model", "width, instead of the preset's", type=positive(int), metavar="N")
+    add("--d-ff", "inner width of the MLP, instead of the preset's", type=positive(int), metavar="N")
     add("--context", "tokens the model sees", type=positive(int), metavar="N")
-    add("--batch-size", "sequences a step", type=positive(int), metavar="N")
+    add("--batch-size", "sequences a step, of all its parts", type=positive(int), metavar="N")
+    add("--accumulate", "parts of a step, whose gradients are added", type=positive(int), metavar="N")
     add("--steps", "training steps", type=positive(int), metavar="N")
     add("--learning-rate", "at its peak", type=positive(float), metavar="X")
+    add("--schedule", "of the learning rate", choices=("cosine", "wsd"))
+    add("--warmup", "share of the steps in which the learning rate climbs", type=share, metavar="X")
+    add("--decay", "share of the steps in which it falls, with wsd", type=share, metavar="X")
+    add("--clip", "largest norm of the gradient; 0: any", type=not_negative(float), metavar="X")
     add("--seed", "of weights and batches", type=integer_seed, metavar="N")
+    add("--parallel", "how the processes that torchrun starts share a model", choices=("ddp", "fsdp"))
+    add(
+        "--context-parallel",
+        "processes that share each sequence, a divisor of their number",
+        type=positive(int),
+        metavar="N",
+    )
     add("--device", "cuda where there is a GPU", choices=("auto", "cpu", "cuda"))
     add("--dtype", "bfloat16 is autocast; auto: on a GPU", choices=("auto", "float32", "bfloat16"))
     add("--impl", "backend (the best that runs); hopper: of attention alone", choices=BACKENDS)
@@ -225,6 +320,9 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     )
     add("--out", "folder of the run (runs/gpt-N, the next free N)", metavar="FOLDER")
     add("--init-from", "begin with the weights of the run in that folder", type=absolute, metavar="RUN")
+    add("--log-max-score", "log the largest attention score of each layer", action="store_true")
+    add("--profile", "write a torch.profiler trace of a few steps", action="store_true")
+    add("--skip-checksums", "of the shards in --data check the sizes alone", action="store_true")
     add(
         "--resume",
         "go on with the run in --out (the newest under runs/); auto: or begin it",

@@ -28,4 +28,5 @@ class StopSignal:
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_DFL)
         # Not by print, which the signal may have interrupted.
-        os.write(2, f"\n{self.text}\n".encode())
+        if self.text:
+            os.write(2, f"\n{self.text}\n".encode())

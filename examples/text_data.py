@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from batches import Ids
 from errors import DataError
+from parallel import ALONE, World
+from settings import Settings
+from shards import TokenFolder
 from torch import Tensor
-from vocabulary import Vocabulary, code_points
+from vocabulary import AnyVocabulary, Vocabulary, code_points
 
 CHUNK = 1 << 20  # ids at a time, where all of a long text are looked at
+COUNTED = 1 << 26  # the most ids to count pairs and to look for passages in: some seconds
 
 
 def read_text(path: str | None) -> tuple[str, bytes]:
@@ -25,8 +30,9 @@ def read_text(path: str | None) -> tuple[str, bytes]:
         text = Path(path).read_bytes()
     except OSError as error:
         raise DataError(
-            f"--data is {path!r}, which cannot be read ({error.strerror}); it takes a text file. "
-            "Leave --data out to train on Python's language reference."
+            f"--data is {path!r}, which cannot be read ({error.strerror}); it takes a text file "
+            "or a folder that prepare_data.py wrote. Leave --data out to train on Python's language "
+            "reference."
         ) from None
     if not text:
         raise DataError(f"--data is {path!r}, which is empty; it takes a text file. Pass another.")
@@ -69,57 +75,68 @@ class Windows:
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text in ids: all but the last tenth to train on, the last tenth to validate on."""
+    """A text in ids: of a file, the last tenth is to validate on and the rest to train on."""
 
     name: str
     sha256: str
-    vocabulary: Vocabulary
-    train: Tensor
-    validation: Tensor
+    vocabulary: AnyVocabulary
+    train: Ids
+    validation: Ids
     windows: Windows
     targets: Tensor  # windows.targets(), the places in `validation` that are predicted
     validation_bytes: int  # of the targets
 
     @classmethod
     def load(
-        cls,
-        path: str | None,
-        level: str,
-        context: int,
-        validate_tokens: int | None = None,
-        vocabulary: Vocabulary | None = None,
+        cls, settings: Settings, vocabulary: AnyVocabulary | None = None, world: World = ALONE
     ) -> Corpus:
-        """Read and split; DataError for a text too short for `context`.
+        """What --data names, a text or a folder of shards; DataError where it cannot be trained on, or
+        is too short for --context.
 
-        validate_tokens: the most ids that a validation predicts.
-        vocabulary: that of an earlier run; None makes one of the training part.
+        vocabulary: that of an earlier run; None makes one of the training part, or takes the folder's.
+        world: the processes that load it; each looks at the checksums of its part of the shards.
         """
-        name, text = read_text(path)
-        codes = code_points(text, level)
-        cut = len(codes) * 9 // 10
-        if cut <= context + 1 or len(codes) - cut < 2:
+        s = settings
+        if s.data is not None and Path(s.data).is_dir():
+            part = slice(world.rank, None, world.size)
+            shards = TokenFolder.open(Path(s.data), checksums=not s.skip_checksums, part=part)
+            if vocabulary is not None and vocabulary != shards.vocabulary:
+                raise DataError(
+                    f"the tokens in {s.data!r} are of another vocabulary than the run's; it takes its "
+                    "own. Prepare the text with --tokenizer and the run's folder, or pass the text."
+                )
+            known: AnyVocabulary = shards.vocabulary
+            train: Ids = shards.train
+            validation: Ids = shards.validation
+            codes = validation
+            name, sha256 = s.data, shards.sha256
+        else:
+            name, text = read_text(s.data)
+            sha256 = hashlib.sha256(text).hexdigest()
+            whole = vocabulary.codes(text) if vocabulary else code_points(text, s.level)
+            cut = len(whole) * 9 // 10
+            codes = whole[cut:]
+            known = vocabulary or Vocabulary.of(s.level, whole[: max(1, cut)])
+            train, validation = known.encode(whole[:cut]), known.encode(whole[cut:])
+        if len(train) <= s.context + 1 or len(validation) < 2:
             raise DataError(
-                f"the text {name!r} has {len(codes)} {level}s; with --context {context} it takes "
-                f"at least {math.ceil((context + 2) / 0.9) + 1}. "
+                f"the text {name!r} has {len(train)} {known.unit}s to train on and {len(validation)} "
+                f"to validate on; with --context {s.context} it takes at least {s.context + 2} and 2. "
                 "Pass a longer text or a smaller --context."
             )
-        train, validation = codes[:cut], codes[cut:]
-        vocabulary = vocabulary or Vocabulary.of(level, train)
-        windows = Windows.of(len(validation) - 1, context, validate_tokens)
+        windows = Windows.of(len(validation) - 1, s.context, s.validate_tokens)
         targets = windows.targets()
-        n_bytes, predicted = len(targets), validation[targets]
-        if level == "char":
-            n_bytes += sum(int((predicted >= limit).sum()) for limit in (0x80, 0x800, 0x10000))
-        return cls(
-            name,
-            hashlib.sha256(text).hexdigest(),
-            vocabulary,
-            vocabulary.encode(train),
-            vocabulary.encode(validation),
-            windows,
-            targets,
-            n_bytes,
-        )
+        n_bytes = known.n_bytes(codes[targets])
+        return cls(name, sha256, known, train, validation, windows, targets, n_bytes)
+
+    @property
+    def unit(self) -> str:
+        return self.vocabulary.unit
+
+    @property
+    def counted(self) -> int:
+        """How many ids of the training part are counted, where all may be too many."""
+        return min(len(self.train), COUNTED)
 
     @property
     def unseen(self) -> int:
@@ -137,11 +154,11 @@ class Corpus:
         V = self.vocabulary.size
         before, after = self.validation[self.targets - 1], self.validation[self.targets]
         pairs, where = (before * V + after).unique(return_inverse=True)
-        counts = torch.zeros(len(pairs), dtype=torch.int64)
-        for i in range(0, len(self.train) - 1, CHUNK):
-            ids = self.train[i : i + CHUNK + 1]
+        counts, firsts = torch.zeros(len(pairs), dtype=torch.int64), torch.zeros(V, dtype=torch.int64)
+        for i in range(0, self.counted - 1, CHUNK):
+            ids = self.train[i : min(i + CHUNK + 1, self.counted)]
             counts += occurrences(pairs, ids[:-1] * V + ids[1:])
-        firsts = torch.bincount(self.train[:-1], minlength=V)
+            firsts += torch.bincount(ids[:-1], minlength=V)
         p = (counts[where] + 1).double() / (firsts[before] + V)
         return self.validation_loss(-float(p.log().mean()))
 
@@ -151,15 +168,16 @@ class Corpus:
 
         width: a power of 2.  Passages are compared by a hash of 64 bits.
         """
-        ids = self.validation
-        if len(ids) < width:
+        n = len(self.validation)
+        if n < width:
             return 0.0
-        starts = torch.arange(0, len(ids) - width + 1, max(width, len(ids) // passages))
+        starts = torch.arange(0, n - width + 1, max(width, n // passages))
         places = starts[:, None] + torch.arange(width)
-        wanted, where = hashes(ids[places], width)[:, 0].unique(return_inverse=True)
+        wanted, where = hashes(self.validation[places], width)[:, 0].unique(return_inverse=True)
         counts = torch.zeros(len(wanted), dtype=torch.int64)
-        for i in range(0, len(self.train) - width + 1, CHUNK):
-            counts += occurrences(wanted, hashes(self.train[i : i + CHUNK + width - 1], width))
+        for i in range(0, self.counted - width + 1, CHUNK):
+            ids = self.train[i : min(i + CHUNK + width - 1, self.counted)]
+            counts += occurrences(wanted, hashes(ids, width))
         return (counts[where] > 0).double().mean().item()
 
 

@@ -6,6 +6,7 @@
     python examples/train_gpt.py --resume --steps 3000  and further than it was to go
     python examples/train_gpt.py --init-from runs/gpt-1 --data book.txt    begin with its weights
     python examples/generate.py --prompt "The "         sample from it
+    torchrun --nproc-per-node 2 examples/train_gpt.py   the same on two GPUs; see parallel.py
 
 A run is a folder (runs/gpt-N, or --out): settings.json, checkpoint.safetensors, log.jsonl with the
 loss of every step, and loss.png.  A run that was stopped, by Ctrl-C or by kill -9, goes on with
@@ -20,6 +21,7 @@ from __future__ import annotations
 if __name__ == "__main__":
     import start
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -30,58 +32,35 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import checkpoint
 import run_folder
+import sharded
 import torch
-from errors import EXPECTED, CheckpointError, TrainingError, tell
+from bars import bar
+from batches import Batches
+from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
 from machine import describe, machine, peak_flops
+from parallel import ALONE, World, joined, norm_of_gradients, whole
 from run_folder import Log
 from sampling import show, stream
-from settings import Settings, option, parse
+from schedule import learning_rate
+from settings import SCHEDULE, Settings, option, parse
+from sharded import Saved
 from stop import StopSignal
 from text_data import Corpus
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 from tqdm import tqdm
 from validation import validate
-from vocabulary import Vocabulary, code_points
+from vocabulary import AnyVocabulary
+from watch import TRACE, WARM_UP_STEPS, MaxScores, not_finite, profiler
 
 from flashproto.nn import GPT, GPTConfig
 
-BETAS, WEIGHT_DECAY, MAX_GRADIENT_NORM = (0.9, 0.95), 0.1, 1.0
-WARMUP_SHARE, FINAL_LEARNING_RATE = 0.1, 0.05  # of the steps; of the peak
+BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
 SMOOTHED = 50  # steps whose mean loss the bar shows
-
-
-# --- the parts of a step ------------------------------------------------------------------------
-
-
-def learning_rate(step: int, settings: Settings) -> float:
-    """Linear warm-up, then half a cosine: of the step alone, so that a resumed run agrees."""
-    warmup = max(1, round(WARMUP_SHARE * settings.steps))
-    if step < warmup:
-        return settings.learning_rate * (step + 1) / warmup
-    progress = (step - warmup) / max(1, settings.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * progress))
-    return settings.learning_rate * (FINAL_LEARNING_RATE + (1 - FINAL_LEARNING_RATE) * cosine)
-
-
-def draw_batch(ids: Tensor, settings: Settings, generator: torch.Generator) -> Tensor:
-    """[B, context + 1] ids from random places: the inputs, and one more for the last target."""
-    B, T = settings.batch_size, settings.context
-    starts = torch.randint(len(ids) - T, (B, 1), generator=generator)
-    return ids[starts + torch.arange(T + 1)]
-
-
-def make_optimizer(model: GPT) -> torch.optim.Optimizer:
-    """AdamW, decaying the matrices but not norms and biases."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -94,23 +73,42 @@ class Run:
     folder: Path
     settings: Settings
     corpus: Corpus
+    world: World
     model: GPT
+    forward: torch.nn.Module  # the model as training calls it: compiled, for all processes
     optimizer: torch.optim.Optimizer
-    generator: torch.Generator
+    batches: Batches
     step: int = 0
+    saved: int = 0  # the step of the checkpoint
+    best: float | None = None  # the least validation loss, that of best.safetensors
+    max_scores: MaxScores | None = None
     speed: float | None = None  # tokens/s of the median step
 
-    def save(self) -> None:
-        facts = {
+    def facts(self) -> dict:
+        """What a checkpoint says beside its tensors."""
+        return {
             "step": self.step,
+            "best": self.best,
             "settings": dataclasses.asdict(self.settings),
             "config": dataclasses.asdict(self.model.config),
-            "vocabulary": dataclasses.asdict(self.corpus.vocabulary),
+            "vocabulary": self.corpus.vocabulary.facts(),
             "data": {"name": self.corpus.name, "sha256": self.corpus.sha256},
-            "machine": machine(self.settings),
+            "machine": machine(self.settings, self.world),
         }
-        tensors = checkpoint.training_tensors(self.model, self.optimizer, [self.generator])
-        checkpoint.save(self.folder / checkpoint.NAME, tensors, facts)
+
+    def save(self) -> None:
+        tensors = checkpoint.training_tensors(self.model, self.optimizer)
+        sharded.save(self.folder, tensors, self.facts(), self.world)
+        self.saved = self.step
+
+    def save_best(self) -> None:
+        tensors = {}
+        for name, x in checkpoint.model_tensors(self.model).items():
+            x = whole(x)
+            if self.world.main:
+                tensors[name] = x.cpu()
+        if self.world.main:
+            checkpoint.save(self.folder / checkpoint.BEST, tensors, self.facts())
 
     def validates(self) -> bool:
         """Whether this step ends with a validation."""
@@ -118,105 +116,170 @@ class Run:
 
     def sample(self, length: int, stop: StopSignal) -> None:
         """Print what the model writes, until it is asked to stop."""
-        s, vocabulary = self.settings, self.corpus.vocabulary
-        ids = vocabulary.encode(code_points(vocabulary.opening().encode(), s.level)).to(s.device)
+        s, vocabulary, world = self.settings, self.corpus.vocabulary, self.world
+        ids = vocabulary.opening()[1].to(s.device)
         generator = torch.Generator(s.device).manual_seed(s.seed)
-        with s.autocast():
+        with s.autocast(), s.eager():
             drawn = stream(self.model, ids, length, 0.8, None, generator)
-            show(vocabulary.pieces(itertools.takewhile(lambda _: not stop, drawn)))
+            show(vocabulary.pieces(itertools.takewhile(lambda _: not world.any(stop), drawn)))
 
 
-def prepare(given: dict) -> Run:
+def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """AdamW, decaying the matrices but not norms and biases."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": WEIGHT_DECAY},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, betas=BETAS, fused=True)
+
+
+def find(out: str | None, resume: bool | str | None) -> tuple[Path, bool, Settings | None]:
+    """(the folder to train in, whether a run goes on in it, the settings of one that has yet to begin
+    there)"""
+    folder = run_folder.find(out, resume)
+    resumed = resume is not None and not run_folder.may_begin(folder)
+    return folder, resumed, run_folder.begun(folder) if resume and not resumed else None
+
+
+def prepare(given: dict, world: World = ALONE) -> Run:
     """Read the checkpoint to go on with or to begin with, and the text, and build the model; writes
     nothing."""
     resume, out = given.pop("resume", None), given.pop("out", None)
-    folder = run_folder.find(out, resume)
-    path = folder / checkpoint.NAME
-    resumed = resume is not None and not run_folder.may_begin(folder)
-    tensors: dict[str, Tensor] = {}
-    facts: dict = {}
+    folder, resumed, earlier = world.from_main(lambda: find(out, resume))
+    world.begin(folder)
+    saved: Saved | None = None
     config: GPTConfig | None = None
-    vocabulary: Vocabulary | None = None
+    vocabulary: AnyVocabulary | None = None
+    if "parallel" in given:
+        world.check_several(given["parallel"])
     if resumed:
-        tensors, facts = checkpoint.load(path)
-        config, vocabulary = checkpoint.model_parts(facts)
-        began = Settings.from_json(facts["settings"], path)
-        settings = began.resumed(given, facts["step"])
+        saved = sharded.find(folder, world)
+        config, vocabulary = checkpoint.model_parts(saved.facts)
+        began = Settings.from_json(saved.facts["settings"], folder)
+        settings = began.resumed(given, saved.facts["step"])
     else:
-        earlier = run_folder.begun(folder) if resume else None
         if earlier is not None:
             given = dataclasses.asdict(earlier.resumed(given, 0))
         if given.get("init_from") is None:
             settings = Settings(**given).resolved()
         else:
-            source = Path(given["init_from"]) / checkpoint.NAME
-            tensors, facts = checkpoint.load(source)
-            config, vocabulary = checkpoint.model_parts(facts)
-            began = Settings.from_json(facts["settings"], source)
+            source = Path(given["init_from"])
+            saved = sharded.find(source, world)
+            config, vocabulary = checkpoint.model_parts(saved.facts)
+            began = Settings.from_json(saved.facts["settings"], source)
             settings = Settings.from_run(given, began, config)
             if config.positions == "rope":
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
+    settings.check_context_parallel()
+    world.check_device(settings.device)
+    world.share_sequences(settings.context_parallel)
+    if "level" in given and settings.data is not None and Path(settings.data).is_dir():
+        raise OptionError(
+            f"--level is {given['level']!r}, and --data is a folder of tokens; it takes a text there. "
+            "Leave it out."
+        )
     if settings.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    corpus = Corpus.load(
-        settings.data, settings.level, settings.context, settings.validate_tokens, vocabulary
-    )
-    if resumed and facts["data"]["sha256"] != corpus.sha256:
+    corpus = Corpus.load(settings, vocabulary, world)
+    settings = dataclasses.replace(settings, level=corpus.vocabulary.level)
+    if resumed and saved and saved.facts["data"]["sha256"] != corpus.sha256:
         raise CheckpointError(
             f"the text {corpus.name!r} has SHA-256 {corpus.sha256}; the run in {folder} takes "
-            f"the one it began with, {facts['data']['sha256']}. "
+            f"the one it began with, {saved.facts['data']['sha256']}. "
             "Restore that text, or start a new run."
         )
     if config is None:
-        config = GPTConfig.preset(
-            settings.preset, vocab_size=corpus.vocabulary.size, context=settings.context
-        )
+        config = settings.model(corpus.vocabulary.size)
+    batches = Batches(corpus.train, settings, world.data_rank, world.data_size)
     torch.manual_seed(settings.seed)  # weights are drawn on the CPU: the same on every device
     model = GPT(config, impl=settings.impl).to(settings.device)
-    generator = torch.Generator().manual_seed(settings.seed)
-    run = Run(folder, settings, corpus, model, make_optimizer(model), generator)
-    if resumed:
-        checkpoint.restore_training(tensors, model, run.optimizer, [generator])
-        run.step = facts["step"]
-        note_changes(run, began, facts["machine"])
-    elif tensors:
-        checkpoint.restore_model(tensors, model)
+    forward = world.wrap(
+        model, settings.parallel, compile=settings.compile, bfloat16=settings.dtype == "bfloat16"
+    )
+    optimizer = make_optimizer(model)
+    run = Run(folder, settings, corpus, world, model, forward, optimizer, batches)
+    if settings.log_max_score:
+        run.max_scores = MaxScores(model)
+    if saved:
+        tensors = saved.tensors(sharded.layout_of(model, optimizer))
+        if resumed:
+            checkpoint.restore_training(tensors, model, optimizer)
+            run.step = run.saved = saved.facts["step"]
+            run.best = saved.facts["best"]
+            note_changes(run, began, saved.facts["machine"])
+        else:
+            checkpoint.restore_model(tensors, model)
     return run
 
 
 def note_changes(run: Run, began: Settings, began_on: str) -> None:
     """Say in what a resumed run differs from the one that stopped."""
-    for name in ("steps", "learning_rate"):
+    for name in SCHEDULE:
         before, now = getattr(began, name), getattr(run.settings, name)
         if before != now:
             print(
                 f"note: {option(name)} is {now}, and was {before}: the learning rate follows the "
                 f"new schedule from step {run.step + 1} on"
             )
-    if began_on != machine(run.settings):
+    now_on = machine(run.settings, run.world)
+    if began_on != now_on:
         print(
-            f"note: this run began on {began_on} and goes on on {machine(run.settings)}: "
+            f"note: this run began on {began_on} and goes on on {now_on}: "
             f"its losses may differ in the last digits"
         )
 
 
-def train_step(run: Run, forward: Callable) -> tuple[float, float]:
-    """One step; returns its loss and its learning rate."""
+# --- a step -------------------------------------------------------------------------------------
+
+
+def gradients(run: Run, forward: Callable) -> Tensor:
+    """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
+    s, world, losses = run.settings, run.world, []
+    for micro in range(s.accumulate):
+        batch = run.batches(run.step, micro).to(s.device)
+        x, y = world.tokens(batch[:, :-1], 0), world.tokens(batch[:, 1:], -100)
+        with world.accumulating(forward, last=micro == s.accumulate - 1):
+            with s.autocast(), run.max_scores or contextlib.nullcontext():
+                _, loss = forward(x, y, return_logits=False, group=world.group)
+            loss = loss / s.accumulate
+            loss.backward()
+        losses.append(loss.detach())
+    return world.sum(torch.stack(losses).sum()) / world.size  # every process has as many targets
+
+
+def train_step(run: Run, forward: Callable) -> dict[str, Any]:
+    """One step; returns its row of the log.  TrainingError where a number is not finite, with the
+    weights as they were before the step."""
     s = run.settings
+    parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     rate = learning_rate(run.step, s)
+    mean = gradients(run, forward)
+    norm = norm_of_gradients(parameters)
+    loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
+    if not math.isfinite(loss) or not math.isfinite(gradient_norm):
+        found = not_finite(run.model) or f"the norm of its gradient is {gradient_norm}"
+        raise TrainingError(
+            f"the loss of step {run.step + 1} is {loss}, and {found}; training takes finite numbers. "
+            f"The checkpoint of step {run.saved} is kept; try a lower --learning-rate in a new run."
+        )
+    if s.clip:
+        clip_grads_with_norm_(parameters, s.clip, norm)
     for group in run.optimizer.param_groups:
         group["lr"] = rate
-    batch = draw_batch(run.corpus.train, s, run.generator).to(s.device)
-    with s.autocast():
-        _, loss = forward(batch[:, :-1], batch[:, 1:], return_logits=False)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(run.model.parameters(), MAX_GRADIENT_NORM)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     run.step += 1
-    return loss.item(), rate
+    row = {"step": run.step, "loss": loss, "learning_rate": rate, "gradient_norm": gradient_norm}
+    if run.max_scores is not None:
+        row["max_score"] = run.world.largest(run.max_scores.take())
+    return row
+
+
+# --- training -----------------------------------------------------------------------------------
 
 
 def unvalidated(run: Run, log: Log) -> dict | None:
@@ -225,79 +288,75 @@ def unvalidated(run: Run, log: Log) -> dict | None:
     return row if row.get("step") == run.step and run.validates() and "validation" not in row else None
 
 
+def check(run: Run, row: dict, stop: StopSignal) -> None:
+    """Add the validation of its step to a row of the log; keep the weights that are the best so far."""
+    row |= validate(run.model, run.corpus, run.settings, stop, run.world) or {}
+    if "validation" in row:
+        tqdm.write(
+            f"step {run.step}: validation {row['validation']:.4f} nats per {run.corpus.unit}, "
+            f"{row['bits_per_byte']:.4f} bits per byte",
+            file=sys.stdout,
+        )
+        if run.best is None or row["validation"] < run.best:
+            run.best = row["validation"]
+            run.save_best()
+
+
 def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     """Train to the last step; returns why it stopped before, if it did."""
-    s, model = run.settings, run.model
-    forward = torch.compile(model) if s.compile else model
-    peak, flops, tokens = peak_flops(s), model.flops_per_token(), s.batch_size * s.context
-    began, saved_at = time.monotonic(), run.step
+    s, world = run.settings, run.world
+    peak, tokens = peak_flops(s), s.batch_size * s.context
+    flops = run.model.flops_per_token() / world.size
+    began = time.monotonic()
     durations: list[float] = []
-    bar = tqdm(
-        total=s.steps,
-        initial=run.step,
-        unit="step",
-        dynamic_ncols=True,
-        file=sys.stdout,
-        mininterval=0.5 if sys.stdout.isatty() else 10.0,
-    )
-
-    def check(row: dict) -> None:
-        """Add the validation of its step to a row of the log."""
-        row |= validate(model, run.corpus, s, stop) or {}
-        if "validation" in row:
-            bar.write(
-                f"step {run.step}: validation {row['validation']:.4f} nats per {s.level}, "
-                f"{row['bits_per_byte']:.4f} bits per byte",
-                file=sys.stdout,
-            )
-
-    with bar:
+    trace = profiler(run.folder / TRACE) if s.profile and world.main else None
+    with bar(total=s.steps, initial=run.step, unit="step") as shown, trace or contextlib.nullcontext():
         interrupted = unvalidated(run, log)
         if interrupted is not None:
-            check(interrupted)
+            check(run, interrupted, stop)
+            run.save()  # it knows the best validation
         log.begin()
-        reason = stop.name
+        world.settle(run.forward, s.autocast())
+        reason = world.agreed(stop.name)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
-            loss, rate = train_step(run, forward)
-            if not math.isfinite(loss):
-                raise TrainingError(
-                    f"the loss of step {run.step} is {loss}; training takes a finite one. The "
-                    f"checkpoint of step {saved_at} is kept; try a lower --learning-rate in a new run."
-                )
+            row = train_step(run, run.forward)
             durations.append(time.perf_counter() - t)
-            row = {"step": run.step, "loss": loss, "learning_rate": rate}
+            if trace is not None:
+                trace.step()
             if run.validates():
-                check(row)
+                check(run, row, stop)
             log.write(row)
             speed = tokens / statistics.median(durations[-SMOOTHED:])
-            shown = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
+            facts = log.summary(SMOOTHED) | {"tokens/s": f"{speed:,.0f}"}
             if peak is not None:
-                shown["MFU"] = f"{flops * speed / peak:.1%}"
-            bar.set_postfix(shown, refresh=False)
-            bar.update()
+                facts["MFU"] = f"{flops * speed / peak:.1%}"
+            shown.set_postfix(facts, refresh=False)
+            shown.update()
             done, reason = run.step == s.steps, stop.name
             if s.minutes is not None and time.monotonic() - began >= 60 * s.minutes and not done:
                 reason = reason or f"--minutes {s.minutes:g}"
+            reason = world.agreed(reason)
             if done or reason or run.step % s.save_every == 0:
                 log.flush()
                 run.save()
-                saved_at = run.step
     if durations:
         run.speed = tokens / statistics.median(durations)
+    if s.profile and len(durations) <= WARM_UP_STEPS:
+        print(f"note: {TRACE} takes more than {WARM_UP_STEPS} steps, and was not written")
     return reason
 
 
 def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) -> None:
     """The end of a finished run: what it reached, the curve, a sample."""
-    level = run.settings.level
+    unit = run.corpus.unit
     last = log.rows[-1] if log.rows else {}
     if "validation" not in last:
-        last = validate(run.model, run.corpus, run.settings, stop) or {}
+        last = validate(run.model, run.corpus, run.settings, stop, run.world) or {}
     if last:
         nats, bits = last["validation"], last["bits_per_byte"]
-        print(f"validation  {nats:.4f} nats per {level}, {bits:.4f} bits per byte")
-    print(f"bigram      {bigram[0]:.4f} nats per {level}, {bigram[1]:.4f} bits per byte")
+        print(f"validation  {nats:.4f} nats per {unit}, {bits:.4f} bits per byte")
+    print(f"bigram      {bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte")
     if run.speed is not None:
         print(f"speed       {run.speed:,.0f} tokens/s (median step)")
     print(f"files       {run.folder}: {', '.join(sorted(p.name for p in run.folder.iterdir()))}")
@@ -305,37 +364,45 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     run.sample(400, stop)
 
 
+def whole_run(given: dict, world: World) -> int:
+    """All that main does, in one of the processes of `world`; returns the exit code."""
+    run = prepare(given, world)
+    s, bigram = run.settings, run.corpus.bigram_loss()
+    describe(run.model, run.corpus, s, bigram, world)
+    print(f"run         {run.folder}, steps {run.step} to {s.steps} of {s.batch_size} x {s.context}")
+    log = Log(run.folder / run_folder.LOG, run.step, writes=world.main)
+    if log.holes():
+        print(f"note: {log.holes()}; the run does not need them, the picture has a gap")
+    finished = run.step == s.steps and unvalidated(run, log) is None
+    stop = world.stop = StopSignal()
+    if world.size > 1:  # torchrun hears the second Ctrl-C, and the main process alone talks
+        stop.text = "stopping after this step" * world.main
+    reason = None
+    if not finished:  # else it is looked at, and nothing of it needs to be written
+        if world.main:
+            run_folder.begin(run.folder, s)
+        run.save()
+        if run.step == 0:
+            print("\nsample before training:")
+            run.sample(100, stop)
+        reason = train(run, log, stop)
+    if world.main:
+        run_folder.plot(log.rows, bigram[0], run.folder / run_folder.PLOT)
+    if reason is None:
+        stop.text = "stopping" * world.main
+        report(run, log, bigram, stop)
+    else:
+        said = f"stopped at step {run.step} ({reason}) and saved; go on with: {world.command()}"
+        print(said)
+        world.note(said)
+    return 0 if stop.number is None else 128 + stop.number
+
+
 def main(argv: list[str] | None = None) -> int:
     try:
-        run = prepare(parse(argv, __doc__))
-        s, bigram = run.settings, run.corpus.bigram_loss()
-        describe(run.model, run.corpus, s, bigram)
-        print(
-            f"run         {run.folder}, steps {run.step} to {s.steps} of {s.batch_size} x {s.context}"
-        )
-        log = Log(run.folder / run_folder.LOG, run.step)
-        if log.holes():
-            print(f"note: {log.holes()}; the run does not need them, the picture has a gap")
-        finished = run.step == s.steps and unvalidated(run, log) is None
-        stop = StopSignal()
-        reason = None
-        if not finished:  # else it is looked at, and nothing of it needs to be written
-            run_folder.begin(run.folder, s)
-            run.save()
-            if run.step == 0:
-                print("\nsample before training:")
-                run.sample(100, stop)
-            reason = train(run, log, stop)
-        run_folder.plot(log.rows, bigram[0], run.folder / run_folder.PLOT)
-        if reason is None:
-            stop.text = "stopping"
-            report(run, log, bigram, stop)
-        else:
-            print(
-                f"stopped at step {run.step} ({reason}) and saved; go on with: "
-                f"python {sys.argv[0]} --resume --out {run.folder}"
-            )
-        return 0 if stop.number is None else 128 + stop.number
+        given = parse(argv, __doc__)
+        with joined() as world:
+            return whole_run(given, world)
     except EXPECTED as error:
         return tell("train_gpt.py", error)
     except KeyboardInterrupt:

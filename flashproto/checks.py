@@ -373,6 +373,36 @@ def check_varlen(
             check_integer(operator, name, n, 0, 2**31 - 1, takes, "Pass None for any length.")
 
 
+def check_states(operator: str, outs: object, lses: object) -> None:
+    """outs, tensors [..., Dv] of one shape on one device, and as many lses [...]; or each stacked."""
+    for name, states in (("outs", outs), ("lses", lses)):
+        listed = isinstance(states, (tuple, list)) or (isinstance(states, Tensor) and states.ndim > 0)
+        if not listed or len(states) == 0:  # type: ignore[arg-type]
+            got = "empty" if listed else described(states)
+            takes, do = "tensors, one or more, or one [n, ...]", "Pass those of each part."
+            refuse(operator, name, got, takes, do, ValueError if listed else TypeError)
+        for x in states:  # type: ignore[attr-defined]
+            check_tensor(operator, name, x)
+    given: Any = list(outs), list(lses)  # type: ignore[call-overload]
+    if len(given[0]) != len(given[1]):
+        takes = f"one for each of outs, {len(given[0])}"
+        refuse(operator, "lses", f"{len(given[1])} tensors", takes, "Pass both of each part.")
+    first = given[0][0]
+    if first.ndim == 0:
+        refuse(operator, "outs", "scalars", "tensors [..., Dv]", "Pass what attention returns.")
+    for name, states, shape in (("outs", given[0], first.shape), ("lses", given[1], first.shape[:-1])):
+        for x in states:
+            check_on(operator, name, x, first.device)
+            if x.shape != shape:
+                refuse(
+                    operator,
+                    name,
+                    f"of shape {list(x.shape)}",
+                    lambda: f"{list(shape)}, for outs of shape {list(first.shape)}",  # noqa: B023
+                    "Pass what attention returns; of attention_varlen lse.mT.",
+                )
+
+
 def check_norm(
     operator: str,
     x: Tensor,

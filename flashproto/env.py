@@ -22,7 +22,13 @@ PEERS = {  # import name: distribution
     "liger_kernel": "liger-kernel",
     "cut_cross_entropy": "cut-cross-entropy",
 }
-VARIABLES = ("FLASHPROTO_IMPL", "TRITON_INTERPRET", "TRITON_CACHE_DIR", "CUDA_VISIBLE_DEVICES")
+VARIABLES = (
+    "FLASHPROTO_IMPL",
+    "FLASHPROTO_CHECKED",
+    "TRITON_INTERPRET",
+    "TRITON_CACHE_DIR",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def version_of(distribution: str) -> str | None:

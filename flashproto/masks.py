@@ -108,11 +108,15 @@ def check_vector(operator: str, name: str, x: object, shapes: str, least: int, m
     return x
 
 
+FAR = 2**30  # more than there are queries, and the sum of two is within int32
+
+
 def by_head(x: Tensor) -> Tensor:
-    """[S], [B, S] or [B, H, S] as int32 [B | 1, H | 1, S]."""
+    """[S], [B, S] or [B, H, S] as int32 [B | 1, H | 1, S]; numbers behind all queries, such as the
+    largest of int64, stay behind them."""
     x = x[None] if x.ndim == 1 else x
     x = x[:, None] if x.ndim == 2 else x
-    return x.to(torch.int32)
+    return x.clamp(-FAR, FAR).to(torch.int32)
 
 
 def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:

@@ -126,7 +126,7 @@ def variant_of(
 # --- in the schema of an operator ----------------------------------------------------------------
 
 # A list with None in it would lose the gradients of its tensors: the text says which there are.
-FLOATS, INTS = (float, torch.SymFloat), (int, torch.SymInt)
+FLOATS = (float, torch.SymFloat)
 SCHEMA = "Tensor[] tensors, SymInt[] ints, float[] floats, str variant"
 Packed = tuple[list[Tensor], list[int], list[float], str]
 
@@ -142,8 +142,8 @@ def pack(variant: Variant) -> Packed:
             letter = "-"
         elif isinstance(x, FLOATS):
             letter = "f"
-        else:
-            letter = "i" if isinstance(x, INTS) else "t"
+        else:  # under torch.jit.trace integers are tensors without dimensions
+            letter = "t" if isinstance(x, Tensor) and x.ndim else "i"
         by_letter[letter].append(x)
         letters += letter
     return by_letter["t"], by_letter["i"], by_letter["f"], f"{kind.name}/{letters}"

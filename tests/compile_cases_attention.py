@@ -66,7 +66,8 @@ FIELDS = tuple(Kind.__dataclass_fields__)
 SHAPES = ((128, 128, "bf16"), (64, 64, "fp16"), (64, 128, "bf16"), (64, 64, "fp32"))
 COVERING = covering(FIELDS, (Kind(), Kind(CAUSAL=True)))
 VARIANTS = tuple(zip(COVERING, itertools.cycle(SHAPES), strict=False))
-VARIANT_STACK = 128
+# Of all features at once; on sm_100 intervals beside ALiBi spill at head_dim 64, in the forward most.
+VARIANT_STACK = {80: 192, 90: 192, 100: 1536}
 
 
 def variant_cases(
@@ -79,7 +80,9 @@ def variant_cases(
         exact = replace(kind, SOFTCAP=2 if kind.SOFTCAP and itemsize == 4 else kind.SOFTCAP)
         of_gradients = replace(exact, MAX_SCORE=False, ENTROPY=False)
         forward = configs.attention_forward(capability, itemsize, D, Dv)
-        keys, queries = configs.attention_backward(capability, itemsize, D, Dv, of_gradients)
+        keys, queries = configs.attention_backward(
+            capability, itemsize, D, Dv, of_gradients, slopes=of_gradients.ALIBI
+        )
         for kernel, stem, kind, config, extra in (
             (attention_forward_kernel, "forward", exact, forward, {"EXACT": itemsize == 4}),
             (attention_backward_keys_kernel, "keys", of_gradients, keys, {}),
@@ -107,7 +110,13 @@ def variant_cases(
                 continue  # among the others
             name = f"{stem}-{D}x{Dv}-{kind}"
             yield case(
-                kernel, name, element, config, constexprs | extra | absent, VARIANT_STACK, variables
+                kernel,
+                name,
+                element,
+                config,
+                constexprs | extra | absent,
+                VARIANT_STACK[arch],
+                variables,
             )
 
 

@@ -36,6 +36,7 @@ FAMILIES = {
     "sample": "compile_cases_sample.sample_cases",
     "hopper": "compile_cases_hopper.hopper_cases",
     "attention": "compile_cases_attention.attention_cases",
+    "decode": "compile_cases_decode.decode_cases",
     "norm": "compile_cases_norm.norm_cases",
     "norm_features": "compile_cases_norm_features.norm_feature_cases",
     "softmax": "compile_cases_softmax.softmax_cases",

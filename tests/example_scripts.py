@@ -20,6 +20,8 @@ from flashproto.backends import get_default, set_default
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 CHECKPOINT, LOG, SETTINGS, PLOT = "checkpoint.safetensors", "log.jsonl", "settings.json", "loss.png"
+BEST = "best.safetensors"
+PREPARED = ["--vocab-size", "512", "--validation-share", "0.1", "--shard-tokens", "10000"]
 # A second of training on one core.
 TINY = [
     "--steps",
@@ -67,6 +69,31 @@ def tiny(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """The folder of a finished run with the options TINY."""
     folder = tmp_path_factory.mktemp("tiny") / "run"
     called("train_gpt", "--data", text, *TINY, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def books(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 40 documents, in files of one and of several; 100 KB in all."""
+    from pydoc_data.topics import topics
+
+    folder = tmp_path_factory.mktemp("books") / "books"
+    (folder / "more").mkdir(parents=True)
+    texts = [topics[name][:2500] for name in sorted(topics)[:40]]
+    for i, text in enumerate(texts[:30]):
+        (folder / f"{i:02}.txt").write_text(text, encoding="utf-8")
+    several = "\n<|endoftext|>\n".join(texts[30:]) + "\n<|endoftext|>\n"
+    (folder / "more" / "several.txt").write_text(several, encoding="utf-8")
+    (folder / ".hidden").write_bytes(b"\xff")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokens(books: Path) -> Path:
+    """The books in tokens of a vocabulary of 512, in several files."""
+    pytest.importorskip("tokenizers", reason="BPE needs the package tokenizers")
+    folder = books.with_name("tokens")
+    called("prepare_data", books, "--out", folder, *PREPARED)
     return folder
 
 

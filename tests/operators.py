@@ -331,6 +331,13 @@ CASES = [
              q, k, v, cu, cu, causal=True, sinks=sinks, return_lse=True, impl=impl
          ),
          lambda n: (R(n, 2, 16), R(n, 1, 16), R(n, 1, 16), R(2), starts(n))),
+    Case("attention_with_kv_cache, window, pages, rope", "attention_kv_cache",
+         lambda impl, q, k, v, lengths, table, cos, sin: fp.attention_with_kv_cache(
+             q, k, v, lengths=lengths, page_table=table, window=(9, None), rope=(cos, sin),
+             return_lse=True, impl=impl,
+         ),
+         lambda n: (*heads(n, 2), R(6, 8, 1, 16), R(6, 8, 1, 16), torch.tensor([11]).int(),
+                    torch.tensor([[4, 0, 2]]).int(), *tables(32)), differentiable=False),
     Case("attention_qkv, window, sinks, tree", "attention_qkv_forward",
          lambda impl, qkv, sinks, parents: fp.attention_qkv(
              qkv, 2, 1, window=(5, None), sinks=sinks, mask=fp.masks.tree(parents), impl=impl

@@ -118,6 +118,8 @@ VARIANTS = ATTENTION | {
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
 CUS: list[Any] = [*TENSORS, LONG, CU.long(), CU[None], CU[:0], CU[:2], CU + 1, CU.flip(0), CU * 9]
 TOKENS = torch.randn(8, 2, 16)
+CACHED, CACHE = torch.randn(2, 4, 1, 16), torch.randn(2, 8, 2, 16)
+INTS = torch.tensor([3, 8], dtype=torch.int32)
 QKVS = {"qkv": [*TENSORS, QKV[0]]}
 GLU = {"gate": [*TENSORS, torch.tensor(1.0)], "up": [*TENSORS, LONG], "impl": NAMES}
 
@@ -185,6 +187,29 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         },
     ),
     "attention_qkv": ({"qkv": QKV, "n_heads": 2, "n_kv_heads": 1}, ATTENTION | HEADS | QKVS),
+    "attention_with_kv_cache": (
+        {"q": CACHED[:, :2], "k_cache": CACHE, "v_cache": CACHE, "lengths": INTS, "rope": (COS, COS)},
+        {n: x for n, x in ATTENTION.items() if n != "mask"} | {
+            "q": [*TENSORS, LONG, CACHED[0]], "k_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
+            "v_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
+            "lengths": [*TENSORS, None, LONG, INTS.long(), INTS[:1], INTS + 90, INTS - 90],
+            "k": [*TENSORS, LONG, CACHED[:, :2]], "v": [*TENSORS, LONG, CACHED[:, :2]],
+            "page_table": [*TENSORS, LONG, INTS, INTS[None]],
+            "cache_index": [*TENSORS, LONG, INTS.long(), INTS + 9, INTS[:1]],
+            "starts": [*TENSORS, LONG, INTS.long(), INTS + 90, INTS - 90, INTS[:1]],
+            "cu_seqlens_q": [*TENSORS, LONG], "k_scale": [*TENSORS, INTS.float()],
+            "v_scale": [*TENSORS, INTS.float()], "prefix": [*TENSORS, LONG, (Q,), (Q, Q)],
+            "rope": [*TENSORS, LONG, (COS,), (COS[0], COS)],
+            "interleaved": FLAGS, "alibi_slopes": [*TENSORS, LONG], "return_lse": FLAGS,
+        },
+    ),
+    "merge_attention": (
+        {"outs": [Q, Q], "lses": [Q[..., 0], Q[..., 0]]},
+        {
+            "outs": [Q, None, [], [Q], [Q, LONG], [Q, 1.0]],
+            "lses": [None, [], LONG, [Q, Q], [Q[..., 0]]],
+        },
+    ),
     "scaled_dot_product_attention": (
         {"query": Q, "key": Q, "value": Q},
         {
@@ -201,6 +226,11 @@ ALSO = {
     "n_kv_heads": "qkv",
     "cu_seqlens_q": "cu_seqlens_k",
     "gate": "up",
+    "outs": "lses",
+    "k": "v",
+    "v": "k",
+    "k_cache": "v_cache",
+    "rope": "cos",
     "cos": "sin",
     "key": "query, key or value",
     "value": "query, key or value",

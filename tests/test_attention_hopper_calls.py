@@ -27,7 +27,7 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = torch.randn_like(q), torch.randn(2, 4, 30)
     monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: 132)
     dout, one = torch.randn_like(q), torch.ones((), dtype=q.dtype)
-    settings = attention_op.Settings((0,), (), "causal//", 0.125, "hopper")
+    settings = attention_op.Settings((0,), (), "causal/", 0.125, "hopper")
     for copies, given in (
         (0, (q, k, v, out, lse, dout, None)),
         (1, (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2))),

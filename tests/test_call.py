@@ -67,7 +67,8 @@ def test_every_public_function_is_in_the_table() -> None:
         for n in flashproto.__all__
         if getattr(flashproto, n).__module__.startswith("flashproto.functional")
     }
-    assert {case.function for case in CASES} == public
+    plain = {"merge_attention"}  # functions of torch alone, which are no op
+    assert {case.function for case in CASES} == public - plain
     assert len({case.name for case in CASES}) == len(CASES)
 
 
@@ -902,7 +903,9 @@ def test_kernels_refuse_dtensors(case: Case, device: str, mesh: Any) -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     inputs = {n: distribute_tensor(t, mesh, [Replicate()]) for n, t in case.inputs(device).items()}
-    error = TypeError if of_a_mask(case) else BackendError
+    # A call with a cache takes them on no backend.
+    refused = of_a_mask(case) or case.op == "attention_kv_cache"
+    error = TypeError if refused else BackendError
     with no_launch(), pytest.raises(error, match=r"to_local\(\)"):
         case(inputs, "triton")
 

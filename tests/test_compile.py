@@ -38,6 +38,7 @@ SHARDS = {  # processes that compile a family's cases for an architecture, none 
     "norm": {80: 1, 90: 2, 100: 1},
     "softmax": {80: 1, 90: 2, 100: 1},
     "norm_features": ONCE,
+    "decode": ONCE,
     "elementwise": ONCE,
     "cross_entropy": ONCE,
 }

@@ -384,6 +384,13 @@ def refusals() -> None:
         (lambda: run(q, k, v, "cp"), TypeError, "ProcessGroup"),
         (lambda: distributed.shard(odd, 2), ValueError, f"a multiple of {2 * size}"),
         (lambda: distributed.layer_norm(q, torch.ones(5)), ValueError, "weight"),
+        (lambda: torch.vmap(lambda x: run(x, k, v))(q[None]), NotImplementedError, "q is inside a tr"),
+        (lambda: torch.vmap(distributed.rms_norm)(q), NotImplementedError, "x is inside a transform"),
+        (
+            lambda: torch.func.jvp(lambda x: distributed.unshard(x, 2), (q,), (q,)),
+            NotImplementedError,
+            "in forward mode",
+        ),
     ):
         with pytest.raises(kind, match=words):
             call()

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 from example_scripts import (
+    BEST,
     CHECKPOINT,
     LOG,
     PLOT,
@@ -98,7 +99,7 @@ def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
     smoothed = sum(r["loss"] for r in log[-50:]) / 50
     assert f"loss={smoothed:.3f}, validation={log[-1]['validation']:.3f}" in out
     assert (folder / PLOT).read_bytes().startswith(b"\x89PNG")
-    assert {p.name for p in folder.iterdir()} == {CHECKPOINT, LOG, PLOT, SETTINGS}
+    assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
 
     sampled = run(
         "generate.py",
@@ -213,7 +214,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path, text
     called("train_gpt", *options, "--out", folder)
     assert rows(folder) == rows(tiny)
     assert content(folder / CHECKPOINT) == content(tiny / CHECKPOINT)
-    assert {p.name for p in folder.iterdir()} == {CHECKPOINT, LOG, PLOT, SETTINGS}
+    assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
 
 
 @pytest.mark.parametrize("files", [[], [f"{SETTINGS}.partial"]])
@@ -353,7 +354,7 @@ def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch,
         with monkeypatch.context() as patched:
             patched.setattr(train_gpt, "validate", interrupted)
             called("train_gpt", *options, "--out", folder, code=130)
-        assert rows(folder)[-1].keys() == {"step", "loss", "learning_rate"}
+        assert rows(folder)[-1].keys() == {"step", "loss", "learning_rate", "gradient_norm"}
         assert rows(folder)[-1]["step"] == step
         assert f"stopped at step {step} (SIGINT) and saved" in capfd.readouterr().out
         options = ["--resume"]
@@ -528,9 +529,12 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, capsys, tiny, da
         (["--learning-rate", "nan"], "nan is not above 0"),
         (["--seed", "-1"], "-1 is not from 0"),
         (["--data", "missing.txt"], "missing.txt', which cannot be read (No such file"),
-        (["--data", "."], "cannot be read (Is a directory)"),
+        (["--data", "."], "without index.json: prepare_data.py did not write it. It takes a text file"),
         (["--data", "empty.txt"], "empty.txt', which is empty"),
-        (["--data", "short.txt"], "has 24 chars; with --context 128 it takes at least 146"),
+        (
+            ["--data", "short.txt"],
+            "has 21 chars to train on and 3 to validate on; with --context 128 it takes at least 130",
+        ),
         (["--data", "binary.dat"], "not UTF-8 (byte 0xff at offset 0)"),
         (["--resume"], "there is no run under runs/"),
         (["--resume", "often"], "--resume: invalid choice: 'often'"),

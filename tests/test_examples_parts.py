@@ -27,8 +27,9 @@ def module(name: str) -> ModuleType:
 # --- the text ------------------------------------------------------------------------------------
 
 
-def load(path: Path, *arguments: object):
-    return module("text_data").Corpus.load(str(path), *arguments)
+def load(path: Path, level: str, context: int, most: int | None = None):
+    given = settings(data=str(path), level=level, context=context, validate_tokens=most)
+    return module("text_data").Corpus.load(given)
 
 
 def test_unseen_characters_are_counted_and_paid_for(tmp_path):
@@ -164,7 +165,7 @@ def test_validation_predicts_the_targets(text, most):
     corpus = load(text, "char", 50, most)
     seen = torch.zeros(corpus.vocabulary.size, dtype=torch.int64)
 
-    def model(x, y, return_logits):
+    def model(x, y, return_logits, group):
         assert not return_logits
         kept = y[y != -100]
         seen.add_(torch.bincount(kept, minlength=len(seen)))
@@ -190,16 +191,16 @@ def test_validation_hears_a_stop_and_has_a_bar(monkeypatch, text):
         def __bool__(self) -> bool:
             return len(calls) == stop.number
 
-    class Bar(validation.tqdm):
+    class Bar(module("bars").tqdm):
         def __init__(self, **how: object) -> None:
             super().__init__(**how)
             bars.append(self)
 
-    def model(x, y, return_logits):
+    def model(x, y, return_logits, group):
         calls.append(len(x))
         return None, torch.tensor(1.0)
 
-    monkeypatch.setattr(validation, "tqdm", Bar)
+    monkeypatch.setattr(module("bars"), "tqdm", Bar)
     assert validation.validate(model, corpus, settings(context=50, batch_size=2), Stop())
     assert sum(calls) == bars[0].n == bars[0].total == len(corpus.windows)
     assert max(calls) == 2

@@ -95,7 +95,8 @@ def test_public_names_are_covered_here() -> None:
         if getattr(flashproto, n).__module__.startswith("flashproto.functional")
     }
     forward_only = {"layer_norm_fp8", "rms_norm_fp8"}  # tests/test_norm_fp8.py
-    assert functions == {*FUNCTIONS, *forward_only, "scaled_dot_product_attention"}
+    decoding = {"attention_with_kv_cache", "merge_attention"}  # tests/test_decode.py
+    assert functions == {*FUNCTIONS, *forward_only, *decoding, "scaled_dot_product_attention"}
 
 
 # --- what is refused ------------------------------------------------------------------------------

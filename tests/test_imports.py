@@ -22,7 +22,7 @@ FLOORS = {
     "functional": 6,
     "distributed": 7,
     "explain": 7,
-    "nn": 7,
+    "nn": 8,
     "env": 8,
     "bench": 9,
     "examples": 10,

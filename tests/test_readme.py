@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.run import get_args_parser
 
 import flashproto
 
@@ -128,20 +129,22 @@ def options(text: str) -> set[str]:
 
 
 def test_options_of_the_trainer_are_documented() -> None:
-    """All of train_gpt.py and generate.py, and none that there is not."""
-    scripts = ("train_gpt.py", "generate.py", "compare_losses.py")
+    """All of train_gpt.py, generate.py and prepare_data.py, and none that neither they nor torchrun
+    have."""
+    scripts = ("train_gpt.py", "generate.py", "prepare_data.py", "compare_losses.py")
     of_script = []
     for script in scripts:
         command = [sys.executable, str(ROOT / "examples" / script), "--help"]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200"}
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         of_script.append(options(done.stdout))
-    training, generating, _ = of_script
+    training, generating, preparing, _ = of_script
     documented = options((ROOT / "docs" / "training.md").read_text())
-    assert training | generating <= documented
-    assert documented <= set().union(*of_script)
+    assert training | generating | preparing <= documented
+    of_torchrun = options(get_args_parser().format_help())
+    assert documented <= of_torchrun.union(*of_script)
     section = README.read_text().split("## Train a small GPT")[1].split("\n## ")[0]
-    assert options(section) <= training | generating
+    assert options(section) <= training | generating | preparing | of_torchrun
 
 
 def table(heading: str) -> list[list[str]]:

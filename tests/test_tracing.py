@@ -126,6 +126,19 @@ FUNCTIONS: dict[str, Function] = {
         lambda q, k, v, **o: fp.attention_varlen(q, k, v, *[thirds(q)] * 2, causal=True, **o),
         lambda S: ((S, 4, 16), (S, 2, 16), (S, 2, 24)), torch=False,
     ),
+    "attention_with_kv_cache": Function(
+        lambda q, k, v, **o: total(
+            fp.attention_with_kv_cache(
+                q, k, v, lengths=q.new_full(q.shape[:1], 3, dtype=torch.int32), window=(2, 0),
+                return_lse=True, **o,
+            )
+        ),
+        lambda S: ((2, 4, S, 16), (2, 2 * S, 2, 16), (2, 2 * S, 2, 24)), None, (0, 1, 2), torch=False,
+    ),
+    "merge_attention": Function(
+        lambda a, b, s, t, impl=None: total(fp.merge_attention((a, b), (s, t))),
+        lambda S: ((2, S, 16), (2, S, 16), (2, S), (2, S)),
+    ),
     "attention_qkv": Function(lambda x, **o: fp.attention_qkv(x, 2, 1, causal=True, **o), packed),
     "scaled_dot_product_attention": Function(
         lambda q, k, v, impl=None: with_default(

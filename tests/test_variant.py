@@ -243,6 +243,21 @@ def test_runs_of_tiles_of_intervals_and_bands(
 # Tiles of the Hopper kernels, and of the portable ones.
 TILES = ((192, 128), (256, 64), (64, 256), (128, 64), (64, 64), (16, 16), (16, 16), (32, 16), (16, 32))
 ONE = Problem(torch.float32, 1, 1, 1, 9, 9, 8, 8, causal=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("Sq", "Sk"), [(3, 5), (5, 3)])
+def test_the_largest_numbers_stay_behind_all_queries(dtype: torch.dtype, Sq: int, Sk: int) -> None:
+    limits = torch.iinfo(dtype)
+    begin, end = (torch.full((Sk,), n, dtype=dtype) for n in (limits.min, limits.max))
+    assert masks.intervals(begin, end).visible(Sq, Sk).all()
+    assert masks.tree(begin, end).visible(Sq, Sk).all()
+    assert masks.padding(end[:1]).visible(Sq, Sk).all()
+    assert masks.prefix(end[:1]).visible(Sq, Sk).all()
+    assert not masks.intervals(end, end).visible(Sq, Sk).any()
+    assert not masks.padding(begin[:1]).visible(Sq, Sk).any()
+
+
 PARTS = ("documents", "padding", "prefix", "tree", "intervals")
 
 

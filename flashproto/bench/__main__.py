@@ -37,6 +37,7 @@ SUBJECTS = (
     "attention",
     "variants",
     "views",
+    "decode",
     "norm",
     "norm_float32",
     "add_norm",
@@ -126,7 +127,7 @@ def chosen_impls(names: str | None, device: torch.device, subject: str) -> list[
                 raise ValueError(f"--impl is {name!r}; it takes {takes}. Separate several by commas.")
         return listed
     runs = [name for name in backends.BACKENDS if not backends.device_reasons(name, device)]
-    if subject not in ("attention", "variants", "views", "block", "gpt", "launch"):
+    if subject not in ("attention", "variants", "views", "decode", "block", "gpt", "launch"):
         runs = [name for name in runs if name != "hopper"]  # which has attention alone
     kernels = [name for name in runs if name in ("hopper", "triton")]
     return kernels if kernels and device.type == "cuda" else [n for n in runs if n != "triton"]

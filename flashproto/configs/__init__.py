@@ -21,6 +21,13 @@ from .cross_entropy import (
     product_classes,
     tokens_at_once,
 )
+from .decode import (
+    DecodeConfig,
+    attention_decode,
+    attention_splits_keys,
+    pieces_merged,
+    splits_cache,
+)
 from .elementwise import (
     HeadConfig,
     TileConfig,
@@ -67,6 +74,7 @@ from .sizes import (
 __all__ = [
     "AttentionConfig",
     "CrossEntropyConfig",
+    "DecodeConfig",
     "HeadConfig",
     "HopperBackward",
     "HopperForward",
@@ -75,8 +83,10 @@ __all__ = [
     "TileConfig",
     "attention_backward",
     "attention_backward_hopper",
+    "attention_decode",
     "attention_forward",
     "attention_forward_hopper",
+    "attention_splits_keys",
     "balanced_work",
     "classes_at_once",
     "classes_summed",
@@ -101,6 +111,7 @@ __all__ = [
     "norm_split",
     "padded_classes",
     "padded_head_dim",
+    "pieces_merged",
     "power_of_two",
     "product_classes",
     "qk_norm_backward",
@@ -113,5 +124,6 @@ __all__ = [
     "softmax_topk_backward",
     "softmax_topk_join",
     "softmax_topk_span",
+    "splits_cache",
     "tokens_at_once",
 ]

@@ -25,7 +25,7 @@ from ..functional.attention import _band, _intervals
 from ..functional.autocast import autocast_low_precision
 from ..mask_values import Diagonals
 from .call import NAME, Call, Needs, Rows, Tensors
-from .group import NOT_TRACED, check_plain, group_of, once
+from .group import NOT_TRACED, check_plain, check_untransformed, group_of, once
 from .order import Part, Range, check_length, cut, ranges
 from .sums import Merged, Sum
 from .transfers import Transfer, arriving, at_hand, give_back
@@ -73,8 +73,8 @@ def ring_attention(
         return_lse: also return lse.
         method: "ring": keys and values of one rank at a time are on another one, and travel while it
             works on those before.  "all_gather": all keys and values are gathered first, for two calls
-            of attention.  That is quicker where a sequence is so short that the start of n steps counts
-            (up to some thousand tokens a rank), and takes the memory of all keys and values.
+            of attention.  That is for sequences so short that the start of n steps counts; it takes
+            the memory of all keys and values.
         impl: the backend of each part by name; None chooses.  "torch" gives no lse, and is refused.
 
     Returns:
@@ -102,7 +102,9 @@ def ring_attention(
     ranks = group_of(name, group)
     q, k, v = autocast_low_precision(q, k, v)
     check_attention(name, q, k, v)
-    check_plain(name, q=q, k=k, v=v, sinks=sinks, alibi_slopes=alibi_slopes)
+    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes}
+    check_plain(name, **tensors)
+    check_untransformed(name, **tensors)
     (B, Hq, length, _), device = q.shape, q.device
     S = length * ranks.size
     if k.shape[2] != length:

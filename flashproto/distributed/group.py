@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active as transforms_active
 
-from ..backends import is_dtensor
+from ..backends import has_tangents, is_dtensor
 from ..checks import refuse
 
 NOT_TRACED = "flashproto.distributed: what travels between ranks is not traced"
@@ -85,6 +86,15 @@ def check_plain(operator: str, **tensors: Tensor | None) -> None:
         if isinstance(x, Tensor) and is_dtensor(x):
             do = f"Pass {name}.to_local()."
             refuse(operator, name, "a DTensor", "this rank's shard as a plain tensor", do, TypeError)
+
+
+def check_untransformed(operator: str, **tensors: Tensor | None) -> None:
+    """Nothing of torch.func or of forward mode, which what travels between ranks knows nothing of."""
+    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    if transforms_active() or has_tangents(list(given.values())):
+        got = "inside a transform of torch.func, or in forward mode"
+        takes = "tensors outside of these: there is only .backward()"
+        refuse(operator, next(iter(given)), got, takes, "Call it outside.", NotImplementedError)
 
 
 def once(operator: str, gradients: list[Tensor | None]) -> list[Tensor | None]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..checks import check_norm, check_rows, refuse
 from ..functional.autocast import autocast_float32
-from .group import NOT_TRACED, Group, check_plain, group_of, once
+from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once
 
 
 @torch.compiler.disable(reason=NOT_TRACED)
@@ -76,6 +76,7 @@ def _norm(name, x, weight, bias, group, eps, centered):
     ranks = group_of(name, group)
     check_plain(name, x=x, weight=weight, bias=bias)
     check_rows(name, x)
+    check_untransformed(name, x=x, weight=weight, bias=bias)
     if x.shape[-1] == 0:
         refuse(name, "x", "of no columns", "at least 1 on each rank", "Shard fewer ways.")
     check_norm(name, x, [x.shape[-1]], weight, bias, None, eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..checks import check_integer, described, refuse
 from ..mask_values import Diagonals
 from ..reference import compute_dtype
-from .group import NOT_TRACED, Group, check_plain, group_of, once
+from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once
 
 Range = tuple[int, int]  # from the first to before the second
 Band = tuple[bool, int, int | None, int]
@@ -226,6 +226,7 @@ def unshard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tens
     name = "unshard"
     ranks, dim = group_of(name, group), check_dim(name, x, dim)
     check_plain(name, x=x)
+    check_untransformed(name, x=x)
     check_length(name, "the whole length", x.shape[dim] * ranks.size, ranks.size)
     return Unshard.apply(x, dim, ranks)
 

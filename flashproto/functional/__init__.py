@@ -15,6 +15,10 @@ from .cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+from .decode import (
+    attention_with_kv_cache,
+    merge_attention,
+)
 from .glu import (
     geglu,
     gelu,
@@ -56,6 +60,7 @@ __all__ = [
     "attention",
     "attention_qkv",
     "attention_varlen",
+    "attention_with_kv_cache",
     "cross_entropy",
     "geglu",
     "gelu",
@@ -64,6 +69,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "merge_attention",
     "qk_norm",
     "qk_norm_qkv",
     "reglu",

@@ -41,7 +41,7 @@ from ..variant import (
     reasons,
     variant_of,
 )
-from .autocast import autocast_low_precision
+from .autocast import autocast_low_precision, without_autocast
 from .cached import cached
 
 if backends.HAS_TRITON:
@@ -474,16 +474,17 @@ def _attention_reasons(backend, variant, q, k, v, return_lse) -> Iterator[Reason
 
 def _reference_attention(q, k, v, variant, scale, return_lse, aux):
     """The definition; what `aux` names has no gradient, as on other backends."""
-    made = reference.attention(
-        q,
-        k,
-        v,
-        causal=variant.kind.CAUSAL,
-        causal_offset=variant.offset,
-        scale=scale,
-        return_aux=bool(aux),
-        **variant.named,
-    )
+    with without_autocast(q):
+        made = reference.attention(
+            q,
+            k,
+            v,
+            causal=variant.kind.CAUSAL,
+            causal_offset=variant.offset,
+            scale=scale,
+            return_aux=bool(aux),
+            **variant.named,
+        )
     results = made[: 1 + return_lse]
     for name in aux:
         x = made[2 + AUX.index(name)]

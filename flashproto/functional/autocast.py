@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,11 @@ def autocast_float32(aten_name: str, *tensors: Tensor | None) -> tuple[Tensor | 
 def _autocasts(aten_name: str, device: str) -> bool:
     key = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}.get(device)
     return key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{aten_name}", key)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Where autocast is on, it is off within: products are in the dtype of what they are made of."""
+    return nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 def autocast_low_precision(*tensors: Tensor) -> tuple[Tensor, ...]:

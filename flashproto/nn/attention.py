@@ -6,7 +6,7 @@ Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D h
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -16,6 +16,9 @@ from .. import functional as F
 from ..checks import LARGEST, SMALLEST, check_flag, check_integer, check_number, refuse
 from .layers import Linear, is_as_made
 from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 Rope = tuple[Tensor, Tensor]
 
@@ -45,8 +48,12 @@ def rope_tables(
     check_integer("rope_tables", "head_dim", head_dim, 0, sys.maxsize, "an even number", do)
     if head_dim % 2:
         refuse("rope_tables", "head_dim", head_dim, "an even number", do)
-    dims = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32)
-    positions = torch.arange(length, device=device, dtype=torch.float32)
+    return rope_tables_at(torch.arange(length, device=device, dtype=torch.float32), head_dim, theta)
+
+
+def rope_tables_at(positions: Tensor, head_dim: int, theta: float) -> Rope:
+    """The rows of rope_tables at positions [S], integers or float32."""
+    dims = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
     angles = positions[:, None] * theta ** (-dims / head_dim)
     return angles.cos(), angles.sin()
 
@@ -93,8 +100,12 @@ class Attention(nn.Module):
         impl: the backend by name, None chooses; of RoPE and QK norm too, which choose beside "hopper".
         device, dtype: of the parameters.
 
-    forward(x [B, S, C], rope=None) returns [B, S, C]; `rope` is what rope_tables(S, D) returned (of
-    any length from S on; of fewer than D dimensions to rotate only those), or None for no rotation.
+    forward(x [B, S, C], rope=None, group=None) returns [B, S, C]; `rope` is what rope_tables(S, D)
+    returned (of any length from S on; of fewer than D dimensions to rotate only those), or None for no
+    rotation.  With a process group, x is this rank's shard of each sequence and `rope` the rows at its
+    positions, as flashproto.distributed has them, and ring_attention takes the place of attention.
+    With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
+    the keys that are seen, in max_score [Hq], float32; not with a group.
 
     Raises: ValueError: heads and widths do not fit; TypeError: an argument is of another type.
 
@@ -132,6 +143,8 @@ class Attention(nn.Module):
         self.causal = causal
         self.interleaved = interleaved
         self.impl = impl
+        self.record_max_score = False
+        self.max_score: Tensor | None = None
         width = (n_heads + 2 * n_kv_heads) * self.head_dim
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.qkv = Linear(d_model, width, **place)
@@ -143,13 +156,24 @@ class Attention(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: Tensor, rope: Rope | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None = None, group: ProcessGroup | None = None) -> Tensor:
         qkv = self.qkv(x)
         options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
-        if rope is None and self.q_norm is None and self.k_norm is None:
+        if group is not None:
+            from ..distributed import ring_attention  # torch may be built without process groups
+
+            if self.record_max_score:
+                do = "Set it to False."
+                refuse("Attention", "record_max_score", True, "False where group is given", do)
+            y = ring_attention(*self._heads(qkv, rope), group, **options)
+        elif self.record_max_score:
+            heads = self._heads(qkv, rope)
+            y, largest = F.attention(*heads, return_aux=("max_score",), **options)
+            self.max_score = largest.detach().amax((0, 2))
+        elif rope is None and self.q_norm is None and self.k_norm is None:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
         else:
-            y = F.attention(*self._heads(qkv, rope), **options)  # type: ignore[assignment]
+            y = F.attention(*self._heads(qkv, rope), **options)
         return self.out(rearrange(y, "b h s d -> b s (h d)"))
 
     def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,8 +184,7 @@ class Attention(nn.Module):
             "impl": beside_attention(self.impl),
         }
         q_norm, k_norm = self.q_norm, self.k_norm
-        if q_norm is None and k_norm is None:
-            assert rope is not None
+        if q_norm is None and k_norm is None and rope is not None:
             return F.rope_qkv(qkv, *heads, *rope, **options)
         if q_norm is not None and k_norm is not None and _one_pass(q_norm, k_norm):
             return F.qk_norm_qkv(

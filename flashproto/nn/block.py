@@ -5,7 +5,7 @@ Legend: B batch, S tokens, C = d_model; x, residual [B, S, C].
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from .attention import Attention, Rope, beside_attention, check_heads
 from .mlp import MLP
 from .norm import make_norm, norm_before_linear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class TransformerBlock(nn.Module):
@@ -37,7 +40,8 @@ class TransformerBlock(nn.Module):
             attention alone, norms and MLP choose, and that is "triton" on such a GPU.
         device, dtype: of the parameters.
 
-    forward(x [B, S, C], residual=None, rope=None) returns (x, residual), both [B, S, C].
+    forward(x [B, S, C], residual=None, rope=None, group=None) returns (x, residual), both [B, S, C];
+    rope and group: see Attention.
 
     Raises: ValueError: widths and heads do not fit or a name is unknown; TypeError: an argument is of
     another type.
@@ -79,11 +83,16 @@ class TransformerBlock(nn.Module):
         self.mlp = MLP(d_model, d_ff, mlp, impl=others, **place)
 
     def forward(
-        self, x: Tensor, residual: Tensor | None = None, rope: Rope | None = None
+        self,
+        x: Tensor,
+        residual: Tensor | None = None,
+        rope: Rope | None = None,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             x, residual = self.norm1(x), x
         else:
             x, residual = norm_before_linear(self.norm1, x, residual)
-        x, residual = norm_before_linear(self.norm2, self.attention(x, rope), residual)
+        shared = () if group is None else (group,)  # what took attention's place may not know of it
+        x, residual = norm_before_linear(self.norm2, self.attention(x, rope, *shared), residual)
         return self.mlp(x), residual

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,11 +26,14 @@ from ..checks import (
     refuse,
 )
 from ..functional import cross_entropy, linear_cross_entropy
-from .attention import beside_attention, check_heads, rope_tables
+from .attention import beside_attention, check_heads, rope_tables_at
 from .block import TransformerBlock
 from .layers import Embedding, Linear, is_as_made, is_plain
 from .mlp import default_d_ff
 from .norm import make_norm, norm_before_linear
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -212,7 +215,12 @@ class GPT(nn.Module):
                 reset()
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        return_logits: bool = True,
+        group: ProcessGroup | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
@@ -222,16 +230,22 @@ class GPT(nn.Module):
         ValueError for tokens that are not [B, S] integers or longer than the context, and on a CPU
         for ids out of range; to look at them on a GPU would mean to wait for it.  Targets are checked
         as by flashproto.cross_entropy.
+
+        group: the ranks that share each sequence.  tokens and targets are then what
+        flashproto.distributed.shard leaves to this one, logits and loss are of these, and attention is
+        ring_attention.  All ranks make the same calls, forward and backward.  The gradients are those
+        of the sum of all ranks' losses: averaged over all ranks, as data parallelism does, they are
+        those of the mean over all tokens, where all have as many targets.
         """
-        self._check_tokens("GPT", tokens)
-        S, device = tokens.shape[1], tokens.device
+        at, shared = self._positions(tokens, group), () if group is None else (group,)
+        device = tokens.device
         x, residual, rope = self.embedding(tokens), None, None
         if self.positions is not None:
-            x = x + self.positions(torch.arange(S, device=device))
+            x = x + self.positions(at)
         else:
-            rope = rope_tables(S, self.config.head_dim, self.config.rope_theta, device)
+            rope = rope_tables_at(at, self.config.head_dim, self.config.rope_theta)
         for block in self.blocks:
-            x, residual = block(x, residual, rope)
+            x, residual = block(x, residual, rope, *shared)
         x, _ = norm_before_linear(self.norm, x, cast(Tensor, residual))
         head, fused = self.head, targets is not None and not return_logits
         bias = None
@@ -249,6 +263,18 @@ class GPT(nn.Module):
         loss = cast(Tensor, cross_entropy(logits, targets, impl=self.impl))
         return logits if return_logits else None, loss
 
+    def _positions(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
+        """Those of the tokens, once these are checked: [S], int64."""
+        if group is None:
+            self._check_tokens("GPT", tokens)
+            return torch.arange(tokens.shape[1], device=tokens.device)
+        from ..distributed import positions  # torch may be built without process groups
+        from ..distributed.group import group_of
+
+        size = group_of("GPT", group).size
+        self._check_tokens("GPT", tokens, size)
+        return positions(size * tokens.shape[1], group, device=tokens.device)
+
     def _tied_matrix(self, device: torch.device) -> Tensor:
         """The embedding as the output matrix [V, C]."""
         if is_plain(self.embedding, Embedding, nn.Embedding):
@@ -260,7 +286,7 @@ class GPT(nn.Module):
         """V, also of an embedding of another size in the place of the model's own."""
         return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
 
-    def _check_tokens(self, name: str, tokens: Tensor) -> None:
+    def _check_tokens(self, name: str, tokens: Tensor, shards: int = 1) -> None:
         if not isinstance(tokens, Tensor):
             do = "Pass torch.tensor(ids)[None]."
             refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
@@ -274,11 +300,11 @@ class GPT(nn.Module):
             )
         if tokens.dtype not in (torch.int64, torch.int32):
             refuse(name, "tokens", f"of dtype {tokens.dtype}", "int64 or int32", "Pass token ids.")
-        if name == "GPT" and tokens.shape[1] > self.config.context:
+        if name == "GPT" and shards * tokens.shape[1] > self.config.context:
             refuse(
                 name,
                 "tokens",
-                f"{tokens.shape[1]} long",
+                f"{shards * tokens.shape[1]} long" + f" in {shards} shards" * (shards > 1),
                 f"at most context, {self.config.context}",
                 "Crop them: tokens[:, -context:].",
             )

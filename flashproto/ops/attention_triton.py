@@ -5,7 +5,6 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -21,13 +20,11 @@ from ..kernels.attention_backward import (
 from ..kernels.attention_forward import attention_forward_kernel
 from ..kernels.schedule import intervals_kernel
 from ..variant import VARIABLES, Kind, Variant
-from . import private
+from . import attention_split, private
+from .attention_split import LOG2E, SMALLEST_SCALE
 from .device import capability, cdiv
 from .recipe import New, Operand, Recipe
 
-LOG2E = math.log2(math.e)
-# Scores times this are 0 in float32: a scale of 0 means a uniform softmax, and stays positive.
-SMALLEST_SCALE = 2.0**-100
 ROWS_BLOCK_M = 64
 
 
@@ -115,6 +112,11 @@ def forward(
     """Fill out, lse and the statistics that are not None, of some elements."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
+    if attention_split.splits_keys(q, k, variant):
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        variant = variant._replace(offset=variant.offset - (k.shape[1] - Sq))
+        attention_split.launch(recipe, q, k, v, out, lse, attention_split.Cache(), variant, scale)
+        return
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
     given = variables(recipe, variant, q, k, config.block_n, max_score, entropy, None)
     recipe.launch(

@@ -8,21 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from .. import backends, configs
+from .. import configs
+from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
+from ..kernels.hopper.norm_forward import norm_forward_shared_kernel, norm_forward_shared_split_kernel
+from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
+from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
 from .column_sums import column_sums, partial_sums
 from .device import cdiv, programs_at_once
 from .norm_types import Inputs, NormSettings, Outputs, Saved, sizes
 from .recipe import Exchange, Operand, Recipe
 from .rows import POLLS, contiguous, exchange
-
-if not backends._gluon_reasons():  # otherwise no device takes these kernels
-    from ..kernels.hopper.norm_backward import norm_backward_shared_kernel
-    from ..kernels.hopper.norm_forward import (
-        norm_forward_shared_kernel,
-        norm_forward_shared_split_kernel,
-    )
-    from ..kernels.hopper.norm_forward_ring import norm_forward_ring_kernel
-    from ..kernels.hopper.norm_forward_unaligned import norm_forward_unaligned_kernel
 
 # Rows between one whose partial results are made known and the one that is written in the same step.
 FORWARD_LAG, BACKWARD_LAG = 1, 2

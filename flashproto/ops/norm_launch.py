@@ -1,5 +1,7 @@
 """LayerNorm and RMSNorm: launches of the kernels, and their memory.
 
+The launches on Hopper are imported where they are used: they need Gluon, which takes time to import.
+
 Legend: norm_types.py.
 """
 
@@ -16,7 +18,6 @@ from ..kernels.norm_backward import norm_backward_kernel, norm_backward_split_ke
 from .call import Gradient
 from .column_sums import column_sums, partial_sums
 from .device import capability, cdiv, has_hopper_kernels, programs_at_once
-from .norm_hopper import launch_backward_hopper, launch_forward_hopper
 from .norm_types import (
     Gradients,
     Inputs,
@@ -49,6 +50,8 @@ def launch_forward(recipe: Recipe, inputs: Inputs, outputs: Outputs, settings: N
     shared = shared_config(inputs, N, settings)
     if shared is not None:
         outputs = with_statistics(recipe, outputs, settings)
+        from .norm_hopper import launch_forward_hopper
+
         return launch_forward_hopper(recipe, inputs, outputs, settings, shared)
     config = forward_config(x, residual, N, settings)
     if config.split:
@@ -216,6 +219,8 @@ def launch_backward(
     if dtotal is None and dresidual is None and not settings.hooked and not split_rows:
         shared = configs.norm_backward_shared(N, x.element_size(), centered)
         if shared is not None and x.dtype == dy.dtype and has_hopper_kernels(x.device):
+            from .norm_hopper import launch_backward_hopper
+
             made = dx, dweight, dbias
             return launch_backward_hopper(recipe, dy, saved, made, settings, shared)
     x, dy = x.rows(normalized_ndim), dy.rows(normalized_ndim)

@@ -30,7 +30,6 @@ from .device import cdiv, has_hopper_kernels
 from .hook_arguments import NO_HOOK, HookArguments
 from .recipe import New, Operand, Recipe
 from .rows import launch_splits
-from .softmax_hopper import launch_forward_hopper
 
 FORWARD = softmax_forward_kernel, softmax_forward_split_kernel, softmax_forward_looped_kernel
 BACKWARD = softmax_backward_kernel, softmax_backward_split_kernel, softmax_backward_looped_kernel
@@ -105,6 +104,8 @@ def fill_result(
     if lse is None and y.element_size() == x.element_size():
         config = configs.softmax_forward_shared(N, x.element_size())
         if config is not None and has_hopper_kernels(x.device):
+            from .softmax_hopper import launch_forward_hopper  # here: it takes time
+
             return launch_forward_hopper(recipe, x, y, log, config)
     if split_rows:
         config = configs.softmax_split(N, x.element_size())

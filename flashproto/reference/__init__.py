@@ -16,6 +16,10 @@ from .cross_entropy import (
     cross_entropy,
     linear_cross_entropy,
 )
+from .decode import (
+    attention_with_kv_cache,
+    merge_attention,
+)
 from .glu import (
     ACTIVATIONS,
     glu,
@@ -54,6 +58,7 @@ __all__ = [
     "ACTIVATIONS",
     "add_norm",
     "attention",
+    "attention_with_kv_cache",
     "causal_mask",
     "compute_dtype",
     "cross_entropy",
@@ -61,6 +66,7 @@ __all__ = [
     "linear_cross_entropy",
     "log_softmax",
     "logsumexp",
+    "merge_attention",
     "moments_finish",
     "moments_merge",
     "moments_of_tile",

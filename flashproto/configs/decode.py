@@ -1,0 +1,98 @@
+"""Tiles of attention to a cache and of attention with split keys, and where keys are split.
+
+Such calls read keys and values once and do little else.  Memory at 4.8 TB/s that answers in about a
+microsecond wants 4.8 MB on their way, 36 KiB for each of 132 multiprocessors.  A program has
+num_stages - 1 tiles of keys and values under way, of block_n (D + Dv) elements each: with tiles of 64
+keys, head_dim 128 and four stages in 16 bits that is 96 KiB less what it works on, and twice as much
+for the two programs that a multiprocessor holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .attention import padded_head_dim, shared_bytes
+from .sizes import power_of_two
+
+if TYPE_CHECKING:
+    from ..variant import Kind
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Tiles of block_m rows by block_n keys.
+
+    programs: how many of them a multiprocessor holds.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs: int
+
+
+def attention_decode(
+    capability: tuple[int, int],
+    itemsize: int,
+    cache_itemsize: int,
+    D: int,
+    Dv: int,
+    rows: int,
+    paged: bool = False,
+) -> DecodeConfig:
+    """For `rows` rows of a key head: query heads of its group by tokens.  itemsize: of an element of q.
+
+    paged: whether there is a page table.  Triton then loads page numbers in one half of its stages and
+    keys in the other.
+    """
+    BLOCK_D, BLOCK_DV = padded_head_dim(D), padded_head_dim(Dv)
+    widest = max(BLOCK_D, BLOCK_DV)
+    most = 32 if itemsize == 4 else 64 if widest > 128 else 128
+    block_m = min(max(power_of_two(rows), 16), most)
+    large = block_m == 128 or widest > 128
+    hopper = capability[0] == 9
+    block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
+    # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
+    num_warps = 8 if large or (block_m == 64 and not hopper) else 4
+    budget = shared_bytes(capability)
+    tile = block_n * (BLOCK_D + BLOCK_DV) * cache_itemsize
+    # Rows and their probabilities, and what turns the layout of the one or of a result.
+    fixed = block_m * (BLOCK_D + block_n) * itemsize + block_m * BLOCK_DV * 4
+    programs = 1 if large else 2
+    stages = 4
+    while stages > 2 and programs * (fixed + (stages - 1) * tile) > budget:
+        stages -= 1
+    return DecodeConfig(block_m, block_n, num_warps, 2 * stages - 1 if paged else stages, programs)
+
+
+def pieces_merged(programs: int, tiles_of_heads: int, Dv: int) -> int:
+    """How many pieces of a row the merge takes in together: as many as there are of sequences of one
+    length, if these are few enough for a program's registers.  tiles_of_heads: of queries, in all."""
+    most = 8192 // padded_head_dim(Dv)
+    return min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most)
+
+
+def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:
+    """Whether the work of a call with a cache is cut into equal parts; else a program has a tile of
+    queries, as in a prefill: query_tiles of each key head, tiles_of_heads in all."""
+    return query_tiles == 1 or tiles_of_heads < 4 * programs
+
+
+def attention_splits_keys(
+    kind: Kind, B: int, Hq: int, Hkv: int, Sq: int, Sk: int, multiprocessors: int
+) -> bool:
+    """Whether attention without a cache splits its keys on backend "triton": where they are long, and
+    tiles of queries too few for the card."""
+    if Sk < 1024 or Sq > 1024 or not Hkv or kind.beyond(SPLIT_KINDS):
+        return False
+    rows = Hq // Hkv * Sq
+    # A program for each 64 rows would leave half of the card without work.
+    if 2 * B * Hkv * -(-rows // 64) <= multiprocessors:
+        return True
+    return rows <= 64 and B * Hkv <= 4 * multiprocessors
+
+
+# The fields of Kind that kernels/attention_decode.py has.
+SPLIT_KINDS = ("CAUSAL", "WINDOW", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS")

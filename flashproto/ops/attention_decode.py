@@ -1,0 +1,155 @@
+"""Attention to a cache of keys and values: the operators.  Legend: attention_split.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import configs
+from ..kernels.attention_decode import append_kernel
+from ..variant import Kind, Variant, kind_of, unpack
+from .attention import like_heads
+from .attention_split import Cache, launch, page_size
+from .call import Operator, steps
+from .device import cdiv
+from .library import kernel_op
+from .recipe import New, Recipe
+from .rope import unit_columns
+
+NO_GRADIENT = "flashproto: attention_with_kv_cache has no gradient; call it under torch.no_grad()"
+
+
+# --- a cache, read ----------------------------------------------------------------------------------
+
+
+class Settings(NamedTuple):
+    """ints, floats, variant: of a packed Variant, whose tensors are the last inputs; scale >= 0; new,
+    position, interleaved: see Cache."""
+
+    ints: tuple[int, ...]
+    floats: tuple[float, ...]
+    variant: str
+    scale: float
+    new: int
+    position: int
+    interleaved: bool
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.variant.split("/")[0])
+
+    def unpacked(self, tensors: Sequence[Any]) -> Variant:
+        return unpack(tensors, self.ints, self.floats, self.variant)
+
+
+def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
+    """out and lse."""
+    return like_heads(q, v.shape[3]), New.contiguous(q.shape[:3], torch.float32, q.device)
+
+
+def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
+    (q, k, v, *rest), news = inputs, makes(settings, *inputs)
+    if 0 in q.shape:
+        return
+    out, lse = (recipe.make(new) if x is None else x for x, new in zip(outputs, news, strict=True))
+    where, (prefix_out, prefix_lse), tensors = rest[:9], rest[9:11], rest[11:]
+    cache = cache_of(where, settings.new, settings.position, settings.interleaved)
+    prefix = None if prefix_out is None else (prefix_out, prefix_lse.contiguous())
+    launch(recipe, q, k, v, out, lse, cache, settings.unpacked(tensors), settings.scale, prefix)
+
+
+def cache_of(tensors: Sequence[Any], new: int, position: int, interleaved: bool) -> Cache:
+    """Of the tensors of Cache, as the kernels read them."""
+    lengths, page_table, cache_index, starts, cu_seqlens, cos, sin, k_scale, v_scale = tensors
+    lengths, cache_index, starts, cu_seqlens = (
+        None if x is None else x.contiguous() for x in (lengths, cache_index, starts, cu_seqlens)
+    )
+    page_table, cos, sin = (None if x is None else unit_columns(x) for x in (page_table, cos, sin))
+    if k_scale is not None and k_scale.ndim == 1:
+        k_scale, v_scale = k_scale.contiguous(), v_scale.contiguous()
+    return Cache(
+        lengths, page_table, cache_index, starts, cu_seqlens, cos, sin, k_scale, v_scale,
+        new, position, interleaved,
+    )  # fmt: skip
+
+
+attention_kv_cache = Operator(
+    "attention_kv_cache",
+    inputs="q, k_cache, v_cache, lengths, page_table?, cache_index?, starts?, cu_seqlens?, cos?, sin?, "
+    "k_scale?, v_scale?, prefix_out?, prefix_lse?, *tensors",
+    outputs=2,
+    settings=Settings,
+    makes=makes,
+    forward=forward,
+    differentiable=2,
+    no_gradient=NO_GRADIENT,
+)
+
+
+# --- a cache, added to ------------------------------------------------------------------------------
+
+
+def append_in_place(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_token_scale: Tensor | None,
+    v_token_scale: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    cache_index: Tensor | None,
+    starts: Tensor | None,
+    cu_seqlens: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    position: int,
+    interleaved: bool,
+    rolls: bool,
+) -> None:
+    """Put k [B, Hkv, S, D], turned, and v [B, Hkv, S, Dv] behind the keys that the cache holds, with
+    cu_seqlens [1, Hkv, T, D] of sequences side by side.  Scales of 8 bits: k_token_scale as the cache
+    lies are written, k_scale [Hkv] are read."""
+    given = (k_cache, v_cache, k_token_scale, v_token_scale, k, v, k_scale, v_scale)
+    where = (lengths, page_table, cache_index, starts, cu_seqlens, cos, sin)
+    steps(_append, [*given, *where], (position, interleaved, rolls))
+
+
+def _append(recipe, tensors, position, interleaved, rolls):
+    k_cache, v_cache, k_token, v_token, k, v, k_scale, v_scale, *where = tensors
+    scales = (k_scale, v_scale) if k_token is None else (k_token, v_token)
+    cache = cache_of([*where, *scales], 0, position, interleaved)
+    entries, Hkv, tokens, D = k.shape
+    Dv, B = v.shape[3], cache.sequences(k)
+    if 0 in k.shape or not B:
+        return
+    block_d, block_dv = configs.padded_head_dim(D), configs.padded_head_dim(Dv)
+    block_h = min(configs.power_of_two(Hkv), max(4096 // max(block_d, block_dv), 1))
+    constants = cache.constants(B)
+    recipe.launch(
+        append_kernel, entries * tokens * cdiv(Hkv, block_h),
+        k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, *cache[:7],
+        *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
+        *cache.scale_strides(), *cache.table_strides(),
+        B, tokens, Hkv, cache.capacity(k_cache), position,
+        0 if cache.cos is None else cache.cos.shape[0],
+        D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h,
+        PAGE_SIZE=page_size(cache, k_cache), ROLLS=rolls, **constants, num_warps=4,
+    )  # fmt: skip
+
+
+append_op = kernel_op(
+    "flashproto::append_kv_cache_",
+    append_in_place,
+    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, "
+    "Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor lengths, Tensor? page_table, "
+    "Tensor? cache_index, Tensor? starts, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, "
+    "SymInt position, bool interleaved, bool rolls) -> ()",
+    lambda *_: None,
+    mutates_args=("k_cache", "v_cache", "k_token_scale", "v_token_scale"),
+)

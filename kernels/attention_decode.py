@@ -1,0 +1,557 @@
+"""Attention to keys and values that are kept from call to call, and attention with split keys.
+
+A new token's queries see all keys before it, and each key is used by few of them: what counts is that
+keys and values are read once, by the whole card, at the speed of memory.
+
+ -  The rows of a tile are a key head's queries: GROUP query heads by the tokens, row r being head
+    r % GROUP of token r // GROUP.  So keys and values are read once for all of them.
+ -  The grid does not depend on lengths.  The key tiles of all sequences and heads stand in one row,
+    which is cut into as many equal parts as there are programs (stream-K: Osama et al., 2023).  A
+    program walks over its part; where that goes on in the next tile of queries, it writes one result, a
+    piece, and begins another.  Every program has as much to do, however long the sequences are, and one
+    CUDA graph serves all lengths.
+ -  A second launch merges the pieces of each row in the order of the keys (online_softmax.py), and
+    takes in the sink.  Piece number p + n belongs to program p and query tile n: along the row of tiles
+    one of the two is always larger than before.  Nothing waits, nothing is added atomically: same bits
+    always.
+
+Legend: B sequences; q [B, Hq, Sq, D], or with cu_seqlens [1, Hq, T, D], tokens side by side; cache of k
+[pages, page size, Hkv, D] and of v [.., DV], any strides; page_table [rows, pages of each], or None
+where a sequence's keys lie in one page, a row.  A sequence has `keys` keys, number j in slot j, or with
+ROLLS in slot j % capacity; its last query is at its last key.  lengths, starts, cache_index [B],
+cu_seqlens [B + 1] int32.  Tiles: BLOCK_M rows by BLOCK_N keys.  `scale` is in base 2.  given: see
+scores.py. SCALES, of a cache of 8 bits: 1, a scale [Hkv] for each head; 2, one for each token and head,
+which lie as the cache does.
+"""
+
+import triton
+import triton.language as tl
+
+from .interpreter import rounded
+from .norm_quantize import scale_of
+from .online_softmax import (
+    LOG2E,
+    online_softmax_finish,
+    online_softmax_merge,
+    online_softmax_start,
+    online_softmax_update,
+)
+from .schedule import clamp
+from .scores import BEGIN, END, LEFT, SINK, SLOPE, SOFTCAP, modified, unit_of, visible
+from .tiles import dot
+
+# In what a kernel is given, behind the intervals: which row of these a head has.
+ROW_OF_BATCH = tl.constexpr(7)
+ROW_OF_HEAD = tl.constexpr(8)
+
+
+# --- sequences -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def queries_and_keys(b, lengths_ptr, cu_seqlens_ptr, B, Sq, Sk, new):
+    """(token, queries, keys) of sequences b, one or a tile of them: where its queries begin, how many
+    it has, and how many keys.  Sequence number B is of the tokens behind the last one, without keys.
+
+    new: how many keys are added to lengths; of sequences side by side 1, if there is one a query.
+    """
+    if cu_seqlens_ptr is None:
+        token = b * 0
+        queries = tl.where(b < B, Sq, 0)
+        if lengths_ptr is None:
+            keys = tl.where(b < B, Sk, 0)
+        else:
+            keys = tl.load(lengths_ptr + b, b < B, 0) + tl.where(b < B, new, 0)
+    else:
+        token = tl.load(cu_seqlens_ptr + b, b <= B, Sq)
+        queries = tl.load(cu_seqlens_ptr + b + 1, b < B, Sq) - token
+        keys = tl.load(lengths_ptr + b, b < B, 0) + tl.where(b < B, new * queries, 0)
+    return token, queries, keys
+
+
+@triton.jit
+def key_interval(
+    b, first, last, diagonal, keys, starts_ptr, B, capacity, offset, left,
+    KIND: tl.constexpr, ROLLS: tl.constexpr,
+):  # fmt: skip
+    """(low, high): outside of it, queries first ... last of sequence b see no key."""
+    low = b * 0
+    if starts_ptr is not None:
+        low = tl.maximum(tl.load(starts_ptr + b, b < B, 0), 0)
+    high = keys
+    if not ROLLS:
+        high = tl.minimum(high, capacity)
+    if KIND.CAUSAL:
+        high = tl.minimum(high, last + diagonal + offset + 1)
+    if KIND.WINDOW:
+        low = tl.maximum(low, first + diagonal + offset - left)
+    return low, tl.maximum(high, 0)
+
+
+@triton.jit
+def plan(
+    lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    KIND: tl.constexpr, ROLLS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(query_tiles, tiles, work) [BLOCK_B] of all sequences: tiles of queries of a head; key tiles that
+    each of them visits, of some perhaps fewer; and the steps of work in all heads."""
+    b = tl.arange(0, BLOCK_B)
+    _, queries, keys = queries_and_keys(b, lengths_ptr, cu_seqlens_ptr, B, Sq, Sk, new)
+    query_tiles = tl.cdiv(queries * GROUP, BLOCK_M)
+    low, high = key_interval(
+        b, 0, queries - 1, keys - queries, keys, starts_ptr, B, capacity, offset, left, KIND, ROLLS
+    )
+    tiles = tl.maximum(tl.cdiv(high, BLOCK_N) - low // BLOCK_N, 0)
+    if KIND.CAUSAL and KIND.WINDOW:
+        # The tokens of a tile, and as many keys more as a query sees beside its own position's.
+        seen = tl.minimum(left, capacity) + (BLOCK_M - 1 + GROUP - 1) // GROUP + 1
+        tiles = tl.minimum(tiles, (seen + BLOCK_N - 2) // BLOCK_N + 1)
+    tiles = tl.where(queries > 0, tiles, 0)
+    work = query_tiles * Hkv
+    if SPLIT:
+        work *= tiles
+    return query_tiles, tiles, work
+
+
+@triton.jit
+def sequence_of_step(step, work, BLOCK_B: tl.constexpr):
+    """(b, first): the sequence that a step of all work belongs to, and the first step of its work."""
+    every = tl.arange(0, BLOCK_B)
+    low, high, first = step * 0, step * 0 + (BLOCK_B - 1), step * 0
+    while low < high:
+        middle = (low + high + 1) // 2
+        begins = tl.sum(tl.where(every < middle, work, 0), 0)
+        low = tl.where(begins <= step, middle, low)
+        high = tl.where(begins <= step, high, middle - 1)
+        first = tl.where(begins <= step, begins, first)
+    return low, first
+
+
+@triton.jit
+def part_of(program, programs, total):
+    """The first step of a program's part of `total` steps."""
+    return (program.to(tl.int64) * total // programs).to(tl.int32)
+
+
+@triton.jit
+def program_of(step, programs, total):
+    """Whose part a step is in: the inverse of part_of."""
+    return (((step + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+
+
+@triton.jit
+def head_variables(given, b, h, g, diagonal, Sk, KIND: tl.constexpr, BY_HEAD: tl.constexpr):
+    """`variables` of scores.py for the rows [BM, 1] of heads h * GROUP + g; h: of query heads."""
+    left, softcap, slope, begin, end = 0, 0.0, 0.0, 0, 0
+    head = (h + g)[:, None]
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.SOFTCAP:
+        softcap = given[SOFTCAP]
+    if KIND.ALIBI:
+        slope = tl.load(given[SLOPE] + head).to(tl.float32)
+    if KIND.INTERVALS:
+        row = b * given[ROW_OF_BATCH]
+        if BY_HEAD:
+            row = row + head * given[ROW_OF_HEAD]
+        begin = given[BEGIN] + row * Sk
+        end = given[END] + row * Sk
+    return left, 0, softcap, 0.0, slope, begin, end, diagonal, 0
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def place_of(
+    j, inside, pages_ptr, capacity, PAGE_SIZE: tl.constexpr, ROLLS: tl.constexpr, WIDE: tl.constexpr
+):
+    """(page, slot in it) of keys j; without pages the page is 0 and counts for nothing."""
+    if ROLLS:
+        j = j % capacity
+    page = 0
+    if PAGE_SIZE:
+        page = tl.load(pages_ptr + j // PAGE_SIZE, inside, 0).to(tl.int64)
+        j = j % PAGE_SIZE
+    if WIDE:
+        j = j.to(tl.int64)
+    return page, j
+
+
+@triton.jit
+def offsets_of(page, slot, stride_page, stride_token, PAGE_SIZE: tl.constexpr):
+    if PAGE_SIZE:
+        return page * stride_page + slot * stride_token
+    else:
+        return slot * stride_token
+
+
+@triton.jit
+def row_of(b, page_table_ptr, cache_index_ptr, table_stride, PAGE_SIZE: tl.constexpr):
+    """(row of a cache without pages, pointer to the pages of one with them) of sequence b."""
+    row = b
+    if cache_index_ptr is not None:
+        row = tl.load(cache_index_ptr + b)
+    row = row.to(tl.int64)
+    if PAGE_SIZE:
+        return row * 0, page_table_ptr + row * table_stride
+    else:
+        return row, 0
+
+
+@triton.jit
+def turned(
+    x_ptr, offsets, stride_d, mask, position, cos_ptr, sin_ptr, cos_stride, sin_stride, length,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """Rows at offsets [R, 1] as float32 [R, BLOCK_D], turned by the angles of their positions [R]:
+    each dimension with its partner, see rope.py.  A position that the tables do not have gives NaN."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    mask = mask & (d < D)
+    x = tl.load(x_ptr + offsets + d * stride_d, mask, 0.0).to(tl.float32)
+    if cos_ptr is None:
+        return x
+    else:
+        if INTERLEAVED:
+            partner, angle, second = d ^ 1, d // 2, d % 2 == 1
+        else:
+            second = d >= HALF
+            partner = tl.where(second, d - HALF, d + HALF)
+            angle = tl.where(second, d - HALF, d)
+        turns = d < 2 * HALF
+        other = tl.load(x_ptr + offsets + partner * stride_d, mask & turns, 0.0).to(tl.float32)
+        row = position[:, None].to(tl.int64)
+        exists = (row >= 0) & (row < length)
+        cos = tl.load(cos_ptr + row * cos_stride + angle, exists & turns, 0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + row * sin_stride + angle, exists & turns, 0.0).to(tl.float32)
+        cos = tl.where(exists, cos, float("nan"))
+        y = x * cos + tl.where(second, other, -other) * sin
+        return tl.where(turns, y, x)
+
+
+# --- appending -----------------------------------------------------------------------------------
+
+
+@triton.jit
+def write_tokens(
+    x, cache_ptr, offsets, stride_d, scale_ptr, scale_offsets, mask,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """x [R, BLOCK_D] float32 to rows of the cache, in 8 bits as SCALES says."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    if SCALES == 1:
+        x = x / tl.load(scale_ptr + scale_offsets, mask, 1.0)[:, None]
+    if SCALES == 2:
+        scale = scale_of(tl.max(tl.where(d < D, tl.abs(x), 0.0), 1), 448.0)
+        tl.store(scale_ptr + scale_offsets, scale, mask)
+        x = tl.div_rn(x, scale[:, None] + tl.zeros(x.shape, tl.float32))
+    if SCALES:
+        x = tl.where(x == x, clamp(x, -448.0, 448.0), x)
+    x = rounded(x, cache_ptr.dtype.element_ty)
+    tl.store(cache_ptr + offsets[:, None] + d * stride_d, x, mask[:, None] & (d < D))
+
+
+@triton.jit(do_not_specialize=["B", "tokens", "capacity", "position", "length"])
+def append_kernel(
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr,
+    lengths_ptr, page_table_ptr, cache_index_ptr, starts_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr,
+    stride_kb, stride_kh, stride_ks, stride_kd, stride_vb, stride_vh, stride_vs, stride_vd,
+    stride_cp, stride_ct, stride_ch, stride_cd, stride_wp, stride_wt, stride_wh, stride_wd,
+    stride_kp, stride_kt, stride_kk, stride_vp, stride_vt, stride_vk,  # of scales
+    table_stride, cos_stride, sin_stride, B, tokens, Hkv, capacity, position, length,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROLLS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program: BLOCK_H heads of one new token of k [B, Hkv, tokens, D] and v; or of [1, Hkv, tokens,
+    D], sequences side by side.  position: of a sequence's first key."""
+    blocks = tl.cdiv(Hkv, BLOCK_H)
+    h = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    token = tl.program_id(0) // blocks
+    if cu_seqlens_ptr is None:
+        b = token // tokens
+        t = token % tokens
+        entry, at = b.to(tl.int64), t
+        heads = Hkv
+    else:
+        every = tl.arange(0, BLOCK_B)
+        stop = tl.load(cu_seqlens_ptr + every + 1, every < B, tokens + 1)
+        b = tl.sum((stop <= token).to(tl.int32), 0)
+        heads = tl.where(b < B, Hkv, 0)
+        b = tl.minimum(b, B - 1)
+        entry, at = tl.zeros([], tl.int64), token
+        t = token - tl.load(cu_seqlens_ptr + b)
+    j = tl.load(lengths_ptr + b) + t
+    if not ROLLS:
+        heads = tl.where(j < capacity, heads, 0)
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b)
+    row, pages_ptr = row_of(b, page_table_ptr, cache_index_ptr, table_stride, PAGE_SIZE)
+    page, slot = place_of(j, heads > 0, pages_ptr, capacity, PAGE_SIZE, ROLLS, True)
+    page += row
+    mask = h < heads
+    h = h.to(tl.int64)
+    scale_at = h
+    where = tl.zeros([BLOCK_H], tl.int64) + at
+    if SCALES == 2:
+        scale_at = page * stride_kp + slot * stride_kt + h * stride_kk
+    at_position = tl.zeros([BLOCK_H], tl.int32) + (position + j - start)
+    k_rows = (entry * stride_kb + h * stride_kh + where * stride_ks)[:, None]
+    v_rows = (entry * stride_vb + h * stride_vh + where * stride_vs)[:, None]
+    k = turned(
+        k_ptr, k_rows, stride_kd, mask[:, None], at_position, cos_ptr, sin_ptr, cos_stride, sin_stride,
+        length, D, BLOCK_D, HALF, INTERLEAVED,
+    )  # fmt: skip
+    k = rounded(k, k_ptr.dtype.element_ty).to(tl.float32)
+    write_tokens(
+        k, k_cache_ptr, page * stride_cp + slot * stride_ct + h * stride_ch, stride_cd,
+        k_scale_ptr, scale_at, mask, D, BLOCK_D, SCALES,
+    )  # fmt: skip
+    if SCALES == 2:
+        scale_at = page * stride_vp + slot * stride_vt + h * stride_vk
+    v = turned(
+        v_ptr, v_rows, stride_vd, mask[:, None], where, None, None, 0, 0, 0, DV, BLOCK_DV, 0, False,
+    )  # fmt: skip
+    write_tokens(
+        v, v_cache_ptr, page * stride_wp + slot * stride_wt + h * stride_wh, stride_wd,
+        v_scale_ptr, scale_at, mask, DV, BLOCK_DV, SCALES,
+    )  # fmt: skip
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["B", "Sq", "Sk", "new", "capacity", "offset", "position", "length"])
+def attention_decode_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    lengths_ptr, page_table_ptr, cache_index_ptr, starts_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr,
+    k_scale_ptr, v_scale_ptr,
+    stride_qb, stride_qh, stride_qs, stride_qd,
+    stride_kp, stride_kt, stride_kh, stride_kd,
+    stride_vp, stride_vt, stride_vh, stride_vd,
+    stride_ob, stride_oh, stride_os, stride_od,
+    scale_kp, scale_kt, scale_kh, scale_vp, scale_vt, scale_vh,  # strides of scales
+    table_stride, cos_stride, sin_stride,
+    B, Hkv, Sq, Sk, new, capacity, offset, position, length, scale, given,
+    GROUP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    KIND: tl.constexpr, BY_HEAD: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, ROLLS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """SPLIT: a program's part of all work.  out [programs + query tiles, BLOCK_M, DV] and lse [..,
+    BLOCK_M] float32 are its pieces, unmerged.  Else program: one tile of queries, with its sink; out as
+    q is, lse [B, Hq, Sq] or [1, Hq, T]; and tokens behind the last sequence get what sees no key."""
+    left = 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    query_tiles, tiles, work = plan(
+        lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, SPLIT,
+    )  # fmt: skip
+    total = tl.sum(work, 0)
+    every = tl.arange(0, BLOCK_B)
+    program = tl.program_id(0)
+    if SPLIT:
+        step = part_of(program, tl.num_programs(0), total)
+        stop = part_of(program + 1, tl.num_programs(0), total)
+    else:
+        step = program
+        stop = tl.minimum(program + 1, total)
+    while step < stop:
+        b, begun = sequence_of_step(step, work, BLOCK_B)
+        before = every < b
+        own = every == b
+        rest = step - begun
+        own_tiles = tl.sum(tl.where(own, tiles, 0), 0)
+        own_query_tiles = tl.sum(tl.where(own, query_tiles, 0), 0)
+        if SPLIT:
+            item = rest // own_tiles
+            skipped = rest % own_tiles
+            count = tl.minimum(own_tiles - skipped, stop - step)
+            step += count
+        else:
+            item, skipped, count = rest, 0, own_tiles
+            step += 1
+        h = item // own_query_tiles
+        m = item % own_query_tiles
+        if KIND.CAUSAL and not SPLIT:
+            m = own_query_tiles - 1 - m  # the longest first
+
+        token, queries, keys = queries_and_keys(b, lengths_ptr, cu_seqlens_ptr, B, Sq, Sk, new)
+        diagonal = keys - queries
+        r = m * BLOCK_M + tl.arange(0, BLOCK_M)
+        i, g = r // GROUP, r % GROUP
+        i_first = m * BLOCK_M // GROUP
+        i_last = tl.minimum((m * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
+        low, high = key_interval(
+            b, i_first, i_last, diagonal, keys, starts_ptr, B, capacity, offset, left, KIND, ROLLS
+        )
+        first = low // BLOCK_N + skipped
+        last = tl.minimum(first + count, tl.cdiv(high, BLOCK_N))
+
+        entry = tl.zeros([], tl.int64)
+        if cu_seqlens_ptr is None:
+            entry += b
+        start = 0
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + b, b < B, 0)
+        head = (h * GROUP + g).to(tl.int64)
+        at = entry * stride_qb + head * stride_qh + (token + i).to(tl.int64) * stride_qs
+        q = turned(
+            q_ptr,
+            at[:, None],
+            stride_qd,
+            (i < queries)[:, None],
+            position + i + diagonal - start,
+            cos_ptr,
+            sin_ptr,
+            cos_stride,
+            sin_stride,
+            length,
+            D,
+            BLOCK_D,
+            HALF,
+            INTERLEAVED,
+        )  # [BM, D]
+        q = rounded(q, q_ptr.dtype.element_ty)
+        variables = head_variables(given, b, h * GROUP, g, diagonal, Sk, KIND, BY_HEAD)
+        tile_scale = scale
+        if SCALES == 1:
+            tile_scale = scale * tl.load(k_scale_ptr + h)
+        unit = unit_of(tile_scale, KIND)
+        row, pages_ptr = row_of(
+            tl.minimum(b, B - 1), page_table_ptr, cache_index_ptr, table_stride, PAGE_SIZE
+        )
+        k_base = k_ptr + row * stride_kp + h.to(tl.int64) * stride_kh
+        v_base = v_ptr + row * stride_vp + h.to(tl.int64) * stride_vh
+        k_scales, v_scales = k_scale_ptr, v_scale_ptr
+        if SCALES == 2:
+            k_scales = k_scale_ptr + row * scale_kp + h.to(tl.int64) * scale_kh
+            v_scales = v_scale_ptr + row * scale_vp + h.to(tl.int64) * scale_vh
+        d = tl.arange(0, BLOCK_D)[None, :]
+        dv = tl.arange(0, BLOCK_DV)[None, :]
+        ms, ls = online_softmax_start(BLOCK_M)
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        for tile in range(first, last):
+            j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            inside = (j >= low) & (j < high)
+            page, slot = place_of(j, inside, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
+            k_rows = offsets_of(page, slot, stride_kp, stride_kt, PAGE_SIZE)[:, None]
+            v_rows = offsets_of(page, slot, stride_vp, stride_vt, PAGE_SIZE)[:, None]
+            if BLOCK_D == D:
+                k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None], 0.0)  # [BN, D]
+            else:
+                k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None] & (d < D), 0.0)
+            if BLOCK_DV == DV:
+                v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None], 0.0)  # [BN, DV]
+            else:
+                v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None] & (dv < DV), 0.0)
+            raw = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
+            if SCALES == 2:
+                k_at = offsets_of(page, slot, scale_kp, scale_kt, PAGE_SIZE)
+                raw *= tl.load(k_scales + k_at, inside, 0.0)[None, :]
+            s = modified(raw, tile_scale, variables, KIND, i[:, None], j[None, :])
+            seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
+            s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
+            ms, ls, p, alpha = online_softmax_update(ms, ls, s, unit, EXACT)
+            if SCALES == 2:
+                v_at = offsets_of(page, slot, scale_vp, scale_vt, PAGE_SIZE)
+                p *= tl.load(v_scales + v_at, inside, 0.0)[None, :]
+            acc = dot(rounded(p, q.dtype), v.to(q.dtype), acc * alpha[:, None], TF32)
+
+        if KIND.SINKS and not SPLIT:
+            sink = tl.load(given[SINK] + head).to(tl.float32)
+            ms, ls, alpha, _ = online_softmax_merge(ms, ls, sink * LOG2E / unit, 1.0, unit)
+            acc *= alpha[:, None]
+        lse, normaliser = online_softmax_finish(ms, ls, unit)
+        if SCALES == 1:
+            normaliser *= tl.load(v_scale_ptr + h)
+        acc *= normaliser[:, None]
+        if SPLIT:
+            items = tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv
+            piece = (program + items + item).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            to = out_ptr + piece[:, None] * DV + dv
+            lse_to = lse_ptr + piece
+        else:
+            to = entry * stride_ob + head * stride_oh + (token + i).to(tl.int64) * stride_os
+            to = out_ptr + to[:, None] + dv * stride_od
+            lse_to = lse_ptr + (entry * Hkv * GROUP + head) * Sq + token + i
+        tl.store(to, rounded(acc, out_ptr.dtype.element_ty), (i < queries)[:, None] & (dv < DV))
+        tl.store(lse_to, lse, i < queries)
+
+
+@triton.jit(do_not_specialize=["B", "Sq", "Sk", "new", "capacity", "offset", "programs"])
+def merge_kernel(
+    pieces_ptr, piece_lse_ptr, out_ptr, lse_ptr, prefix_ptr, prefix_lse_ptr,
+    lengths_ptr, starts_ptr, cu_seqlens_ptr,
+    stride_ob, stride_oh, stride_os, stride_od, stride_pb, stride_ph, stride_ps, stride_pd,
+    B, Hkv, Sq, Sk, new, capacity, offset, programs, given,
+    GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
+    ROLLS: tl.constexpr,
+):  # fmt: skip
+    """Program: of one query of one head, the pieces of attention_decode_kernel, PIECES at a time; then
+    the state of a prefix, prefix [B, Hq, Sq, DV] with its lse, and the sink."""
+    left = 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    query_tiles, tiles, work = plan(
+        lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
+        GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, True,
+    )  # fmt: skip
+    total = tl.sum(work, 0)
+    every = tl.arange(0, BLOCK_B)
+    row = tl.program_id(0)
+    i = row % Sq
+    head = row // Sq % (Hkv * GROUP)
+    if cu_seqlens_ptr is None:
+        b = row // Sq // (Hkv * GROUP)
+        entry, at = b.to(tl.int64), i
+    else:
+        entry, at = tl.zeros([], tl.int64), i
+        b = tl.sum((tl.load(cu_seqlens_ptr + every + 1, every < B, Sq + 1) <= i).to(tl.int32), 0)
+        i -= tl.load(cu_seqlens_ptr + b)
+    before = every < b
+    own = every == b
+    own_tiles = tl.sum(tl.where(own, tiles, 0), 0)
+    own_query_tiles = tl.sum(tl.where(own, query_tiles, 0), 0)
+    r = i * GROUP + head % GROUP
+    item = head // GROUP * own_query_tiles + r // BLOCK_M
+    step = tl.sum(tl.where(before, work, 0), 0) + item * own_tiles
+    total = tl.maximum(total, 1)
+    first = program_of(step, programs, total)
+    count = tl.where(own_tiles > 0, program_of(step + own_tiles - 1, programs, total) - first + 1, 0)
+    first += tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv + item
+
+    dv = tl.arange(0, BLOCK_DV)[None, :]
+    m, l = online_softmax_start(1)
+    acc = tl.zeros([1, BLOCK_DV], tl.float32)
+    for n in range(0, count, PIECES):
+        piece = n + tl.arange(0, PIECES)
+        place = (first + piece).to(tl.int64) * BLOCK_M + r % BLOCK_M
+        x = tl.load(piece_lse_ptr + place, piece < count, -float("inf"))
+        mask = (piece < count)[:, None] & (dv < DV)
+        values = tl.load(pieces_ptr + place[:, None] * DV + dv, mask, 0.0)  # [PIECES, DV]
+        m, l, p, alpha = online_softmax_update(m, l, x[None, :], LOG2E, True)
+        acc = acc * alpha[:, None] + tl.sum(tl.trans(p) * values, 0)[None, :]
+    one = tl.zeros([1], tl.int64)
+    to_lse = lse_ptr + row + one
+    if prefix_ptr is not None:
+        place = entry * stride_pb + head.to(tl.int64) * stride_ph + at.to(tl.int64) * stride_ps
+        width = tl.where(b < B, DV, 0)  # tokens behind the last sequence have no prefix either
+        values = tl.load(prefix_ptr + place + dv * stride_pd, dv < width, 0.0).to(tl.float32)
+        x = tl.where(b < B, tl.load(prefix_lse_ptr + row + one), -float("inf"))
+        m, l, w1, w2 = online_softmax_merge(m, l, x, 1.0, LOG2E)
+        acc = acc * w1[:, None] + values * w2[:, None]
+    if KIND.SINKS:
+        x = tl.load(given[SINK] + head + one).to(tl.float32)
+        m, l, w1, _ = online_softmax_merge(m, l, x, 1.0, LOG2E)
+        acc *= w1[:, None]
+    lse, normaliser = online_softmax_finish(m, l, LOG2E)
+    place = entry * stride_ob + head.to(tl.int64) * stride_oh + at.to(tl.int64) * stride_os
+    out = rounded(acc * normaliser[:, None], out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place + dv * stride_od, out, dv < DV)
+    tl.store(to_lse, lse)

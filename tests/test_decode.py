@@ -1,0 +1,491 @@
+"""Attention in parts, and with a cache of keys and values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_problem import HEAD_DIMS
+from attention_problem import draw as variant_draw
+from decode_problem import Problem, Sequences, draw, next_call, play
+from operators import launches
+from rows import poison
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+from variant_problem import (
+    FEATURES,
+    assert_within_bound,
+    compatible,
+    drawn,
+    exact_and_eager,
+    make,
+    run,
+)
+
+import flashproto
+from flashproto import configs, reference
+from flashproto.functional import decode_checks
+from flashproto.variant import Kind
+
+pytest.importorskip("triton")
+
+from flashproto.ops import call_cache
+
+# --- merging -----------------------------------------------------------------------------------------
+
+
+def parts_of(
+    n: int, dtype: torch.dtype, device: str
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """q, k and v [2, 4 | 2, 5 | 23, 8], and k and v cut into n parts, some of no key."""
+    q, k, v = (
+        torch.randn(2, h, s, 8, device=device).to(dtype).requires_grad_()
+        for h, s in ((4, 5), (2, 23), (2, 23))
+    )
+    cuts = [0, *sorted(random.randrange(24) for _ in range(n - 1)), 23]
+    pieces = [(k[:, :, a:b], v[:, :, a:b]) for a, b in itertools.pairwise(cuts)]
+    return [q, k, v], *map(list, zip(*pieces, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merged_parts_are_attention_to_all_keys(n: int, stacked: bool, device: str) -> None:
+    """In float64, with gradients of both results."""
+    inputs, ks, vs = parts_of(n, torch.float64, device)
+    whole = reference.attention(*inputs)
+    made = [reference.attention(inputs[0], k, v) for k, v in zip(ks, vs, strict=True)]
+    outs, lses = ([x[i] for x in made] for i in (0, 1))
+    if stacked:
+        outs, lses = torch.stack(outs), torch.stack(lses)
+    merged = flashproto.merge_attention(outs, lses)
+    upstream = [torch.randn_like(x) for x in whole]
+    for results in zip(merged, whole, strict=True):
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+    got = torch.autograd.grad(merged, inputs, upstream, retain_graph=True)
+    torch.testing.assert_close(
+        got, torch.autograd.grad(whole, inputs, upstream), rtol=1e-10, atol=1e-11
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_merging_is_in_float32(dtype: torch.dtype, device: str) -> None:
+    outs = [torch.randn(3, 7, 8, device=device).to(dtype) for _ in range(4)]
+    lses = [torch.randn(3, 7, device=device) * 20 for _ in range(4)]
+    out, lse = flashproto.merge_attention(outs, lses)
+    exact = reference.merge_attention([x.double() for x in outs], [x.double() for x in lses])
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    torch.testing.assert_close(out, exact[0].to(dtype))
+    torch.testing.assert_close(lse, exact[1].float())
+    mixed, _ = flashproto.merge_attention([outs[0].float(), *outs[1:]], lses)
+    torch.testing.assert_close(mixed, exact[0].float())
+
+
+def test_rows_without_a_key_stay_so(device: str) -> None:
+    outs = torch.zeros(3, 2, 4, device=device, requires_grad=True)
+    lses = torch.full((3, 2), -math.inf, device=device)
+    lses[1, 1] = 1.5
+    lses.requires_grad_()
+    out, lse = flashproto.merge_attention(outs, lses)
+    assert lse.tolist() == [-math.inf, 1.5] and not out.any()
+    gradients = torch.autograd.grad([out.sum() + lse[1]], [outs, lses])
+    assert all(x.isfinite().all() for x in gradients)
+    assert gradients[0][1, 1].tolist() == [1.0] * 4 and not gradients[0][:, 0].any()
+
+
+# --- a cache -----------------------------------------------------------------------------------------
+
+ON_GPU = torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_the_reference_follows_the_definition(index: int, device: str, seed: int) -> None:
+    """In float64; of 8 bits in float32, as they are."""
+    generator = random.Random(seed)
+    problem = draw(generator, 90, 8, (8, 16))
+    if not problem.eight:
+        problem = replace(problem, dtype=torch.float64)
+    play(problem, device, generator, "reference")
+
+
+SIZES = (700, 32, HEAD_DIMS) if ON_GPU else (150, 4, (16, 24))
+FIRST = None if ON_GPU else "reference"  # the interpreter takes long for many queries
+
+
+@pytest.mark.parametrize("index", range(120 if ON_GPU else 5))
+def test_the_kernels_follow_the_definition(index: int, device: str, seed: int, monkeypatch) -> None:
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    play(draw(generator, *SIZES), device, generator, "triton", first=FIRST)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_whole_tiles_of_queries(ragged: bool, device: str, seed: int, monkeypatch) -> None:
+    """As in a prefill, where nothing is merged."""
+    monkeypatch.setattr(configs, "splits_cache", lambda *_: False)
+    call_cache.forget()
+    poison(monkeypatch)
+    counts = ((5, 9), (4, 0)) if ragged else ((9, 9), (1, 1))
+    options = {"causal": True, "scale": None, "window": (6, None), "sinks": True}
+    problem = Problem(
+        torch.float16, 2, 4, 2, 16, 24, 32, 16, counts, ragged=ragged, rope="halves", options=options
+    )
+    play(problem, device, random.Random(seed), "triton")
+    call_cache.forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.gib(8)
+@pytest.mark.parametrize("eight", [0, 1, 2])
+def test_long_sequences_in_pages(eight: int, seed: int) -> None:
+    counts = ((1500, 1, 0, 700), (3, 3, 3, 3), (1, 1, 1, 1))
+    options = {"causal": True, "scale": None}
+    problem = Problem(
+        torch.bfloat16,
+        4,
+        32,
+        8,
+        128,
+        128,
+        32768,
+        64,
+        counts,
+        ragged=True,
+        rope="halves",
+        eight=eight,
+        options=options,
+    )
+    play(problem, "cuda", random.Random(seed), "triton")
+
+
+# --- what a call is ----------------------------------------------------------------------------------
+
+
+class NothingIsRead(TorchDispatchMode):
+    """Fails where the host would wait for what is in a tensor."""
+
+    READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique")
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert not name.startswith(self.READS), f"{function} reads a tensor"
+        if name.startswith("index"):
+            assert all(x is None or x.dtype != torch.bool for x in args[1]), (
+                f"{function} reads a tensor"
+            )
+        if name in ("_to_copy", "copy_"):
+            made = (kwargs or {}).get("device") or args[0].device
+            assert torch.device(made).type == args[-1].device.type, f"{function} leaves the device"
+        return function(*args, **(kwargs or {}))
+
+
+READING = {
+    "appending": {"rope": "halves"},
+    "pages, a window, padding": {
+        "page": 8,
+        "padded": True,
+        "indexed": True,
+        "eight": 2,
+        "options": {"causal": True, "scale": None, "window": (9, None), "sinks": True, "alibi": True},
+    },
+    "side by side behind a prefix": {"ragged": True, "prefix": 5, "rope": "neighbours"},
+}
+
+
+def small(seed: int, **fields: Any) -> Problem:
+    options = {"causal": True, "scale": None}
+    base = Problem(torch.float32, 2, 2, 1, 16, 16, 32, 0, ((7, 7), (1, 1)), options=options)
+    return replace(base, **fields)
+
+
+@pytest.mark.parametrize("name", READING)
+def test_nothing_is_read_by_the_host(name: str, device: str, seed: int) -> None:
+    """Under a mode that sees every operator; and on a GPU as PyTorch itself watches."""
+
+    def call(*args: Any, **options: Any) -> Any:
+        if options["impl"] == "reference":
+            return flashproto.attention_with_kv_cache(*args, **options)
+        with NothingIsRead():
+            made = flashproto.attention_with_kv_cache(*args, **options)
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                keep = [x.clone() for x in made]
+                made = flashproto.attention_with_kv_cache(*args, **options)
+                assert all(map(torch.equal, made, keep))
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        return made
+
+    play(small(seed, **READING[name]), device, random.Random(seed), "triton", call, first=FIRST)
+
+
+def test_a_mode_sees_reads() -> None:
+    x = torch.ones(3)
+    for read in (lambda: x[0].item(), lambda: x[x > 0], lambda: x.to("meta"), lambda: bool(x.any())):
+        with pytest.raises(AssertionError), NothingIsRead():
+            read()
+
+
+@pytest.mark.parametrize("name", ["pages, a window, padding", "side by side behind a prefix"])
+def test_it_compiles_whole(name: str, device: str, seed: int) -> None:
+    """In one graph, the writes into the cache included; other lengths compile nothing anew."""
+    count = CompileCounterWithBackend("aot_eager")
+    call = torch.compile(flashproto.attention_with_kv_cache, fullgraph=True, backend=count)
+    problem = small(seed, counts=((2, 2), (2, 2), (2, 2)), **READING[name])
+    try:
+        play(problem, device, random.Random(seed), "triton", call)
+        assert count.frame_count == 2  # with new tokens and without
+    finally:
+        torch.compiler.reset()
+
+
+def test_the_ops_are_what_their_schemas_say(device: str) -> None:
+    cache = [torch.zeros(2, 8, 1, 16, device=device) for _ in range(2)]
+    new = [torch.randn(2, 1, 3, 16, device=device) for _ in range(2)]
+    lengths = torch.tensor([2, 5], dtype=torch.int32, device=device)
+    torch.library.opcheck(
+        torch.ops.flashproto.append_kv_cache_,
+        (*cache, None, None, *new, None, None, lengths, *[None] * 6, 0, False, False),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+    settings = ([0], [], "causal/", 0.25, 0, 0, False)
+    torch.library.opcheck(
+        torch.ops.flashproto.attention_kv_cache,
+        (new[0], *cache, lengths, *[None] * 10, [], *settings),
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 16])
+def test_one_graph_serves_all_lengths(page: int, seed: int) -> None:
+    generator = random.Random(seed)
+    options = {"causal": True, "scale": None}
+    counts = ((1,) * 3,) * 2
+    problem = Problem(
+        torch.bfloat16, 3, 8, 2, 64, 64, 2048, page, counts, rope="halves", options=options
+    )
+    state = Sequences(problem, "cuda", generator)
+    made = next_call(state, counts[0])
+    lengths = state.options["lengths"]
+    options = state.options | {"lengths": lengths, "k": made.k, "v": made.v, "return_lse": True}
+
+    def call() -> Any:
+        return flashproto.attention_with_kv_cache(made.q, *state.caches, **options)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = call()
+    for x in state.caches:
+        x.normal_()
+    for _ in range(20):
+        wanted = [generator.choice((0, 1, 63, 64, generator.randrange(2047), 2047)) for _ in range(3)]
+        lengths.copy_(torch.tensor(wanted))
+        for x in (made.q, made.k, made.v):
+            x.normal_()
+        graph.replay()
+        got = [x.clone() for x in replayed]
+        for x, want in zip(got, reference_of(made, state, options), strict=True):
+            torch.testing.assert_close(x.double(), want.double(), rtol=2e-2, atol=2e-2)
+
+
+def reference_of(made: Any, state: Sequences, options: dict[str, Any]) -> Any:
+    """By the reference in float64, on copies."""
+    doubled = [x.double() for x in (made.q, *state.caches)]
+    new = {n: options[n].double() for n in ("k", "v")}
+    return flashproto.attention_with_kv_cache(*doubled, **options | new, impl="reference")
+
+
+def test_gradients_are_refused(device: str) -> None:
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 8, 1, 16, device=device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    for tensors in ((q.clone().requires_grad_(), cache), (q, cache.clone().requires_grad_())):
+        with pytest.raises(ValueError, match=r"there is no gradient. Call it under torch.no_grad"):
+            flashproto.attention_with_kv_cache(tensors[0], tensors[1], cache, lengths=lengths)
+        with torch.no_grad():
+            flashproto.attention_with_kv_cache(tensors[0], tensors[1], cache, lengths=lengths)
+
+
+def test_an_argument_that_is_differentiated_is_named(device: str) -> None:
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(1, 8, 1, 16, device=device)
+    lengths = torch.tensor([3], dtype=torch.int32, device=device)
+    sinks = torch.nn.Parameter(torch.zeros(2, device=device))
+    with pytest.raises(ValueError, match="cache: sinks is a tensor that requires grad"):
+        flashproto.attention_with_kv_cache(q, cache, cache, lengths=lengths, sinks=sinks)
+    with pytest.raises(ValueError, match="cache: q is a tensor with a tangent"):
+        torch.func.jvp(
+            lambda x: flashproto.attention_with_kv_cache(x, cache, cache, lengths=lengths), (q,), (q,)
+        )
+
+
+def test_what_is_written_lies_apart(device: str) -> None:
+    """Caches in one memory are refused where they overlap and new tokens come, and only there."""
+    q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    both = torch.zeros(2, 8, 2, 2, 40, device=device)
+    call = flashproto.attention_with_kv_cache
+    for x, y in (
+        (both[..., 0, :16], both[..., 1, :16]),
+        (both[..., 0, :16], both[..., 0, 16:32]),
+        (both[:, ::2, :, 0, :16], both[:, 1::2, :, 0, :16]),
+        (both[..., 0, :32:2], both[..., 0, 1:32:2]),
+        (both[..., 0, 8:24], both[..., 0, :8]),
+    ):
+        call(q, x, y, lengths=lengths % 3, k=k, v=v[..., : y.shape[3]])
+    cache, row = both[..., 0, :16], both[:1, ..., 0, :16].expand(2, -1, -1, -1)
+    wrong = {
+        "v_cache is in the memory of k_cache": [
+            (cache, cache),
+            (cache, both[..., 0, 8:24]),
+            (both[..., 0, 8:24], cache),
+        ],
+        "k_cache is an expanded tensor": [(row, cache)],
+        "v_cache is an expanded tensor": [(cache, row)],
+    }
+    for message, pairs in wrong.items():
+        for x, y in pairs:
+            with pytest.raises(ValueError, match=message):
+                call(q, x, y, lengths=lengths, k=k, v=v)
+            call(q, x, y, lengths=lengths)
+    eight = [torch.zeros(2, 8, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in "kv"]
+    scale = torch.ones(2, 8, 2, device=device)
+    with pytest.raises(ValueError, match="v_scale is in the memory of k_scale"):
+        call(q, *eight, lengths=lengths, k=k, v=v, k_scale=scale, v_scale=scale)
+    by_head = scale[0, 0]
+    call(q, *eight, lengths=lengths, k=k, v=v, k_scale=by_head, v_scale=by_head)
+
+
+SHARED = {
+    "cache_index is slot 3 of 0": {"cache_index": [0, 0], "lengths": [3, 2]},
+    "page_table is slot 1 of 2": {"page_table": [[0, 2], [1, 2]], "lengths": [8, 9]},
+    "k_scale is 0.0 at [1]": {"k_scale": [1.0, 0.0]},
+    "v_scale is nan at [0]": {"v_scale": [math.nan, 1.0]},
+}
+
+
+@pytest.mark.parametrize("message", SHARED)
+def test_what_new_tokens_cannot_have_is_refused_in_the_checked_mode(
+    message: str, device: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(decode_checks, "CHECKED", True)
+    q, k, v = (torch.randn(2, h, 2, 16, device=device) for h in (4, 2, 2))
+    eight = "scale" in message
+    cache = [torch.zeros(3, 8, 2, 16, device=device) for _ in "kv"]
+    right: dict[str, Any] = {"lengths": [3, 5], "cache_index": [0, 2]}
+    if "page" in message:  # shared, but not where new tokens are put
+        right = {"page_table": [[0, 2], [0, 1]], "lengths": [8, 8]}
+    if eight:
+        cache = [x.to(torch.float8_e4m3fn) for x in cache]
+        right |= {"k_scale": [1.0, 0.5], "v_scale": [2.0, 1.0]}
+
+    def call(given: dict[str, Any], **new: Tensor) -> None:
+        made = {
+            n: torch.tensor(x, dtype=torch.float32 if "scale" in n else torch.int32, device=device)
+            for n, x in given.items()
+        }
+        flashproto.attention_with_kv_cache(q, *cache, **made, **new)
+
+    call(right, k=k, v=v)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(right | SHARED[message], k=k, v=v)
+    if not eight:
+        call(right | SHARED[message])
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, device: str) -> None:
+    q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
+    caches = [torch.randn(2, 8, 2, 16, device=device) for _ in "kv"]
+    lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
+    exact = flashproto.attention_with_kv_cache(
+        *(x.double() for x in (q, *caches)), lengths=lengths, k=k.double(), v=v.double()
+    )
+    with torch.autocast(device, torch.bfloat16):
+        out = flashproto.attention_with_kv_cache(q, *caches, lengths=lengths, k=k, v=v, impl=impl)
+        lse = flashproto.attention(q, k, v, return_lse=True, impl=impl)[1]
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
+    low = [x.bfloat16().double() for x in (q, k, v)]
+    torch.testing.assert_close(
+        lse.double(), flashproto.attention(*low, return_lse=True)[1], rtol=1e-5, atol=1e-5
+    )
+
+
+OUT_OF_RANGE = {
+    "lengths is 40 at": {"lengths": [40]},
+    "lengths is -1": {"lengths": [-1]},
+    "page_table is 9 at [0, 1]": {"page_table": [[0, 9, 99, 99]]},
+    "page_table is -1 at [0, 0]": {"page_table": [[-1, 1, 99, 99]]},
+    "cache_index is 1": {"cache_index": [1]},
+    "starts is 20": {"starts": [20]},
+}
+
+
+@pytest.mark.parametrize("message", OUT_OF_RANGE)
+def test_what_is_out_of_range_is_refused_in_the_checked_mode(
+    message: str, device: str, monkeypatch
+) -> None:
+    monkeypatch.setattr(decode_checks, "CHECKED", True)
+    q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(9, 8, 1, 16, device=device)
+    right = {"lengths": [15], "page_table": [[3, 1, 99, 99]]}
+
+    def call(given: dict[str, Any]) -> None:
+        ints = {n: torch.tensor(x, dtype=torch.int32, device=device) for n, x in given.items()}
+        flashproto.attention_with_kv_cache(q, cache, cache, **ints)
+
+    call(right)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(right | OUT_OF_RANGE[message])
+
+
+# --- attention without a cache -----------------------------------------------------------------------
+
+SPLIT = [n for n, f in FEATURES.items() if n not in ("first_keys", "max_score", "entropy")]
+SETS = [("causal",), ("window", "sinks", "intervals"), ("top_left", "alibi", "softcap"), ("documents",)]
+
+
+@pytest.mark.parametrize("index", range(60 if ON_GPU else len(SETS)))
+def test_split_keys_give_attention(index: int, device: str, seed: int, monkeypatch) -> None:
+    """Gradients included, of which the backward knows nothing of splits."""
+    poison(monkeypatch)
+    generator = random.Random(seed)
+    names = SETS[index] if index < len(SETS) else ()
+    while not compatible(names) or not names:
+        names = tuple(n for n in SPLIT if generator.random() < 0.3)
+    problem = replace(
+        variant_draw(generator, 3000 if ON_GPU else 150, 8 if ON_GPU else 3), causal=False
+    )
+    if not ON_GPU:
+        problem = replace(problem, Sq=min(problem.Sq, 9), Sk=150, D=16, Dv=24)
+    monkeypatch.setattr(configs, "attention_splits_keys", lambda *_: True)
+    call_cache.forget()
+    call = drawn(generator, problem, names, device)
+    made = make(call, device)
+    exact, plain = exact_and_eager(call, *made)
+    with launches() as seen:
+        got = run(call, *made, "triton")
+    assert any(x.kernel == "attention_decode_kernel" for x in seen)
+    assert_within_bound(got, exact, plain, call)
+    call_cache.forget()
+
+
+def test_where_keys_are_split() -> None:
+    """Few queries with long keys; not where tiles of queries fill the card, nor what is not written."""
+    causal = Kind(CAUSAL=True)
+
+    def splits(*shape: int, kind: Kind = causal) -> bool:
+        return configs.attention_splits_keys(kind, *shape, 132)
+
+    assert splits(1, 32, 8, 1, 131072) and splits(16, 32, 8, 16, 8192) and splits(1, 8, 1, 512, 131072)
+    assert not splits(4, 32, 8, 4096, 4096) and not splits(1, 64, 8, 512, 131072)
+    assert not splits(1, 32, 8, 1, 512) and not splits(1, 32, 8, 1, 8192, kind=Kind(ENTROPY=True))
