@@ -407,6 +407,31 @@ def test_where_gradients_of_sequences_are_computed() -> None:
     assert backward_backend("hopper", Kind(ALIBI=True, VARLEN=True), slopes=True) == "triton"
 
 
+def test_the_producer_waits_before_it_reads_how_many_tiles_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The launch begins before the one in front of it has ended: what was written before is visible to
+    those alone who have waited."""
+
+    class Read(Exception):
+        pass
+
+    waited = []
+
+    def read(*given: Any) -> None:
+        raise Read
+
+    for name in ("make_mbarriers", "store_selector", "fence_async_shared", "static_sync"):
+        monkeypatch.setattr(main, name, lambda *given: None)
+    monkeypatch.setattr(main, "wait_for_launch_before", lambda: waited.append(True))
+    monkeypatch.setattr(main, "key_tiles", read)
+    monkeypatch.setattr(main, "first_item", read)
+    config = configs.attention_backward_hopper(128, 1, Kind(True, VARLEN=True))
+    with pytest.raises(Read):
+        main.producer.fn((None,) * 26, config)
+    assert waited
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 700])
 def test_boxes_of_one_token_and_of_many(tokens: int) -> None:
     """Of each row of each sequence, whatever lies around it and whatever stride one token has."""
