@@ -203,12 +203,15 @@ def producer(args, CFG: gl.constexpr):
     # steps after the last item that still need a buffer for dQ: in pairs each of the last two steps has
     # its own
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
+    KIND: gl.constexpr = CFG.KIND
+    total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
     if CFG.KV_IN_REGS:
         store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
-    total = key_tiles(NB, variables, CFG) * BH
+    if KIND.VARLEN:
+        total = key_tiles(NB, variables, CFG) * BH
     static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
