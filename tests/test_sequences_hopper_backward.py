@@ -428,7 +428,7 @@ def test_the_producer_waits_before_it_reads_how_many_tiles_there_are(
     monkeypatch.setattr(main, "first_item", read)
     config = configs.attention_backward_hopper(128, 1, Kind(True, VARLEN=True))
     with pytest.raises(Read):
-        main.producer.fn((None,) * 26, config)
+        main.producer.fn((1,) * 26, config)
     assert waited
 
 
