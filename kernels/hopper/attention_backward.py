@@ -111,7 +111,7 @@ from .warpgroups import bar_sync, exit_threads, static_sync
 def load_rows(desc, b, h, row, stop, count, full, to, CFG: gl.constexpr):
     """Fetch a head's rows from `row` on, with zeros past the end.
 
-    Of sequences that is the end of the sequence's `count` rows, at token `stop`: see boxes_of_heads of
+    Of sequences, rows are those of one, and its `count` rows end at token `stop`: see boxes_of_heads of
     ops/attention_hopper.py.
     """
     KIND: gl.constexpr = CFG.KIND
@@ -210,7 +210,7 @@ def producer(args, CFG: gl.constexpr):
         store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
-    if KIND.VARLEN:
+    if KIND.VARLEN:  # which launches before have counted
         total = key_tiles(NB, variables, CFG) * BH
     static_sync(CFG.OB, 384)
     g = 0

@@ -166,7 +166,7 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, end of these, 1 if its
     walk goes up and else 0).  Of sequences, instead of the batch, which of the slots in their order it
-    is, for queries_at and keys_at.
+    is, for rows_at and keys_at.
 
     Keys that no query sees get a query tile, fully masked, so that no item is empty.
     """
