@@ -191,7 +191,7 @@ HOPPER_FORWARD = (
     "MAX_SCORE",
     "VARLEN",
 )
-HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI")
+HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "VARLEN")
 
 
 def main_backward(variant: Variant) -> Variant:

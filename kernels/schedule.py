@@ -337,11 +337,41 @@ def slots_kernel(
     tl.store(to + 5, Sk)
 
 
+@triton.jit(do_not_specialize=["offset"])
+def key_slots_kernel(
+    slots_ptr, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+):
+    """Program: of one slot of keys, its record, with query tiles for key tiles and keys for queries;
+    behind these the first slot of its sequence's queries, and the first of those that it visits.
+
+    Keys that no query sees visit one query tile, the first of a sequence without queries."""
+    sequences, _, _ = counts(given)
+    s, _ = sequence_of(tl.program_id(0), given[CU_SEQLENS_K], sequences, BLOCK_N)
+    _, j0, Sq, Sk, offset, token, key, _ = problem_of_keys(0, 0, offset, given, BLOCK_N, KIND)
+    left, first = 0, 0
+    if KIND.WINDOW:
+        left = given[LEFT]
+    if KIND.FIRST:
+        first = given[FIRST]
+    begin, end = query_range(j0, Sq, offset, (left, first), BLOCK_M, KIND, BLOCK_N)
+    begin = tl.minimum(begin, tl.maximum(tl.cdiv(Sq, BLOCK_M) - 1, 0))
+    slot = tl.load(given[CU_SEQLENS_Q] + s) // BLOCK_M + s
+    to = slots_ptr + tl.program_id(0) * RECORD
+    tl.store(to, tl.where(j0 < Sk, tl.maximum(end - begin, 1), 0))
+    tl.store(to + 1, j0)
+    tl.store(to + 2, token)
+    tl.store(to + 3, Sq)
+    tl.store(to + 4, key)
+    tl.store(to + 5, Sk)
+    tl.store(to + 6, slot)
+    tl.store(to + 7, slot + begin)
+
+
 @triton.jit(do_not_specialize=["n_slots"])
 def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
-    """Program: one slot's record to its place among all, those with more key tiles first.
+    """Program: one slot's record to its place among all, those that visit more tiles first.
 
-    ordered [1 + slots, RECORD]; its first word: how many slots have queries.
+    ordered [1 + slots, RECORD]; its first word: how many slots have tokens.
     """
     slot = tl.program_id(0)
     tiles = tl.load(slots_ptr + slot * RECORD)

@@ -19,7 +19,7 @@ from flashproto.kernels.hopper.attention_backward import attention_backward_kern
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
-from flashproto.kernels.schedule import order_kernel, slots_kernel, visits_kernel
+from flashproto.kernels.schedule import key_slots_kernel, order_kernel, slots_kernel, visits_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 from flashproto.variant import HOPPER_BACKWARD, HOPPER_FORWARD, Kind, Variant, main_backward
@@ -79,6 +79,12 @@ def heads(element: str, rows: int, D: int) -> str:
     """The type of a descriptor with boxes [1, 1, rows, D]."""
     in_shared = layout(torch.bfloat16, (1, 1, rows, D))
     return f"tensordesc<{element}[1, 1, {rows}, {D}],{in_shared!r}>"
+
+
+def heads_of_sequences(element: str, rows: int, D: int) -> str:
+    """The type of a descriptor with boxes [1, 1, 1, rows, D]."""
+    in_shared = layout(torch.bfloat16, (1, 1, 1, rows, D))
+    return f"tensordesc<{element}[1, 1, 1, {rows}, {D}],{in_shared!r}>"
 
 
 def packed_heads(element: str, queries: int, pack: int, D: int) -> str:
@@ -185,7 +191,8 @@ def merge_case(head_dim: int, parts: int) -> Case:
 
 
 def backward_case(element: str, config: configs.HopperBackward) -> Case:
-    queries, keys = (heads(element, rows, config.D) for rows in (config.BM, config.BN))
+    boxes = heads_of_sequences if config.KIND.VARLEN else heads
+    queries, keys = (boxes(element, rows, config.D) for rows in (config.BM, config.BN))
     kernel, kind = attention_backward_kernel, config.KIND
     variables, absent = variables_of(kernel, kind, slots=kind.VARLEN, queries=True)
     return case(
@@ -223,6 +230,8 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         (visits_kernel, Kind(True, True, True, True)),
         (slots_kernel, Kind(VARLEN=True)),
         (slots_kernel, Kind(True, True, True, VARLEN=True)),
+        (key_slots_kernel, Kind(VARLEN=True)),
+        (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
     ):
         given, absent = variables_of(kernel, kind)
         pointer, *numbers, _, _, _, _ = kernel.arg_names
@@ -269,7 +278,17 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             "PDL": True,
             "lse2_ptr": None,
             "delta_ptr": None,
+            "VARLEN": False,
         }
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
-        sums = {"D": D, "N": config.NQ}
+        sums = {"D": D, "N": config.NQ, "BM": config.BM, "VARLEN": False}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)
+        for name, kernel, constants in (
+            ("preprocess", preprocess_kernel, rows),
+            ("postprocess", postprocess_kernel, sums),
+        ):
+            variables, absent = variables_of(kernel, Kind(VARLEN=True))
+            constants = constants | {"VARLEN": True} | absent
+            yield case(
+                f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, variables=variables
+            )

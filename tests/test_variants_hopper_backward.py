@@ -227,7 +227,9 @@ def test_masks_and_distances_of_a_tile(
         row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
         NB = -(-Sk // config.BN)
         given[scores.ROW_OF_BATCH.value] = given[scores.ROW_OF_HEAD.value] = torch.tensor(0)
-        seen = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, tuple(given), Sk, offset, NB, config)
+        seen = tile_masks.as_seen_from.fn(
+            row, torch.tensor(0), 0, tuple(given), Sk, offset, 0, NB, config
+        )
         i, j = i0 + torch.arange(BM)[None, :], row + torch.arange(64)[:, None]
         wanted = (j < Sk) & (i > -1)
         if kind.CAUSAL:

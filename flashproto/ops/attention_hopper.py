@@ -16,13 +16,13 @@ from ..kernels.attention_backward import attention_backward_heads_kernel
 from ..kernels.attention_merge import attention_merge_kernel
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
-from ..kernels.hopper.attention_backward_work import FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
+from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
-from ..kernels.schedule import RECORD, order_kernel, slots_kernel, visits_kernel
-from ..kernels.scores import TILES_OF_ALL, VISITS
+from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, slots_kernel, visits_kernel
+from ..kernels.scores import COUNTS, CU_SEQLENS_K, CU_SEQLENS_Q, TILES_OF_ALL, VISITS
 from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, variables
-from .descriptors import boxed, readable
+from .descriptors import UNUSED_STRIDE, boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
 from .recipe import New, Operand, Recipe, Table
 
@@ -117,6 +117,41 @@ def slots_of(variant: Variant, tokens: int, block: int) -> int:
     return tokens // block + variant.named["cu_seqlens_q"].shape[0]
 
 
+def with_work(given: tuple[Any, ...], work: Operand) -> tuple[Any, ...]:
+    """What a kernel is given, with the order of its work."""
+    return (*given[: VISITS.value], work, *given[VISITS.value + 1 :])
+
+
+def ordered_slots(
+    recipe: Recipe,
+    kernel: Any,
+    slots: int,
+    device: torch.device,
+    variant: Variant,
+    given: tuple[Any, ...],
+    BM: int,
+    BN: int,
+) -> tuple[Any, ...]:
+    """What a kernel is given, with the records that slots_kernel or key_slots_kernel makes, in order,
+    and the steps that make them."""
+    made, work = (
+        recipe.make(New.contiguous((n, RECORD.value), torch.int32, device)) for n in (slots, 1 + slots)
+    )
+    recipe.launch(
+        kernel,
+        slots,
+        made,
+        variant.offset,
+        given,
+        BLOCK_M=BM,
+        BLOCK_N=BN,
+        KIND=variant.kind,
+        num_warps=1,
+    )
+    recipe.launch(order_kernel, slots, made, work, slots, BLOCK=256, num_warps=1)
+    return with_work(given, work)
+
+
 def work_on_device(
     recipe: Recipe,
     config: configs.HopperForward,
@@ -146,27 +181,12 @@ def work_on_device(
             KIND=kind,
             num_warps=1,
         )
+        return with_work(given, work)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
-        made, work = (
-            recipe.make(New.contiguous((n, RECORD.value), torch.int32, q.device))
-            for n in (slots, 1 + slots)
-        )
-        recipe.launch(
-            slots_kernel,
-            slots,
-            made,
-            variant.offset,
-            given,
-            BLOCK_M=BM,
-            BLOCK_N=BN,
-            KIND=kind,
-            num_warps=1,
-        )
-        recipe.launch(order_kernel, slots, made, work, slots, BLOCK=256, num_warps=1)
+        return ordered_slots(recipe, slots_kernel, slots, q.device, variant, given, BM, BN)
     else:
         return given
-    return (*given[: VISITS.value], work, *given[VISITS.value + 1 :])
 
 
 def keys_seen(variant: Variant, Sq: int, Sk: int) -> int:
@@ -279,6 +299,27 @@ def forward(
 # --- backward ------------------------------------------------------------------------------------
 
 
+def boxes_of_heads(
+    shape: Shape, strides: Shape, rows: int, D: int, varlen: bool
+) -> tuple[Shape, Shape, Shape]:
+    """(shape, strides, box) of heads [B, H, S, head_dim] in boxes of so many rows.
+
+    Of sequences side by side, B = 1, a box has zeros past the end of its own sequence.  A descriptor
+    knows one end for all.  So it is given BOUND rows, counted so that each sequence ends at the last of
+    them, and two dimensions in front that move the address on and back: coordinates (BOUND, stop, h,
+    BOUND - count + row, 0) are row `row` of the sequence of `count` tokens before token `stop`.
+    Addresses are computed modulo 2^64.  Source: triton/tools/ragged_tma.py of Triton.
+    """
+    if not varlen:
+        return shape, strides, (1, 1, rows, D)
+    (_, H, S, head_dim), (_, head, token, one) = shape, strides
+    if S == 1:
+        token = UNUSED_STRIDE
+    most = 0x7FFF0000  # a coordinate is an int32
+    back = 2**64 // BOUND.value - token
+    return (most, most, H, BOUND.value, head_dim), (back, token, head, token, one), (1, 1, 1, rows, D)
+
+
 def backward(
     recipe: Recipe,
     q: Operand,
@@ -312,8 +353,10 @@ def backward(
     offset, positive_scale = diagonal(variant, Sk), max(scale, SMALLEST_SCALE)
     ordered, most = torch.are_deterministic_algorithms_enabled(), multiprocessors(q.device)
     config = configs.attention_backward_hopper(head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv)
-    D, BM, BN = config.D, config.BM, config.BN
+    D, BM, BN, varlen = config.D, config.BM, config.BN, variant.kind.VARLEN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
+    if varlen:
+        query_tiles, key_tiles = slots_of(variant, Sq, BM), slots_of(variant, Sk, BN)
     together = configs.heads_together_backward(config, B, Hq, Hkv, Sq, Sk, most)
     zeroed = query_tiles * BM
     if config.FIRST:
@@ -330,8 +373,13 @@ def backward(
     sums = scratch.part(0, torch.float32, words[0] // 32, 32)
     terms = scratch.part(4 * words[0], torch.bfloat16, rows, LD)
     counts = scratch.part(4 * sum(words[:3]), torch.int32, words[3])
-    queries, keys = (1, 1, BM, D), (1, 1, BN, D)
     given = variables(recipe, variant, q, k, BN, None, None, None)
+    lengths: tuple[Any, ...] = ()  # what other kernels than the main one are given
+    if varlen:
+        here = {CU_SEQLENS_Q.value, CU_SEQLENS_K.value, *range(COUNTS.value, COUNTS.value + 3)}
+        lengths = tuple(x if i in here else None for i, x in enumerate(given))
+        slots = key_tiles, q.device, variant
+        given = ordered_slots(recipe, key_slots_kernel, *slots, given, BM, BN)
     if given:
         given = (*given, 2 * Sq + 1)  # as `counts` of kernels/scores.py has it
     lse2, delta = None, None
@@ -343,12 +391,15 @@ def backward(
         Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
         1 / LOG2E if variant.kind.SOFTCAP else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
-        lse2_ptr=lse2, delta_ptr=delta, num_warps=4,
+        lse2_ptr=lse2, delta_ptr=delta, variables=lengths, VARLEN=varlen, num_warps=4,
     )  # fmt: skip
+    queries, keys = ((x, D, varlen) for x in (BM, BN))
     recipe.launch(
         attention_backward_kernel, programs,
-        boxed(q, q.shape, q.strides, queries), boxed(dout, q.shape, dout.strides, queries),
-        boxed(k, k.shape, k.strides, keys), boxed(v, k.shape, v.strides, keys),
+        boxed(q, *boxes_of_heads(q.shape, q.strides, *queries)),
+        boxed(dout, *boxes_of_heads(q.shape, dout.strides, *queries)),
+        boxed(k, *boxes_of_heads(k.shape, k.strides, *keys)),
+        boxed(v, *boxes_of_heads(k.shape, v.strides, *keys)),
         boxed(terms, terms.shape, terms.strides, (BM, LD)),
         boxed(sums, sums.shape, sums.strides, SUMS_BOX), sums, counts, dk, dv,
         key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset,
@@ -369,8 +420,11 @@ def backward(
         head_dim,
         *eighths(dq.strides),
         scale,
+        lengths,
         D=D,
         N=config.NQ,
+        BM=BM,
+        VARLEN=varlen,
         num_warps=4,
         launch_pdl=True,
     )
@@ -384,8 +438,8 @@ def backward(
             sinks,
             Hq,
             B,
-            Sq,
-            (),
+            Sq if not varlen else 0,
+            lengths,
             KIND=variant.kind,
             SINKS=True,
             BLOCK=1024,

@@ -48,6 +48,21 @@ tile stores its part, so that nobody has to write zeros before, and the others w
 By default they add in no fixed order, so the last bits of dQ differ from run to run (those of dK and dV
 do not).  In order (CFG.ORDERED) they are the same bits every time, for a wait here and there.
 
+Sequences side by side (KIND.VARLEN; B = 1, their tokens in the place of Sq and Sk):
+
+    work       An item has keys of one sequence.  key_slots_kernel and order_kernel of schedule.py note
+               on the device, before the preprocess, what each is and how many there are, those that
+               visit most queries first.  Programs may find that there is none for them.
+    queries    Sequence s has the query tiles from cu_seqlens[s] // BM + s on, so that a tile has rows
+               of one sequence and the others have no query: the sums of dQ, lse and delta are laid out
+               so, T // BM + sequences + 1 tiles for each head, whatever the lengths are.
+    TMA        Boxes of Q, dO, K and V have zeros past the end of the sequence, whatever lies there, as
+               they have past the end of a tensor (boxes_of_heads of ops/attention_hopper.py).  So the
+               consumers need no other masks.
+    zeros      Keys that no query sees have an item, which stores zeros: those of a sequence without
+               queries, and those behind the last sequence.  Queries without keys keep the zeros with
+               which their sums begin.
+
 The files beside this one: attention_backward_work.py says which program does what when, and why waiting
 in order cannot deadlock; _consumers.py and _pairs.py have the consumers, _masks.py their masks;
 _sums.py says how dQ leaves, and what keeps its order; _rows.py has the launches before and after.
@@ -71,14 +86,18 @@ from .attention_backward_sums import (
     wait_for_dq_turn,
 )
 from .attention_backward_work import (
+    BOUND,
     PENDING,
     dq_rank,
     first_head,
     first_item,
     first_tile,
     key_tile,
+    key_tiles,
     next_tile,
+    numbered,
     put_item,
+    rows_at,
     take_item,
 )
 from .dependent_launches import let_next_begin, wait_for_launch_before
@@ -89,21 +108,37 @@ from .warpgroups import bar_sync, exit_threads, static_sync
 
 
 @gluon.jit
-def load_q(q_desc, lse_delta_desc, b, h, m, H, M, full, q, lse_delta, more, CFG: gl.constexpr):
+def load_rows(desc, b, h, row, stop, count, full, to, CFG: gl.constexpr):
+    """Fetch a head's rows from `row` on, with zeros past the end.
+
+    Of sequences, rows are those of one, and its `count` rows end at token `stop`: see boxes_of_heads of
+    ops/attention_hopper.py.
+    """
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        tma_load(desc, [BOUND, stop, h, BOUND - count + row, 0], full, to)
+    else:
+        tma_load(desc, [b, h, row, 0], full, to)
+
+
+@gluon.jit
+def load_q(
+    q_desc, lse_delta_desc, b, h, m, stop, count, H, M, full, q, lse_delta, more, CFG: gl.constexpr
+):
     """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
     if more:
         mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
-        tma_load(q_desc, [b, h, m * CFG.BM, 0], full, q)
+        load_rows(q_desc, b, h, m * CFG.BM, stop, count, full, q, CFG)
         tma_load(lse_delta_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, lse_delta)
     else:
         mbarrier.expect(full, 0)
 
 
 @gluon.jit
-def load_do(do_desc, b, h, m, full, do, more, CFG: gl.constexpr):
+def load_do(do_desc, b, h, m, stop, count, full, do, more, CFG: gl.constexpr):
     if more:
         mbarrier.expect(full, CFG.BM * CFG.D * 2)
-        tma_load(do_desc, [b, h, m * CFG.BM, 0], full, do)
+        load_rows(do_desc, b, h, m * CFG.BM, stop, count, full, do, CFG)
     else:
         mbarrier.expect(full, 0)
 
@@ -132,10 +167,11 @@ def load_keys(
     at = r % CFG.KV
     if t < NB * BH:
         b, h, col, _, _, _ = key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG)
+        b, _, _, stop, count = rows_at(b, variables, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
-        tma_load(k_desc, [b, h, col, 0], k_full.index(at), ks.index(at))
+        load_rows(k_desc, b, h, col, stop, count, k_full.index(at), ks.index(at), CFG)
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
-        tma_load(v_desc, [b, h, col, 0], v_full.index(at), vs.index(at))
+        load_rows(v_desc, b, h, col, stop, count, v_full.index(at), vs.index(at), CFG)
     else:
         mbarrier.expect(k_full.index(at), 0)
 
@@ -167,12 +203,15 @@ def producer(args, CFG: gl.constexpr):
     # steps after the last item that still need a buffer for dQ: in pairs each of the last two steps has
     # its own
     LEFT: gl.constexpr = 0 if CFG.PAIRS else 1
+    KIND: gl.constexpr = CFG.KIND
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
     if CFG.KV_IN_REGS:
         store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
+    if KIND.VARLEN:  # which launches before have counted
+        total = key_tiles(NB, variables, CFG) * BH
     static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
@@ -183,7 +222,7 @@ def producer(args, CFG: gl.constexpr):
     dq_rank1, dq_rank2 = 0, 0
     began = -1
     head, head1 = -1, -1  # key heads of the last two items
-    t = first_item(turns_ptr, CFG)
+    t = numbered(first_item(turns_ptr, CFG), total, NB, BH, CFG)
     if t < total:
         release_dq_buffer(0, CFG)
     more = 1
@@ -192,6 +231,7 @@ def producer(args, CFG: gl.constexpr):
         b, hk, col, m0, m1, up = key_tile(
             gl.minimum(t, total - 1), NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG
         )
+        b, stop, count, _, _ = rows_at(b, variables, CFG)
         n = col // CFG.BN
         h0 = hk * GROUP
         h1 = first_head(h0, col, GROUP, CFG)
@@ -213,7 +253,18 @@ def producer(args, CFG: gl.constexpr):
             item = begins if CFG.KV == 2 else began  # whose keys may come now
             if g >= 2:
                 bar_sync(CFG.OB + slot, 384)
-                load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
+                load_do(
+                    do_desc,
+                    b,
+                    h,
+                    m,
+                    stop,
+                    count,
+                    do_full.index(slot),
+                    dos.index(slot),
+                    more == 1,
+                    CFG,
+                )
                 # dQ is ready before Q is free.  In order, others wait for its adds; otherwise the adds
                 # would only hold up the queries.
                 if CFG.ORDERED:
@@ -227,6 +278,8 @@ def producer(args, CFG: gl.constexpr):
                     b,
                     h,
                     m,
+                    stop,
+                    count,
                     H,
                     M,
                     q_full.index(slot),
@@ -246,6 +299,8 @@ def producer(args, CFG: gl.constexpr):
                     b,
                     h,
                     m,
+                    stop,
+                    count,
                     H,
                     M,
                     q_full.index(slot),
@@ -254,7 +309,18 @@ def producer(args, CFG: gl.constexpr):
                     more == 1,
                     CFG,
                 )
-                load_do(do_desc, b, h, m, do_full.index(slot), dos.index(slot), more == 1, CFG)
+                load_do(
+                    do_desc,
+                    b,
+                    h,
+                    m,
+                    stop,
+                    count,
+                    do_full.index(slot),
+                    dos.index(slot),
+                    more == 1,
+                    CFG,
+                )
             # The last step of an item gives back its keys with its queries.
             if item >= 0:
                 load_keys(
@@ -296,7 +362,7 @@ def producer(args, CFG: gl.constexpr):
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, m1, start, up, GROUP, CFG)
         if more == 1:
-            t = take_item(turns_ptr, CFG)
+            t = numbered(take_item(turns_ptr, CFG), total, NB, BH, CFG)
     if CFG.COUNTED:
         if head1 >= 0:
             count_item(turns_ptr, head1, 0, CFG)
@@ -315,7 +381,7 @@ def attention_backward_kernel(
     q_desc,
     do_desc,
     k_desc,
-    v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D]
+    v_desc,  # TMA boxes [1, 1, BM, D] and [1, 1, BN, D], of sequences [1, 1, 1, BM or BN, D]
     lse_delta_desc,  # boxes [BM, 16]: lse and delta, as the preprocess leaves them
     dq_desc,
     dq_ptr,  # float32 sums of dQ, as boxes [128, 32] and as a pointer
@@ -344,10 +410,16 @@ def attention_backward_kernel(
     D: gl.constexpr = CFG.D
     KV: gl.constexpr = CFG.KV
     dt: gl.constexpr = q_desc.dtype
-    qs = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], q_desc.layout)
-    dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
-    ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
-    vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
+    if CFG.KIND.VARLEN:
+        qs = gl.allocate_shared_memory(dt, [2, 1, 1, 1, BM, D], q_desc.layout)
+        dos = gl.allocate_shared_memory(dt, [2, 1, 1, 1, BM, D], do_desc.layout)
+        ks = gl.allocate_shared_memory(dt, [KV, 1, 1, 1, BN, D], k_desc.layout)
+        vs = gl.allocate_shared_memory(dt, [KV, 1, 1, 1, BN, D], v_desc.layout)
+    else:
+        qs = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], q_desc.layout)
+        dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
+        ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
+        vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
     lse_deltas = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], lse_delta_desc.layout)
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)

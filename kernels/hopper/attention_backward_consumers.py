@@ -30,6 +30,7 @@ from .attention_backward_work import (
     get_item,
     inner_step,
     key_tile,
+    keys_at,
     last_visible_key,
     loops,
     outer_step,
@@ -283,7 +284,7 @@ def outer_loop(
 ):
     """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
     Returns dk, dv and what comes next: step, query tile and last_key."""
-    col, m0, m1, up, NB, M, GROUP, offset, b, h0 = walk
+    col, m0, m1, up, NB, M, GROUP, offset, b, h0, moved = walk
     _, _, _, _, limit = own
     KIND: gl.constexpr = CFG.KIND
     for i in range(start, stop):
@@ -291,7 +292,7 @@ def outer_loop(
             seen = variables
         else:  # whose walk goes head by head
             row = col + 64 * c
-            seen = as_seen_from(row, b, h0 + i, variables, limit + 1 + row, offset, NB, CFG)
+            seen = as_seen_from(row, b, h0 + i, variables, limit + 1 + row, offset, moved, NB, CFG)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -391,6 +392,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
         b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
+        b, _, keys, diagonal = keys_at(b, Sk, offset, variables, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
@@ -402,10 +404,10 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         dk = gl.zeros([64, D], gl.float32, AC)
         dv = gl.zeros([64, D], gl.float32, AC)
         # the last key there is; like last_key counted from this warpgroup's first
-        limit = Sk - 1 - row
+        limit = keys - 1 - row
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
-        low = m0 * BM + offset - row
-        high = m1 * BM + offset - row
+        low = m0 * BM + diagonal - row
+        high = m1 * BM + diagonal - row
         outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(at), (r // CFG.KV) & 1)
         if CFG.K_IN_REGS or CFG.V_IN_REGS:
@@ -414,7 +416,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         else:
             regs = 0
         own = at, kc, vc, regs, limit
-        walk = col, m0, m1, up, NB, M, GROUP, offset, b, hk * GROUP
+        walk = col, m0, m1, up, NB, M, GROUP, diagonal, b, hk * GROUP, offset
         if CFG.PEELED and CFG.DOWN:
             clear, behind = clear_outer_steps(low, high, limit, outer, up, CFG)
             if CFG.BOTH:
@@ -499,12 +501,13 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         # Read and worked out again, so that they take no registers in the loop.
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
         b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
+        b, key, keys, _ = keys_at(b, Sk, offset, variables, CFG)
         row = col + 64 * c
-        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
-        store_rows(dv_ptr + base, dv.to(dt), Sk - row, s_s, D_out, D)
+        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + row).to(gl.int64) * s_s) * 8
+        store_rows(dv_ptr + base, dv.to(dt), keys - row, s_s, D_out, D)
         if CFG.ITEM_IN_SMEM:
             stash_item(stash, following)
-        store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - row, s_s, D_out, D)
+        store_rows(dk_ptr + base, (dk * scale).to(dt), keys - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
@@ -543,21 +546,23 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(k_full.index(0), 0)
     while t < NB * BH:
         b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
+        b, _, keys, diagonal = keys_at(b, Sk, offset, variables, CFG)
         dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
-        limit = Sk - 1 - col
+        limit = keys - 1 - col
         tile = (b * H + hk * GROUP) * M + first_tile(col, m0, M, up, CFG)
-        low = m0 * BM + offset - col
-        high = m1 * BM + offset - col
+        low = m0 * BM + diagonal - col
+        high = m1 * BM + diagonal - col
         outer, begin, end, last_key = loops(low, high, m0, m1, up, GROUP, CFG)
         mbarrier.wait(v_full.index(0), r & 1)
         for i in range(outer):
-            first = comes_first(i, col, m0, up, NB, M, offset, CFG)
+            first = comes_first(i, col, m0, up, NB, M, diagonal, CFG)
             if KIND.TUNED:
                 seen = variables
             else:  # whose walk goes head by head
-                seen = as_seen_from(col, b, hk * GROUP + i, variables, Sk, offset, NB, CFG)
+                h = hk * GROUP + i
+                seen = as_seen_from(col, b, h, variables, keys, diagonal, offset, NB, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 ps = dss.index(slot)
@@ -622,9 +627,11 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
         b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
-        base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + col.to(gl.int64) * s_s) * 8 + c * N
-        store_rows(dv_ptr + base, dv.to(dt), Sk - col, s_s, D_out - c * N, N)
-        store_rows(dk_ptr + base, (dk * scale).to(dt), Sk - col, s_s, D_out - c * N, N)
+        b, key, keys, _ = keys_at(b, Sk, offset, variables, CFG)
+        base = b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + col).to(gl.int64) * s_s
+        base = base * 8 + c * N
+        store_rows(dv_ptr + base, dv.to(dt), keys - col, s_s, D_out - c * N, N)
+        store_rows(dk_ptr + base, (dk * scale).to(dt), keys - col, s_s, D_out - c * N, N)
         r += 1
         mbarrier.wait(k_full.index(0), r & 1)
         t = following

@@ -51,10 +51,10 @@ EVERYWHERE = gl.constexpr(2**30)
 
 
 @gluon.jit
-def as_seen_from(row, b, h, given, Sk, offset, NB, CFG: gl.constexpr):
+def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
     """What `given` has for query head h, as `variables` of kernels/scores.py, in places seen from key
     `row`: FIRST is a key, BEGIN and END [64] are places, DIAGONAL is what a key at a query's position
-    is beyond its place."""
+    is beyond its place; moved: the variant's offset, from which that of a sequence counts."""
     KIND: gl.constexpr = CFG.KIND
     left, first, softcap, slope, diagonal = 0, 0, 0.0, 0.0, 0
     begin, end, whole_begin, whole_end = 0, 0, 0, 0
@@ -66,7 +66,10 @@ def as_seen_from(row, b, h, given, Sk, offset, NB, CFG: gl.constexpr):
         softcap = given[SOFTCAP]
     if KIND.ALIBI:
         slope = gl.load(given[SLOPE] + h).to(gl.float32)
-        diagonal = Sk - (given[QUERIES] >> 1) - offset
+        if KIND.VARLEN:
+            diagonal = -moved
+        else:
+            diagonal = Sk - (given[QUERIES] >> 1) - offset
     if KIND.INTERVALS:
         Sq = given[QUERIES] >> 1
         at = tile_of_intervals(b, h, row // CFG.BN, NB, given)

@@ -25,6 +25,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..online_softmax import LOG2E
+from ..schedule import sequence_of, tokens_of
+from ..scores import CU_SEQLENS_Q, counts
 from .attention_backward_sums import register_offsets
 from .attention_backward_work import FIRST_TURN
 from .dependent_launches import wait_for_launch_before
@@ -33,6 +35,18 @@ COLUMNS = gl.constexpr(16)  # the least that a product takes
 LSE = gl.constexpr(0)
 DELTA = gl.constexpr(3)
 NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any exponent
+
+
+@triton.jit
+def rows_of_sequence(first, padded, variables, BM: tl.constexpr):
+    """Of sequences padded to whole tiles, which lie in the slots of sequence_of: the rows `padded`, of
+    one slot, from `first` on, as (token of each, whether there is one, whether it lies behind the last
+    sequence)."""
+    sequences, queries, _ = counts(variables)
+    s, tile = sequence_of(first // BM, variables[CU_SEQLENS_Q], sequences, BM)
+    token, length = tokens_of(s, variables[CU_SEQLENS_Q], sequences, queries, True)
+    i = padded - first + (tile * BM + first % BM)
+    return token + i, i < length, s == sequences
 
 
 @triton.jit(
@@ -61,11 +75,14 @@ def preprocess_kernel(
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
     lse2_ptr=None, delta_ptr=None,
+    variables=(),  # of sequences, see scores.py
+    VARLEN: tl.constexpr = False,
 ):  # fmt: skip
     """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
     the first queries.  R rows a program.  PDL: the next launch is a dependent one.
 
-    lse2, delta [B, H, Sq] float32: lse in base 2 and delta, for the gradients of sinks, or None."""
+    lse2, delta [B, H, Sq] float32: lse in base 2 and delta, for the gradients of sinks, or None.
+    VARLEN: what is padded to whole tiles is each sequence, see rows_of_sequence."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -74,10 +91,14 @@ def preprocess_kernel(
     b = (bh // H).to(tl.int64)
     h = (bh % H).to(tl.int64)
     first = (pid % n) * R
-    r = first + tl.arange(0, R)
+    padded = first + tl.arange(0, R)
     d = tl.arange(0, D)
     # strides come in eighths and columns in eights, so that the compiler sees pieces of 16 bytes
-    mask = (r < Sq)[:, None] & (d // 8 < D_out // 8)[None, :]
+    if VARLEN:
+        r, there, behind = rows_of_sequence(first, padded, variables, BM)
+    else:
+        r, there = padded, padded < Sq
+    mask = there[:, None] & (d // 8 < D_out // 8)[None, :]
     rows = r.to(tl.int64)[:, None]
     o = tl.load(o_ptr + (b * so_b + h * so_h + rows * so_s) * 8 + d[None, :], mask, 0.0)
     do = tl.load(do_ptr + (b * sd_b + h * sd_h + rows * sd_s) * 8 + d[None, :], mask, 0.0)
@@ -88,15 +109,17 @@ def preprocess_kernel(
     tile = (bh * Sp + first) // BM
     tl.store(turns_ptr + FIRST_TURN + tile, 0, first % BM == 0)
     tl.store(turns_ptr - 1 - bh, 0, first == 0)
-    lse = tl.load(lse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, -float("inf"))
+    lse = tl.load(lse_ptr + bh.to(tl.int64) * Sq + r, there, -float("inf"))
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + bh.to(tl.int64) * Sq + r, r < Sq, 0.0)
+        delta -= tl.load(dlse_ptr + bh.to(tl.int64) * Sq + r, there, 0.0)
     empty = lse == -float("inf")
     if delta_ptr is not None:
         row = bh.to(tl.int64) * Sq + r
-        tl.store(lse2_ptr + row, tl.where(empty, float("inf"), lse * LOG2E), r < Sq)
-        tl.store(delta_ptr + row, delta, r < Sq)
+        tl.store(lse2_ptr + row, tl.where(empty, float("inf"), lse * LOG2E), there)
+        tl.store(delta_ptr + row, delta, there)
+    if VARLEN:
+        empty = empty | behind  # they see no key, but a sink gives them an lse
     logarithm = tl.where(empty, NOTHING, -lse / scale)
     column = tl.arange(0, COLUMNS)[None, :]
     term = tl.where(column < DELTA, logarithm[:, None], tl.where(empty, 0.0, -delta)[:, None])
@@ -106,7 +129,7 @@ def preprocess_kernel(
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
     parts = tl.where(part == 0, high, tl.where(part == 1, middle, tl.where(part == 2, low, 0.0)))
-    at = lse_delta_ptr + (bh.to(tl.int64) * Sp + r)[:, None] * COLUMNS + column
+    at = lse_delta_ptr + (bh.to(tl.int64) * Sp + padded)[:, None] * COLUMNS + column
     tl.store(at, parts.to(tl.bfloat16))
 
 
@@ -172,8 +195,11 @@ def postprocess_kernel(
     s_h,
     s_s,  # strides of out, in units of 8 elements
     scale,
+    variables,  # of sequences, as the preprocess has them
     D: gl.constexpr,
     N: gl.constexpr,
+    BM: gl.constexpr,
+    VARLEN: gl.constexpr,
 ):
     """Write one chunk of dQ's sums (64 x N in register order) to rows of dq, scaled.  It is a dependent
     launch, so it waits for the items that add to the chunk or, where they are not counted, for the
@@ -193,9 +219,14 @@ def postprocess_kernel(
     x = gl.convert_layout((gl.reshape(x, [64, N]) * scale).to(out_ptr.dtype.element_ty), LO)
     b = (bh // H).to(gl.int64)
     h = (bh % H).to(gl.int64)
-    r = (tile % tiles) * 64 + gl.arange(0, 64, gl.SliceLayout(1, LO))
+    first = (tile % tiles) * 64
+    r = first + gl.arange(0, 64, gl.SliceLayout(1, LO))
+    if VARLEN:
+        r, there, _ = rows_of_sequence(first, r, variables, BM)
+    else:
+        there = r < Sq
     d = part * N + gl.arange(0, N, gl.SliceLayout(0, LO))
     at = out_ptr + (b * s_b + h * s_h + r.to(gl.int64)[:, None] * s_s) * 8 + d[None, :]
-    gl.store(at, x, mask=(r < Sq)[:, None] & (d // 8 < D_out // 8)[None, :])
+    gl.store(at, x, mask=there[:, None] & (d // 8 < D_out // 8)[None, :])
     if pid == gl.num_programs(0) - 1:
         wait_for_launch_before()

@@ -69,8 +69,8 @@ first to store.  For both:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..schedule import clamp, query_range
-from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, TILES_OF_ALL
+from ..schedule import RECORD, clamp, query_range
+from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, TILES_OF_ALL
 from .warpgroups import opaque_zero
 
 # What turns_ptr points at.  [0]: the counter of work items; from FIRST_NUMBER on: the numbers of each
@@ -84,6 +84,7 @@ FIRST_TURN = gl.constexpr(FIRST_NUMBER.value + NUMBERS.value * MOST_PROGRAMS.val
 # have LEAST_STEPS steps; see count_item.
 PENDING = gl.constexpr(4)
 LEAST_STEPS = gl.constexpr(PENDING.value + 2)
+BOUND = gl.constexpr(2**30)  # rows of a head, as TMA descriptors of sequences have them
 
 
 @gluon.jit
@@ -164,14 +165,17 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 @gluon.jit
 def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, end of these, 1 if its
-    walk goes up and else 0).
+    walk goes up and else 0).  Of sequences, instead of the batch, which of the slots in their order it
+    is, for rows_at and keys_at.
 
     Keys that no query sees get a query tile, fully masked, so that no item is empty.
     """
     KIND: gl.constexpr = CFG.KIND
     up = 0
-    if KIND.CAUSAL or CFG.FIRST:
+    if KIND.CAUSAL or KIND.VARLEN or CFG.FIRST:
         # mixed among HG heads that share L2
+        if KIND.VARLEN:
+            NB = key_tiles(NB, variables, CFG)
         per = HG * NB
         grp = t // per
         r = t - grp * per
@@ -194,19 +198,81 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
     else:
         bh = t // NB
         col = (t - bh * NB) * CFG.BN
-    m0, m1 = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND, CFG.BN)
-    b = bh // Hk
-    hk = bh - b * Hk
-    if KIND.INTERVALS:
-        begin, end = queries_of_tile(b, hk, col // CFG.BN, NB, GROUP, variables)
-        m0 = gl.maximum(m0, clamp(begin, 0, M * CFG.BM) // CFG.BM)
-        m1 = gl.minimum(m1, gl.cdiv(clamp(end, 0, M * CFG.BM), CFG.BM))
-    m0 = gl.minimum(m0, M - 1)
-    if KIND.WINDOW or KIND.INTERVALS:
-        m1 = gl.maximum(m1, m0 + 1)
+    if KIND.VARLEN:
+        b, hk = nb, bh
+        record = variables[SLOTS] + (1 + nb) * RECORD
+        col = gl.load(record + 1)
+        m0 = gl.load(record + 7)
+        m1 = m0 + gl.load(record)
     else:
-        m1 = M
+        m0, m1 = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND, CFG.BN)
+        b = bh // Hk
+        hk = bh - b * Hk
+        if KIND.INTERVALS:
+            begin, end = queries_of_tile(b, hk, col // CFG.BN, NB, GROUP, variables)
+            m0 = gl.maximum(m0, clamp(begin, 0, M * CFG.BM) // CFG.BM)
+            m1 = gl.minimum(m1, gl.cdiv(clamp(end, 0, M * CFG.BM), CFG.BM))
+        m0 = gl.minimum(m0, M - 1)
+        if KIND.WINDOW or KIND.INTERVALS:
+            m1 = gl.maximum(m1, m0 + 1)
+        else:
+            m1 = M
     return b, hk, col, m0, m1, up
+
+
+# --- sequences side by side -----------------------------------------------------------------------
+# Queries are numbered through the slots of sequence_of, CFG.BM each, so that each sequence begins with
+# a query tile of its own.  Keys are numbered from the beginning of their sequence.
+
+
+@gluon.jit
+def key_tiles(NB, variables, CFG: gl.constexpr):
+    """How many key tiles a head has; of sequences the device knows, and NB is the most."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        return gl.load(variables[SLOTS])
+    else:
+        return NB
+
+
+@gluon.jit
+def numbered(t, total, NB, BH, CFG: gl.constexpr):
+    """Item t of `total`, as consumers know it: NB * BH or more if there is none."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        return gl.where(t < total, t, NB * BH)
+    else:
+        return t
+
+
+@gluon.jit
+def keys_at(b, Sk, offset, variables, CFG: gl.constexpr):
+    """What key_tile called b as (batch, where the sequence's keys begin, Sk, offset)."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        record = variables[SLOTS] + (1 + b) * RECORD
+        Sq, key, Sk = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
+        return 0, key, Sk, offset + Sk - Sq - gl.load(record + 6) * CFG.BM
+    else:
+        return b, 0, Sk, offset
+
+
+@gluon.jit
+def rows_at(b, variables, CFG: gl.constexpr):
+    """What key_tile called b as (batch, end of the sequence's queries, their number, end of its keys,
+    theirs), for load_rows: ends in tokens, numbers as queries and keys are numbered here.
+
+    Keys that meet no queries, those behind the last sequence among them, may be no numbers.  They count
+    as none, so that zeros come.
+    """
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        record = variables[SLOTS] + (1 + b) * RECORD
+        Sq, Sk = gl.load(record + 3), gl.load(record + 5)
+        queries, keys = gl.load(record + 2) + Sq, gl.load(record + 4) + Sk
+        return 0, queries, Sq + gl.load(record + 6) * CFG.BM, keys, gl.where(Sq > 0, Sk, 0)
+    else:
+        return b, 0, 0, 0, 0
 
 
 @gluon.jit
@@ -314,7 +380,7 @@ def outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG: gl.constexpr):
     if CFG.DOWN:
         by = 2 * up - 1
         return tile - GROUP * M + by, last_key + by * CFG.BM
-    elif KIND.WINDOW or KIND.INTERVALS:
+    elif KIND.WINDOW or KIND.INTERVALS or KIND.VARLEN:
         return tile + (M - m1 + m0), last_key
     else:
         return tile + m0, last_key
