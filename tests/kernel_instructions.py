@@ -16,6 +16,9 @@ disassembled.  These are
     equal        if the machine code is, bit for bit, with the hints for the scheduler;
     renumbered   if the instructions are equal once the places of arguments in the constant bank are
                  numbered in the order in which the code reads them: arguments have moved;
+    rescheduled  if Triton's representation has the same operations on the same values in the same
+                 order, and only declares its constants in another: what is computed is the same, and
+                 ptxas orders some instructions in another way.  They are named;
     different    otherwise, and then the script ends with 1; so too where a case has no partner.
 
 Triton does not always compile to the same code: of one tree, one sm_100 kernel was two in nine
@@ -31,6 +34,7 @@ import argparse
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import os
 import re
@@ -49,7 +53,9 @@ JOBS = (("attention", 80), ("attention", 90), ("attention", 100), ("hopper", 90)
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16}) \*/")
 REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
 ARGUMENT = re.compile(r"c\[0x0\]\[0x[0-9a-f]+\]")
-RELATIONS = "equal", "renumbered", "different"
+CONSTANT = re.compile(r"\s*(%\w+) = arith\.constant (.*)")
+VALUE = re.compile(r"%\w+")
+RELATIONS = "equal", "renumbered", "rescheduled", "different"
 ATTEMPTS = 12
 
 
@@ -85,6 +91,26 @@ def code_of(sass: str) -> Code:
     return Code(len(texts), digest(*codes), digest(*texts))
 
 
+def operations_of(module: str) -> str:
+    """A digest of a module's text in which constants stand where they are used, and other values are
+    numbered in the order in which they come."""
+    names: dict[str, str] = {}
+    numbers = itertools.count()
+    lines = []
+
+    def numbered(value: re.Match[str]) -> str:
+        if value[0] not in names:
+            names[value[0]] = f"%{next(numbers)}"
+        return names[value[0]]
+
+    for line in module.splitlines():
+        if found := CONSTANT.match(line):
+            names[found[1]] = f"<{found[2]}>"
+        else:
+            lines.append(VALUE.sub(numbered, line))
+    return digest(*lines)
+
+
 # --- in a process that imports one tree -----------------------------------------------------------
 
 
@@ -102,17 +128,18 @@ def compiled_code(case: Any, arch: int) -> Code:
 
 
 class Reached(Exception):
-    """Compiling has come so far; with what it has."""
+    """Compiling has come so far; with what `representation` returns."""
 
 
-def representation(case: Any, arch: int) -> str:
-    """A digest of the kernel as Triton has it before it makes layouts or, of Gluon, LLVM's code, and of
-    the options."""
+def representation(case: Any, arch: int) -> tuple[str, str]:
+    """The kernel as Triton has it before it makes layouts or, of Gluon, LLVM's code: digests of it with
+    the options, and of its operations."""
     import compile_worker
     from triton.backends.nvidia.compiler import CUDABackend
 
     def reach(module: Any, metadata: Any, options: Any, *others: Any) -> NoReturn:
-        raise Reached(digest(module.str_nodebug(), repr(options)))
+        text = module.str_nodebug()
+        raise Reached(digest(text, repr(options)), digest(operations_of(text), repr(options)))
 
     def reach_with_self(self: Any, *arguments: Any) -> NoReturn:
         reach(*arguments)
@@ -124,7 +151,7 @@ def representation(case: Any, arch: int) -> str:
         try:
             compile_worker.compile_case(case, arch)
         except Reached as reached:
-            return str(reached)
+            return reached.args
     raise RuntimeError(f"{case.name} was compiled without {stage}")
 
 
@@ -182,6 +209,7 @@ def compare(other: str, only: str, code: bool) -> list[str]:
     both = sorted(ours.keys() & theirs.keys())
     same = [name for name in both if ours[name] == theirs[name]]
     rest = both if code else [name for name in both if ours[name] != theirs[name]]
+    of_the_same_operations = [name for name in rest if ours[name][1] == theirs[name][1]]
     print(f"{len(both)} kernels, {len(same)} of them with the same representation", flush=True)
     # codes that a kernel was compiled to, in each tree
     codes: list[dict[str, set[Code]]] = [{name: set() for name in rest} for _ in trees]
@@ -194,6 +222,10 @@ def compare(other: str, only: str, code: bool) -> list[str]:
             for name in left:
                 seen[name].add(Code(*found[name]))
         how |= {name: relation(*(seen[name] for seen in codes)) for name in left}
+    for name in of_the_same_operations:
+        if how[name] == "different":
+            how[name] = "rescheduled"
+            print(f"{name}: rescheduled")
     wrong += [f"{name}: different" for name in rest if how[name] == "different"]
     counts = (f"{list(how.values()).count(which)} {which}" for which in RELATIONS)
     print(f"{len(rest)} disassembled: {', '.join(counts)}")
