@@ -289,7 +289,8 @@ def variant_of_call(call: Call, q: Tensor, k: Tensor) -> Variant:
 def backward_of(
     call: Call, inputs: list[Tensor], gradients: list[Tensor], impl: str
 ) -> dict[str, Tensor]:
-    """dq, dk, dv and the gradient of sinks by the backward of `impl`, of the forward on triton."""
+    """out and lse of the forward on triton, and dq, dk, dv and the gradient of sinks by the backward of
+    `impl`."""
     q, k, v = (x.detach() for x in inputs)
     variant = variant_of_call(call, q, k)
     tensors, ints, floats, text = pack(variant)
@@ -305,7 +306,8 @@ def backward_of(
         given, settings._replace(backend=impl), needs, False
     )
     made = dict(zip(("q", "k", "v", *names), recipe.execute(*given), strict=True))
-    return {f"d{name}": x for name, x in made.items() if x is not None}
+    found = {f"d{name}": x for name, x in made.items() if x is not None}
+    return {"out": out, "lse": lse} | found
 
 
 def compare(call: Call) -> None:
