@@ -13,6 +13,7 @@ from flashproto.kernels.attention_decode import append_kernel, attention_decode_
 from flashproto.variant import Kind
 
 INT32 = ("lengths_ptr", "page_table_ptr", "cache_index_ptr", "starts_ptr", "cu_seqlens_ptr")
+PIECES = ("pieces_ptr", "piece_lse_ptr")
 CAUSAL = Kind(CAUSAL=True)
 
 
@@ -124,6 +125,7 @@ def decode_cases(arch: int) -> Iterator[Case]:
         cache, cache_size = ("fp8e4nv", 1) if c.scales else (c.element, size)
         rows, paged = c.group * c.tokens, bool(c.pages)
         config = configs.attention_decode(capability, size, cache_size, c.D, c.D, rows, paged)
+        merged = configs.decode_merge(min(rows, config.block_m), 8, 264, c.D, 132)
         width = configs.padded_head_dim(c.D)
         max_stack = 0 if width <= 128 else 65536
         if arch == 100 and size == 4:
@@ -134,18 +136,19 @@ def decode_cases(arch: int) -> Iterator[Case]:
             "BY_HEAD": False, "HALF": c.D // 2 if c.rope else 0, "INTERLEAVED": False,
             "PAGE_SIZE": c.pages, "ROLLS": c.kind.WINDOW, "SCALES": c.scales, "SPLIT": c.split,
             "EXACT": size == 4, "TF32": False, "WIDE": False, "BLOCK_H": 8,
-            "PIECES": configs.pieces_merged(264, 8, c.D),
+            "PREFIX": False, "ROWS": merged.rows, "PIECES": merged.pieces, "PDL": arch >= 90,
         }  # fmt: skip
         types = dict.fromkeys(("k_ptr", "v_ptr"), cache)
-        types |= dict.fromkeys(("lse_ptr", "k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr"), "fp32")
-        types |= {"out_ptr": "fp32"} if c.split else {}
+        types |= dict.fromkeys(
+            ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr", *PIECES), "fp32"
+        )
         yield case(
             f"decode-{c.name}", attention_decode_kernel, shared, types, c.element, c,
             num_warps=config.num_warps, num_stages=config.num_stages,
             max_stack=max_stack,
         )  # fmt: skip
         if c.split and c.tokens == 1:
-            pieces = dict.fromkeys(("pieces_ptr", "piece_lse_ptr", "lse_ptr"), "fp32")
+            pieces = dict.fromkeys(("lse_ptr", *PIECES), "fp32")
             yield case(
                 f"merge-{c.name}", merge_kernel, shared, pieces, c.element, c,
                 num_warps=4, max_stack=max_stack,

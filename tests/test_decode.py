@@ -36,7 +36,7 @@ from flashproto.variant import Kind
 
 pytest.importorskip("triton")
 
-from flashproto.ops import call_cache
+from flashproto.ops import attention_split, call_cache
 
 # --- merging -----------------------------------------------------------------------------------------
 
@@ -120,9 +120,15 @@ FIRST = None if ON_GPU else "reference"  # the interpreter takes long for many q
 
 @pytest.mark.parametrize("index", range(120 if ON_GPU else 5))
 def test_the_kernels_follow_the_definition(index: int, device: str, seed: int, monkeypatch) -> None:
+    """Where there is no card, with the programs of one of some size."""
     poison(monkeypatch)
     generator = random.Random(seed)
+    if not ON_GPU:
+        count = generator.choice((1, 3, 20))
+        monkeypatch.setattr(attention_split, "multiprocessors", lambda device: count)
+        call_cache.forget()
     play(draw(generator, *SIZES), device, generator, "triton", first=FIRST)
+    call_cache.forget()
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -67,11 +67,29 @@ def attention_decode(
     return DecodeConfig(block_m, block_n, num_warps, 2 * stages - 1 if paged else stages, programs)
 
 
-def pieces_merged(programs: int, tiles_of_heads: int, Dv: int) -> int:
-    """How many pieces of a row the merge takes in together: as many as there are of sequences of one
-    length, if these are few enough for a program's registers.  tiles_of_heads: of queries, in all."""
-    most = 8192 // padded_head_dim(Dv)
-    return min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most)
+@dataclass(frozen=True)
+class MergeConfig:
+    """A program merges `rows` rows of a tile of queries, of each `pieces` at a time."""
+
+    rows: int
+    pieces: int
+
+
+def decode_merge(
+    rows_of_tile: int, tiles_of_heads: int, programs: int, Dv: int, multiprocessors: int
+) -> MergeConfig:
+    """rows_of_tile: rows in a tile of queries; tiles_of_heads: of queries, in all; programs: of the
+    launch before.
+
+    Few rows a program where rows are few, for their pieces are as many; else more, since each program
+    first finds out where it is.  Pieces as many as rows have in sequences of one length, if these are
+    few enough for a program's registers.
+    """
+    rows = 1
+    while rows < min(rows_of_tile, 16) and tiles_of_heads * rows_of_tile >= 8 * rows * multiprocessors:
+        rows *= 2
+    most = max(8192 // padded_head_dim(Dv) // rows, 1)
+    return MergeConfig(rows, min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most))
 
 
 def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:
