@@ -130,14 +130,17 @@ def sequence_of_step(step, work, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def part_of(program, programs, total):
-    """The first step of a program's part of `total` steps."""
-    return (program.to(tl.int64) * total // programs).to(tl.int32)
+    """The first step of a program's part of `total` steps; the first programs have one step each where
+    there are fewer steps than programs."""
+    programs = tl.maximum(tl.minimum(programs, total), 1)
+    return (tl.minimum(program, programs).to(tl.int64) * total // programs).to(tl.int32)
 
 
 @triton.jit
 def program_of(step, programs, total):
     """Whose part a step is in: the inverse of part_of."""
-    return (((step + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+    programs = tl.minimum(programs, total)
+    return (((step + 1).to(tl.int64) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
 @triton.jit
@@ -523,7 +526,7 @@ def merge_kernel(
     own_query_tiles = tl.maximum(tl.sum(tl.where(every == b, query_tiles, 0), 0), 1)
     # The program that has the first of its steps, and how many programs have some.
     step = tl.sum(tl.where(every < b, work, 0), 0) + (item - begun) * own_tiles
-    total = tl.maximum(tl.sum(work, 0), 1)
+    total = tl.sum(work, 0)
     first = program_of(step, programs, total)
     count = tl.where(own_tiles > 0, program_of(step + own_tiles - 1, programs, total) - first + 1, 0)
     unmerged = item < tl.sum(items, 0)
