@@ -27,7 +27,7 @@ which lie as the cache does.
 import triton
 import triton.language as tl
 
-from .interpreter import rounded
+from .interpreter import INTERPRETED, rounded
 from .norm_quantize import scale_of
 from .online_softmax import (
     LOG2E,
@@ -233,6 +233,51 @@ def turned(
         return tl.where(turns, y, x)
 
 
+# --- 8 bits ----------------------------------------------------------------------------------------
+#
+# float16 has all values of float8_e4m3fn, and an instruction that makes two of them; for bfloat16 it
+# takes many.  So keys and values of 8 bits are multiplied as float16, and what meets them is brought
+# into its range by powers of two: rows of q, and probabilities, of which small ones then stay exact.
+
+ONE = tl.constexpr(32768.0)  # what a probability of 1 is
+
+
+@triton.jit
+def as_float16(x):
+    """A bfloat16 tile [R, C] as float16, and what its rows have to be multiplied by [R]: so that the
+    largest of each is between 2^14 and 2^15, and what is 2^-32 of that is exact still."""
+    x = x.to(tl.float32)
+    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 15)
+    power = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return rounded(x * inverse[:, None], tl.float16), power
+
+
+@triton.jit
+def float16_of_pairs(x):
+    """The first and the second of each two float8_e4m3fn, read as an int16."""
+    if INTERPRETED:
+        first = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = ((x >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+
+
 # --- appending -----------------------------------------------------------------------------------
 
 
@@ -343,13 +388,14 @@ def attention_decode_kernel(
     KIND: tl.constexpr, BY_HEAD: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ROLLS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
     PREFIX: tl.constexpr, EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
-    PDL: tl.constexpr = False,
+    PAIRS: tl.constexpr = False, PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Program: one tile of queries, with its sink; out as q is, lse [B, Hq, Sq] or [1, Hq, T]; and
     tokens behind the last sequence get what sees no key.  Or SPLIT: a program's part of all work.  Then
     tiles of queries that it has not wholly, or with PREFIX all, are pieces for merge_kernel: pieces
     [programs + query tiles, BLOCK_M, DV] and piece_lse [.., BLOCK_M] float32; and tiles without work
-    are left to it.  PDL: merge_kernel is launched with launch_pdl."""
+    are left to it.  PAIRS: values of 8 bits are read as pairs of int16, which shared memory turns, as
+    it does not single bytes.  PDL: merge_kernel is launched with launch_pdl."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     left = 0
@@ -425,6 +471,10 @@ def attention_decode_kernel(
             INTERLEAVED,
         )  # [BM, D]
         q = rounded(q, q_ptr.dtype.element_ty)
+        q_scale = 1.0
+        if SCALES and q.dtype == tl.bfloat16:
+            q, q_scale = as_float16(q)
+            q_scale = q_scale[:, None]
         variables = head_variables(given, b, h * GROUP, g, diagonal, Sk, KIND, BY_HEAD)
         tile_scale = scale
         if SCALES == 1:
@@ -442,7 +492,11 @@ def attention_decode_kernel(
         d = tl.arange(0, BLOCK_D)[None, :]
         dv = tl.arange(0, BLOCK_DV)[None, :]
         ms, ls = online_softmax_start(BLOCK_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        largest = 2.0**-100  # of the scales of values so far
+        WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        if PAIRS:
+            acc_of_second = acc
         for tile in range(first, last):
             j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = (j >= low) & (j < high)
@@ -453,11 +507,16 @@ def attention_decode_kernel(
                 k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None], 0.0)  # [BN, D]
             else:
                 k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None] & (d < D), 0.0)
-            if BLOCK_DV == DV:
+            if PAIRS:
+                pair = (v_base + v_rows).to(tl.pointer_type(tl.int16)) + tl.arange(0, WIDTH)[None, :]
+                v = tl.load(pair, inside[:, None], 0)  # [BN, DV / 2]
+            elif BLOCK_DV == DV:
                 v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None], 0.0)  # [BN, DV]
             else:
                 v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None] & (dv < DV), 0.0)
             raw = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
+            if SCALES:
+                raw *= q_scale
             if SCALES == 2:
                 k_at = offsets_of(page, slot, scale_kp, scale_kt, PAGE_SIZE)
                 raw *= tl.load(k_scales + k_at, inside, 0.0)[None, :]
@@ -465,11 +524,22 @@ def attention_decode_kernel(
             seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
             s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
             ms, ls, p, alpha = online_softmax_update(ms, ls, s, unit, EXACT)
+            if SCALES == 1:
+                p *= ONE
             if SCALES == 2:
                 v_at = offsets_of(page, slot, scale_vp, scale_vt, PAGE_SIZE)
-                p *= tl.load(v_scales + v_at, inside, 0.0)[None, :]
-            acc = dot(rounded(p, q.dtype), v.to(q.dtype), acc * alpha[:, None], TF32)
+                scales = tl.load(v_scales + v_at, inside, 0.0)
+                before_tile, largest = largest, tl.maximum(largest, tl.max(scales, 0))
+                p *= (scales * (ONE / largest))[None, :]
+                alpha *= before_tile / largest
+            p = rounded(p, q.dtype)
+            if PAIRS:
+                v, second = float16_of_pairs(v)
+                acc_of_second = dot(p, second, acc_of_second * alpha[:, None], TF32)
+            acc = dot(p, v.to(q.dtype), acc * alpha[:, None], TF32)
 
+        if PAIRS:
+            acc = tl.join(acc, acc_of_second).reshape(BLOCK_M, BLOCK_DV)
         whole = True
         if SPLIT:
             whole = False if PREFIX else count == own_tiles
@@ -480,7 +550,9 @@ def attention_decode_kernel(
             acc *= alpha[:, None]
         lse, normaliser = online_softmax_finish(ms, ls, unit)
         if SCALES == 1:
-            normaliser *= tl.load(v_scale_ptr + h)
+            normaliser *= tl.load(v_scale_ptr + h) / ONE
+        if SCALES == 2:
+            normaliser *= largest / ONE
         acc *= normaliser[:, None]
         exists = i < queries
         if whole:

@@ -136,7 +136,8 @@ def decode_cases(arch: int) -> Iterator[Case]:
             "BY_HEAD": False, "HALF": c.D // 2 if c.rope else 0, "INTERLEAVED": False,
             "PAGE_SIZE": c.pages, "ROLLS": c.kind.WINDOW, "SCALES": c.scales, "SPLIT": c.split,
             "EXACT": size == 4, "TF32": False, "WIDE": False, "BLOCK_H": 8,
-            "PREFIX": False, "ROWS": merged.rows, "PIECES": merged.pieces, "PDL": arch >= 90,
+            "PREFIX": False, "ROWS": merged.rows, "PIECES": merged.pieces,
+            "PDL": arch >= 90, "PAIRS": bool(c.scales),
         }  # fmt: skip
         types = dict.fromkeys(("k_ptr", "v_ptr"), cache)
         types |= dict.fromkeys(

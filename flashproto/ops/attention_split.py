@@ -74,6 +74,19 @@ def is_wide(*caches: Operand) -> bool:
     return any((x.shape[1] + 256) * x.stride(1) + 512 * x.stride(3) >= 2**31 for x in caches)
 
 
+def reads_pairs(q: Operand, v: Operand) -> bool:
+    """Whether values of 8 bits can be read two at a time: neighbours, all at even places."""
+    width = v.shape[3]
+    return (
+        v.element_size() == 1
+        and q.element_size() == 2
+        and v.stride(3) == 1
+        and v.aligned
+        and not any(n % 2 for n in v.strides[:3])
+        and width == configs.padded_head_dim(width)
+    )
+
+
 def page_size(cache: Cache, k: Operand) -> int:
     """As a constant: 0 without pages."""
     return 0 if cache.page_table is None else k.shape[1]
@@ -178,6 +191,7 @@ def launch(
         EXACT=q.dtype == torch.float32,
         TF32=q.dtype == torch.float32 and allows_tf32(),
         WIDE=is_wide(k, v),
+        PAIRS=reads_pairs(q, v),
         PDL=dependent,
         **shared,
         **constants,
