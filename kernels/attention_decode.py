@@ -443,6 +443,12 @@ def attention_decode_kernel(
         low, high = key_interval(
             b, i_first, i_last, diagonal, keys, starts_ptr, B, capacity, offset, left, KIND, ROLLS
         )
+        # Between these all queries of the tile see all keys, but for intervals.
+        clear_low, clear_high = low, high
+        if KIND.CAUSAL:
+            clear_high = tl.minimum(high, i_first + diagonal + offset + 1)
+        if KIND.WINDOW:
+            clear_low = tl.maximum(low, i_last + diagonal + offset - left)
         first = low // BLOCK_N + skipped
         last = tl.minimum(first + count, tl.cdiv(high, BLOCK_N))
 
@@ -521,8 +527,9 @@ def attention_decode_kernel(
                 k_at = offsets_of(page, slot, scale_kp, scale_kt, PAGE_SIZE)
                 raw *= tl.load(k_scales + k_at, inside, 0.0)[None, :]
             s = modified(raw, tile_scale, variables, KIND, i[:, None], j[None, :])
-            seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
-            s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
+            if KIND.INTERVALS or tile * BLOCK_N < clear_low or tile * BLOCK_N + BLOCK_N > clear_high:
+                seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
+                s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
             ms, ls, p, alpha = online_softmax_update(ms, ls, s, unit, EXACT)
             if SCALES == 1:
                 p *= ONE

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..variant import Kind
 
 
+RESERVED = 1024  # of shared memory, by the system, for each program
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """Tiles of block_m rows by block_n keys.
@@ -56,13 +59,16 @@ def attention_decode(
     block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
     num_warps = 8 if large or (block_m == 64 and not hopper) else 4
-    budget = shared_bytes(capability)
     tile = block_n * (BLOCK_D + BLOCK_DV) * cache_itemsize
-    # Rows and their probabilities, and what turns the layout of the one or of a result.
-    fixed = block_m * (BLOCK_D + block_n) * itemsize + block_m * BLOCK_DV * 4
+    # A warpgroup's product reads a tile from shared memory while it runs, which takes one more there;
+    # elsewhere probabilities go through shared memory from the layout of a result to an operand's.
+    warpgroups = hopper and block_m >= 64 and itemsize < 4
+    buffers = 0 if warpgroups else -1
+    fixed = block_m * (BLOCK_D + (0 if warpgroups else block_n)) * itemsize + RESERVED
+    budget = shared_bytes(capability) + RESERVED
     programs = 1 if large else 2
     stages = 4
-    while stages > 2 and programs * (fixed + (stages - 1) * tile) > budget:
+    while stages > 2 and programs * (fixed + (stages + buffers) * tile) > budget:
         stages -= 1
     return DecodeConfig(block_m, block_n, num_warps, 2 * stages - 1 if paged else stages, programs)
 
