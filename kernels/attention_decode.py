@@ -506,7 +506,12 @@ def attention_decode_kernel(
         for tile in range(first, last):
             j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = (j >= low) & (j < high)
-            page, slot = place_of(j, inside, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
+            if PAGE_SIZE and PAGE_SIZE % BLOCK_N == 0:  # a tile is in one page
+                begin = tile * BLOCK_N
+                page, slot = place_of(begin, begin < high, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
+                slot += tl.arange(0, BLOCK_N)
+            else:
+                page, slot = place_of(j, inside, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
             k_rows = offsets_of(page, slot, stride_kp, stride_kt, PAGE_SIZE)[:, None]
             v_rows = offsets_of(page, slot, stride_vp, stride_vt, PAGE_SIZE)[:, None]
             if BLOCK_D == D:
