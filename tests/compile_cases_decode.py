@@ -154,7 +154,7 @@ def decode_cases(arch: int) -> Iterator[Case]:
             pieces = dict.fromkeys(("lse_ptr", *PIECES), "fp32")
             yield case(
                 f"merge-{c.name}", merge_kernel, shared, pieces, c.element, c,
-                num_warps=4, max_stack=max_stack,
+                num_warps=merged.num_warps, max_stack=max_stack,
             )  # fmt: skip
         if c.pages:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)

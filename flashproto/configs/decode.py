@@ -79,6 +79,7 @@ class MergeConfig:
 
     rows: int
     pieces: int
+    num_warps: int
 
 
 def decode_merge(
@@ -88,14 +89,18 @@ def decode_merge(
     launch before.
 
     Few rows a program where rows are few, for their pieces are as many; else more, since each program
-    first finds out where it is.  Pieces as many as rows have in sequences of one length, if these are
-    few enough for a program's registers.
+    first finds out where it is.  Pieces as many as rows have in sequences of one length, all at once as
+    far as 16 warps hold them, 64 elements a thread: each further round waits for memory anew.
     """
     rows = 1
     while rows < min(rows_of_tile, 16) and tiles_of_heads * rows_of_tile >= 8 * rows * multiprocessors:
         rows *= 2
-    most = max(8192 // padded_head_dim(Dv) // rows, 1)
-    return MergeConfig(rows, min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most))
+    pieces = max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4)
+    width = rows * padded_head_dim(Dv)
+    num_warps = 4
+    while num_warps < 16 and pieces * width > 2048 * num_warps:
+        num_warps *= 2
+    return MergeConfig(rows, max(min(pieces, 2048 * num_warps // width), 1), num_warps)
 
 
 def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:

@@ -226,6 +226,6 @@ def launch(
             PIECES=merged.pieces,
             PDL=dependent,
             **shared,
-            num_warps=4,
+            num_warps=merged.num_warps,
             launch_pdl=dependent or None,
         )
