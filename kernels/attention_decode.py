@@ -10,10 +10,10 @@ keys and values are read once, by the whole card, at the speed of memory.
     program walks over its part; where that goes on in the next tile of queries, it writes one result, a
     piece, and begins another.  Every program has as much to do, however long the sequences are, and one
     CUDA graph serves all lengths.
- -  A second launch merges the pieces of each row in the order of the keys (online_softmax.py), and
-    takes in the sink.  Piece number p + n belongs to program p and query tile n: along the row of tiles
-    one of the two is always larger than before.  Nothing waits, nothing is added atomically: same bits
-    always.
+ -  A tile of queries whose keys one program has seen is done.  Of the others, a second launch merges
+    the pieces of each row in the order of the keys (online_softmax.py), and takes in the sink.  Piece
+    number p + n belongs to program p and query tile n: along the row of tiles one of the two is always
+    larger than before.  Nothing waits, nothing is added atomically: same bits always.
 
 Legend: B sequences; q [B, Hq, Sq, D], or with cu_seqlens [1, Hq, T, D], tokens side by side; cache of k
 [pages, page size, Hkv, D] and of v [.., DV], any strides; page_table [rows, pages of each], or None
@@ -27,7 +27,7 @@ which lie as the cache does.
 import triton
 import triton.language as tl
 
-from .interpreter import rounded
+from .interpreter import INTERPRETED, rounded
 from .norm_quantize import scale_of
 from .online_softmax import (
     LOG2E,
@@ -130,14 +130,17 @@ def sequence_of_step(step, work, BLOCK_B: tl.constexpr):
 
 @triton.jit
 def part_of(program, programs, total):
-    """The first step of a program's part of `total` steps."""
-    return (program.to(tl.int64) * total // programs).to(tl.int32)
+    """The first step of a program's part of `total` steps; the first programs have one step each where
+    there are fewer steps than programs."""
+    programs = tl.maximum(tl.minimum(programs, total), 1)
+    return (tl.minimum(program, programs).to(tl.int64) * total // programs).to(tl.int32)
 
 
 @triton.jit
 def program_of(step, programs, total):
     """Whose part a step is in: the inverse of part_of."""
-    return (((step + 1).to(tl.int64) * programs - 1) // total).to(tl.int32)
+    programs = tl.minimum(programs, total)
+    return (((step + 1).to(tl.int64) * programs - 1) // tl.maximum(total, 1)).to(tl.int32)
 
 
 @triton.jit
@@ -228,6 +231,51 @@ def turned(
         cos = tl.where(exists, cos, float("nan"))
         y = x * cos + tl.where(second, other, -other) * sin
         return tl.where(turns, y, x)
+
+
+# --- 8 bits ----------------------------------------------------------------------------------------
+#
+# float16 has all values of float8_e4m3fn, and an instruction that makes two of them; for bfloat16 it
+# takes many.  So keys and values of 8 bits are multiplied as float16, and what meets them is brought
+# into its range by powers of two: rows of q, and probabilities, of which small ones then stay exact.
+
+ONE = tl.constexpr(32768.0)  # what a probability of 1 is
+
+
+@triton.jit
+def as_float16(x):
+    """A bfloat16 tile [R, C] as float16, and what its rows have to be multiplied by [R]: so that the
+    largest of each is between 2^14 and 2^15, and what is 2^-32 of that is exact still."""
+    x = x.to(tl.float32)
+    exponent = tl.maximum(tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) >> 23, 15)
+    power = ((exponent - 14) << 23).to(tl.float32, bitcast=True)
+    inverse = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
+    return rounded(x * inverse[:, None], tl.float16), power
+
+
+@triton.jit
+def float16_of_pairs(x):
+    """The first and the second of each two float8_e4m3fn, read as an int16."""
+    if INTERPRETED:
+        first = (x & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        second = ((x >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return first.to(tl.float16), second.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 first, second;
+            prmt.b32 sorted, $2, 0, 0x3120;
+            mov.b32 {first, second}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, first;
+            cvt.rn.f16x2.e4m3x2 $1, second;
+            }""",
+            "=r,=r,r",
+            [x],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
 
 
 # --- appending -----------------------------------------------------------------------------------
@@ -325,7 +373,7 @@ def append_kernel(
 
 @triton.jit(do_not_specialize=["B", "Sq", "Sk", "new", "capacity", "offset", "position", "length"])
 def attention_decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, pieces_ptr, piece_lse_ptr,
     lengths_ptr, page_table_ptr, cache_index_ptr, starts_ptr, cu_seqlens_ptr, cos_ptr, sin_ptr,
     k_scale_ptr, v_scale_ptr,
     stride_qb, stride_qh, stride_qs, stride_qd,
@@ -339,11 +387,17 @@ def attention_decode_kernel(
     BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
     KIND: tl.constexpr, BY_HEAD: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     PAGE_SIZE: tl.constexpr, ROLLS: tl.constexpr, SCALES: tl.constexpr, SPLIT: tl.constexpr,
-    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    PREFIX: tl.constexpr, EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    PAIRS: tl.constexpr = False, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """SPLIT: a program's part of all work.  out [programs + query tiles, BLOCK_M, DV] and lse [..,
-    BLOCK_M] float32 are its pieces, unmerged.  Else program: one tile of queries, with its sink; out as
-    q is, lse [B, Hq, Sq] or [1, Hq, T]; and tokens behind the last sequence get what sees no key."""
+    """Program: one tile of queries, with its sink; out as q is, lse [B, Hq, Sq] or [1, Hq, T]; and
+    tokens behind the last sequence get what sees no key.  Or SPLIT: a program's part of all work.  Then
+    tiles of queries that it has not wholly, or with PREFIX all, are pieces for merge_kernel: pieces
+    [programs + query tiles, BLOCK_M, DV] and piece_lse [.., BLOCK_M] float32; and tiles without work
+    are left to it.  PAIRS: values of 8 bits are read as pairs of int16, which shared memory turns, as
+    it does not single bytes.  PDL: merge_kernel is launched with launch_pdl."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     left = 0
     if KIND.WINDOW:
         left = given[LEFT]
@@ -389,6 +443,12 @@ def attention_decode_kernel(
         low, high = key_interval(
             b, i_first, i_last, diagonal, keys, starts_ptr, B, capacity, offset, left, KIND, ROLLS
         )
+        # Between these all queries of the tile see all keys, but for intervals.
+        clear_low, clear_high = low, high
+        if KIND.CAUSAL:
+            clear_high = tl.minimum(high, i_first + diagonal + offset + 1)
+        if KIND.WINDOW:
+            clear_low = tl.maximum(low, i_last + diagonal + offset - left)
         first = low // BLOCK_N + skipped
         last = tl.minimum(first + count, tl.cdiv(high, BLOCK_N))
 
@@ -417,6 +477,10 @@ def attention_decode_kernel(
             INTERLEAVED,
         )  # [BM, D]
         q = rounded(q, q_ptr.dtype.element_ty)
+        q_scale = 1.0
+        if SCALES and q.dtype == tl.bfloat16:
+            q, q_scale = as_float16(q)
+            q_scale = q_scale[:, None]
         variables = head_variables(given, b, h * GROUP, g, diagonal, Sk, KIND, BY_HEAD)
         tile_scale = scale
         if SCALES == 1:
@@ -434,67 +498,103 @@ def attention_decode_kernel(
         d = tl.arange(0, BLOCK_D)[None, :]
         dv = tl.arange(0, BLOCK_DV)[None, :]
         ms, ls = online_softmax_start(BLOCK_M)
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        largest = 2.0**-100  # of the scales of values so far
+        WIDTH: tl.constexpr = BLOCK_DV // 2 if PAIRS else BLOCK_DV
+        acc = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+        if PAIRS:
+            acc_of_second = acc
         for tile in range(first, last):
             j = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = (j >= low) & (j < high)
-            page, slot = place_of(j, inside, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
+            if PAGE_SIZE and PAGE_SIZE % BLOCK_N == 0:  # a tile is in one page
+                begin = tile * BLOCK_N
+                page, slot = place_of(begin, begin < high, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
+                slot += tl.arange(0, BLOCK_N)
+            else:
+                page, slot = place_of(j, inside, pages_ptr, capacity, PAGE_SIZE, ROLLS, WIDE)
             k_rows = offsets_of(page, slot, stride_kp, stride_kt, PAGE_SIZE)[:, None]
             v_rows = offsets_of(page, slot, stride_vp, stride_vt, PAGE_SIZE)[:, None]
             if BLOCK_D == D:
                 k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None], 0.0)  # [BN, D]
             else:
                 k = tl.load(k_base + k_rows + d * stride_kd, inside[:, None] & (d < D), 0.0)
-            if BLOCK_DV == DV:
+            if PAIRS:
+                pair = (v_base + v_rows).to(tl.pointer_type(tl.int16)) + tl.arange(0, WIDTH)[None, :]
+                v = tl.load(pair, inside[:, None], 0)  # [BN, DV / 2]
+            elif BLOCK_DV == DV:
                 v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None], 0.0)  # [BN, DV]
             else:
                 v = tl.load(v_base + v_rows + dv * stride_vd, inside[:, None] & (dv < DV), 0.0)
             raw = dot(q, tl.trans(k.to(q.dtype)), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
+            if SCALES:
+                raw *= q_scale
             if SCALES == 2:
                 k_at = offsets_of(page, slot, scale_kp, scale_kt, PAGE_SIZE)
                 raw *= tl.load(k_scales + k_at, inside, 0.0)[None, :]
             s = modified(raw, tile_scale, variables, KIND, i[:, None], j[None, :])
-            seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
-            s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
+            if KIND.INTERVALS or tile * BLOCK_N < clear_low or tile * BLOCK_N + BLOCK_N > clear_high:
+                seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
+                s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
             ms, ls, p, alpha = online_softmax_update(ms, ls, s, unit, EXACT)
+            if SCALES == 1:
+                p *= ONE
             if SCALES == 2:
                 v_at = offsets_of(page, slot, scale_vp, scale_vt, PAGE_SIZE)
-                p *= tl.load(v_scales + v_at, inside, 0.0)[None, :]
-            acc = dot(rounded(p, q.dtype), v.to(q.dtype), acc * alpha[:, None], TF32)
+                scales = tl.load(v_scales + v_at, inside, 0.0)
+                before_tile, largest = largest, tl.maximum(largest, tl.max(scales, 0))
+                p *= (scales * (ONE / largest))[None, :]
+                alpha *= before_tile / largest
+            p = rounded(p, q.dtype)
+            if PAIRS:
+                v, second = float16_of_pairs(v)
+                acc_of_second = dot(p, second, acc_of_second * alpha[:, None], TF32)
+            acc = dot(p, v.to(q.dtype), acc * alpha[:, None], TF32)
 
-        if KIND.SINKS and not SPLIT:
-            sink = tl.load(given[SINK] + head).to(tl.float32)
-            ms, ls, alpha, _ = online_softmax_merge(ms, ls, sink * LOG2E / unit, 1.0, unit)
+        if PAIRS:
+            acc = tl.join(acc, acc_of_second).reshape(BLOCK_M, BLOCK_DV)
+        whole = True
+        if SPLIT:
+            whole = False if PREFIX else count == own_tiles
+        if KIND.SINKS:
+            sink = tl.load(given[SINK] + head).to(tl.float32) * LOG2E / unit
+            sink = tl.where(whole, sink, -float("inf"))
+            ms, ls, alpha, _ = online_softmax_merge(ms, ls, sink, 1.0, unit)
             acc *= alpha[:, None]
         lse, normaliser = online_softmax_finish(ms, ls, unit)
         if SCALES == 1:
-            normaliser *= tl.load(v_scale_ptr + h)
+            normaliser *= tl.load(v_scale_ptr + h) / ONE
+        if SCALES == 2:
+            normaliser *= largest / ONE
         acc *= normaliser[:, None]
-        if SPLIT:
-            items = tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv
-            piece = (program + items + item).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-            to = out_ptr + piece[:, None] * DV + dv
-            lse_to = lse_ptr + piece
-        else:
+        exists = i < queries
+        if whole:
             to = entry * stride_ob + head * stride_oh + (token + i).to(tl.int64) * stride_os
             to = out_ptr + to[:, None] + dv * stride_od
-            lse_to = lse_ptr + (entry * Hkv * GROUP + head) * Sq + token + i
-        tl.store(to, rounded(acc, out_ptr.dtype.element_ty), (i < queries)[:, None] & (dv < DV))
-        tl.store(lse_to, lse, i < queries)
+            tl.store(to, rounded(acc, out_ptr.dtype.element_ty), exists[:, None] & (dv < DV))
+            tl.store(lse_ptr + (entry * Hkv * GROUP + head) * Sq + token + i, lse, exists)
+        else:
+            items = tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv
+            piece = (program + items + item).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+            tl.store(pieces_ptr + piece[:, None] * DV + dv, acc, exists[:, None] & (dv < DV))
+            tl.store(piece_lse_ptr + piece, lse, exists)
 
 
-@triton.jit(do_not_specialize=["B", "Sq", "Sk", "new", "capacity", "offset", "programs"])
+@triton.jit(do_not_specialize=["B", "Sq", "Sk", "new", "capacity", "offset", "programs", "slices"])
 def merge_kernel(
     pieces_ptr, piece_lse_ptr, out_ptr, lse_ptr, prefix_ptr, prefix_lse_ptr,
     lengths_ptr, starts_ptr, cu_seqlens_ptr,
     stride_ob, stride_oh, stride_os, stride_od, stride_pb, stride_ph, stride_ps, stride_pd,
-    B, Hkv, Sq, Sk, new, capacity, offset, programs, given,
+    B, Hkv, Sq, Sk, new, capacity, offset, programs, slices, given,
     GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, PIECES: tl.constexpr, KIND: tl.constexpr,
-    ROLLS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr,
+    KIND: tl.constexpr, ROLLS: tl.constexpr, PDL: tl.constexpr = False,
 ):  # fmt: skip
-    """Program: of one query of one head, the pieces of attention_decode_kernel, PIECES at a time; then
-    the state of a prefix, prefix [B, Hq, Sq, DV] with its lse, and the sink."""
+    """Program: of ROWS rows, one of the slices of a tile of queries, the pieces of
+    attention_decode_kernel, PIECES at a time; then the state of a prefix, prefix [B, Hq, Sq, DV] with
+    its lse, and the sink.
+
+    PDL: the launch is a dependent one (launch_pdl), which waits for what the launch before has written.
+    """
     left = 0
     if KIND.WINDOW:
         left = given[LEFT]
@@ -502,56 +602,64 @@ def merge_kernel(
         lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, True,
     )  # fmt: skip
-    total = tl.sum(work, 0)
+    items = query_tiles * Hkv
+    item = tl.program_id(0) // slices
+    b, begun = sequence_of_step(item, items, BLOCK_B)
     every = tl.arange(0, BLOCK_B)
-    row = tl.program_id(0)
-    i = row % Sq
-    head = row // Sq % (Hkv * GROUP)
-    if cu_seqlens_ptr is None:
-        b = row // Sq // (Hkv * GROUP)
-        entry, at = b.to(tl.int64), i
-    else:
-        entry, at = tl.zeros([], tl.int64), i
-        b = tl.sum((tl.load(cu_seqlens_ptr + every + 1, every < B, Sq + 1) <= i).to(tl.int32), 0)
-        i -= tl.load(cu_seqlens_ptr + b)
-    before = every < b
-    own = every == b
-    own_tiles = tl.sum(tl.where(own, tiles, 0), 0)
-    own_query_tiles = tl.sum(tl.where(own, query_tiles, 0), 0)
-    r = i * GROUP + head % GROUP
-    item = head // GROUP * own_query_tiles + r // BLOCK_M
-    step = tl.sum(tl.where(before, work, 0), 0) + item * own_tiles
-    total = tl.maximum(total, 1)
+    own_tiles = tl.sum(tl.where(every == b, tiles, 0), 0)
+    own_query_tiles = tl.maximum(tl.sum(tl.where(every == b, query_tiles, 0), 0), 1)
+    # The program that has the first of its steps, and how many programs have some.
+    step = tl.sum(tl.where(every < b, work, 0), 0) + (item - begun) * own_tiles
+    total = tl.sum(work, 0)
     first = program_of(step, programs, total)
     count = tl.where(own_tiles > 0, program_of(step + own_tiles - 1, programs, total) - first + 1, 0)
-    first += tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv + item
+    unmerged = item < tl.sum(items, 0)
+    if prefix_ptr is None:
+        unmerged = unmerged & (count != 1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if unmerged:
+        token, queries, _ = queries_and_keys(b, lengths_ptr, cu_seqlens_ptr, B, Sq, Sk, new)
+        entry = tl.zeros([], tl.int64)
+        if cu_seqlens_ptr is None:
+            entry += b
+        in_tile = tl.program_id(0) % slices * ROWS + tl.arange(0, ROWS)
+        r = (item - begun) % own_query_tiles * BLOCK_M + in_tile
+        i = r // GROUP
+        head = ((item - begun) // own_query_tiles * GROUP + r % GROUP).to(tl.int64)
+        exists = i < queries
+        at = (token + i).to(tl.int64)
+        lse_at = (entry * Hkv * GROUP + head) * Sq + at
+        dv = tl.arange(0, BLOCK_DV)[None, :]
+        mask = exists[:, None] & (dv < DV)
 
-    dv = tl.arange(0, BLOCK_DV)[None, :]
-    m, l = online_softmax_start(1)
-    acc = tl.zeros([1, BLOCK_DV], tl.float32)
-    for n in range(0, count, PIECES):
-        piece = n + tl.arange(0, PIECES)
-        place = (first + piece).to(tl.int64) * BLOCK_M + r % BLOCK_M
-        x = tl.load(piece_lse_ptr + place, piece < count, -float("inf"))
-        mask = (piece < count)[:, None] & (dv < DV)
-        values = tl.load(pieces_ptr + place[:, None] * DV + dv, mask, 0.0)  # [PIECES, DV]
-        m, l, p, alpha = online_softmax_update(m, l, x[None, :], LOG2E, True)
-        acc = acc * alpha[:, None] + tl.sum(tl.trans(p) * values, 0)[None, :]
-    one = tl.zeros([1], tl.int64)
-    to_lse = lse_ptr + row + one
-    if prefix_ptr is not None:
-        place = entry * stride_pb + head.to(tl.int64) * stride_ph + at.to(tl.int64) * stride_ps
-        width = tl.where(b < B, DV, 0)  # tokens behind the last sequence have no prefix either
-        values = tl.load(prefix_ptr + place + dv * stride_pd, dv < width, 0.0).to(tl.float32)
-        x = tl.where(b < B, tl.load(prefix_lse_ptr + row + one), -float("inf"))
-        m, l, w1, w2 = online_softmax_merge(m, l, x, 1.0, LOG2E)
-        acc = acc * w1[:, None] + values * w2[:, None]
-    if KIND.SINKS:
-        x = tl.load(given[SINK] + head + one).to(tl.float32)
-        m, l, w1, _ = online_softmax_merge(m, l, x, 1.0, LOG2E)
-        acc *= w1[:, None]
-    lse, normaliser = online_softmax_finish(m, l, LOG2E)
-    place = entry * stride_ob + head.to(tl.int64) * stride_oh + at.to(tl.int64) * stride_os
-    out = rounded(acc * normaliser[:, None], out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place + dv * stride_od, out, dv < DV)
-    tl.store(to_lse, lse)
+        m, l = online_softmax_start(ROWS)
+        acc = tl.zeros([ROWS, BLOCK_DV], tl.float32)
+        for n in range(0, count, PIECES):
+            piece = n + tl.arange(0, PIECES)[None, :]
+            place = (first + item + piece).to(tl.int64) * BLOCK_M + in_tile[:, None]
+            there = exists[:, None] & (piece < count)  # [ROWS, PIECES]
+            x = tl.load(piece_lse_ptr + place, there, -float("inf"))
+            values = tl.load(
+                pieces_ptr + place[:, :, None] * DV + dv[:, None, :],
+                there[:, :, None] & (dv < DV)[:, None, :],
+                0.0,
+            )  # [ROWS, PIECES, DV]
+            m, l, p, alpha = online_softmax_update(m, l, x, LOG2E, True)
+            acc = acc * alpha[:, None] + tl.sum(p[:, :, None] * values, 1)
+        if prefix_ptr is not None:
+            # Tokens behind the last sequence have no prefix either.
+            place = (entry * stride_pb + head * stride_ph + at * stride_ps)[:, None] + dv * stride_pd
+            has_one = i < tl.where(b < B, queries, 0)
+            values = tl.load(prefix_ptr + place, has_one[:, None] & (dv < DV), 0.0).to(tl.float32)
+            x = tl.load(prefix_lse_ptr + lse_at, has_one, -float("inf"))
+            m, l, w1, w2 = online_softmax_merge(m, l, x, 1.0, LOG2E)
+            acc = acc * w1[:, None] + values * w2[:, None]
+        if KIND.SINKS:
+            x = tl.load(given[SINK] + head, exists, 0.0).to(tl.float32)
+            m, l, w1, _ = online_softmax_merge(m, l, x, 1.0, LOG2E)
+            acc *= w1[:, None]
+        lse, normaliser = online_softmax_finish(m, l, LOG2E)
+        to = out_ptr + (entry * stride_ob + head * stride_oh + at * stride_os)[:, None] + dv * stride_od
+        tl.store(to, rounded(acc * normaliser[:, None], out_ptr.dtype.element_ty), mask)
+        tl.store(lse_ptr + lse_at, lse, exists)

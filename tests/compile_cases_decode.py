@@ -13,6 +13,7 @@ from flashproto.kernels.attention_decode import append_kernel, attention_decode_
 from flashproto.variant import Kind
 
 INT32 = ("lengths_ptr", "page_table_ptr", "cache_index_ptr", "starts_ptr", "cu_seqlens_ptr")
+PIECES = ("pieces_ptr", "piece_lse_ptr")
 CAUSAL = Kind(CAUSAL=True)
 
 
@@ -124,31 +125,36 @@ def decode_cases(arch: int) -> Iterator[Case]:
         cache, cache_size = ("fp8e4nv", 1) if c.scales else (c.element, size)
         rows, paged = c.group * c.tokens, bool(c.pages)
         config = configs.attention_decode(capability, size, cache_size, c.D, c.D, rows, paged)
+        merged = configs.decode_merge(min(rows, config.block_m), 8, 264, c.D, 132)
         width = configs.padded_head_dim(c.D)
         max_stack = 0 if width <= 128 else 65536
-        if arch == 100 and size == 4:
-            max_stack = 16  # Triton 3.6 spills two registers there
+        if size == 4:
+            max_stack = 16  # Triton 3.6 spills a few registers there
+        if arch == 90 and paged and config.block_m == 64:
+            max_stack = 64  # and here, as 3.9 does: outside of the loop
         shared = {
             "GROUP": c.group, "D": c.D, "DV": c.D, "BLOCK_D": width, "BLOCK_DV": width,
             "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_B": 16, "KIND": c.kind,
             "BY_HEAD": False, "HALF": c.D // 2 if c.rope else 0, "INTERLEAVED": False,
             "PAGE_SIZE": c.pages, "ROLLS": c.kind.WINDOW, "SCALES": c.scales, "SPLIT": c.split,
             "EXACT": size == 4, "TF32": False, "WIDE": False, "BLOCK_H": 8,
-            "PIECES": configs.pieces_merged(264, 8, c.D),
+            "PREFIX": False, "ROWS": merged.rows, "PIECES": merged.pieces,
+            "PDL": arch >= 90, "PAIRS": bool(c.scales),
         }  # fmt: skip
         types = dict.fromkeys(("k_ptr", "v_ptr"), cache)
-        types |= dict.fromkeys(("lse_ptr", "k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr"), "fp32")
-        types |= {"out_ptr": "fp32"} if c.split else {}
+        types |= dict.fromkeys(
+            ("lse_ptr", "k_scale_ptr", "v_scale_ptr", "cos_ptr", "sin_ptr", *PIECES), "fp32"
+        )
         yield case(
             f"decode-{c.name}", attention_decode_kernel, shared, types, c.element, c,
             num_warps=config.num_warps, num_stages=config.num_stages,
             max_stack=max_stack,
         )  # fmt: skip
         if c.split and c.tokens == 1:
-            pieces = dict.fromkeys(("pieces_ptr", "piece_lse_ptr", "lse_ptr"), "fp32")
+            pieces = dict.fromkeys(("lse_ptr", *PIECES), "fp32")
             yield case(
                 f"merge-{c.name}", merge_kernel, shared, pieces, c.element, c,
-                num_warps=4, max_stack=max_stack,
+                num_warps=merged.num_warps, max_stack=max_stack,
             )  # fmt: skip
         if c.pages:
             types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)

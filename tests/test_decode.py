@@ -36,7 +36,7 @@ from flashproto.variant import Kind
 
 pytest.importorskip("triton")
 
-from flashproto.ops import call_cache
+from flashproto.ops import attention_split, call_cache
 
 # --- merging -----------------------------------------------------------------------------------------
 
@@ -120,9 +120,15 @@ FIRST = None if ON_GPU else "reference"  # the interpreter takes long for many q
 
 @pytest.mark.parametrize("index", range(120 if ON_GPU else 5))
 def test_the_kernels_follow_the_definition(index: int, device: str, seed: int, monkeypatch) -> None:
+    """Where there is no card, with the programs of one of some size."""
     poison(monkeypatch)
     generator = random.Random(seed)
+    if not ON_GPU:
+        count = generator.choice((1, 3, 20))
+        monkeypatch.setattr(attention_split, "multiprocessors", lambda device: count)
+        call_cache.forget()
     play(draw(generator, *SIZES), device, generator, "triton", first=FIRST)
+    call_cache.forget()
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -419,6 +425,23 @@ def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, device: str) -
     torch.testing.assert_close(
         lse.double(), flashproto.attention(*low, return_lse=True)[1], rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_8_bits_take_queries_and_scales_that_float16_does_not_hold(by_token: bool, device: str) -> None:
+    q = torch.randn(2, 4, 3, 16, device=device).bfloat16()
+    k_cache, v_cache = (torch.randn(2, 150, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in "kv")
+    shape = (2, 150, 2) if by_token else (2,)
+    k_scale = torch.rand(shape, device=device) + 0.1
+    v_scale = 2.0 ** torch.randint(-60, 60, shape, device=device)
+    lengths = torch.tensor([150, 70], dtype=torch.int32, device=device)
+    given = {"lengths": lengths, "k_scale": k_scale, "v_scale": v_scale, "return_lse": True}
+    call = flashproto.attention_with_kv_cache
+    exact, exact_lse = call(q.float(), k_cache, v_cache, scale=0.25, impl="reference", **given)
+    out, lse = call(q * 2.0**40, k_cache, v_cache, scale=0.25 * 2.0**-40, impl="triton", **given)
+    torch.testing.assert_close(lse, exact_lse, rtol=1e-5, atol=1e-5)
+    largest = exact.abs().amax(-1, keepdim=True)
+    torch.testing.assert_close(out.float() / largest, exact / largest, rtol=0, atol=1e-2)
 
 
 OUT_OF_RANGE = {

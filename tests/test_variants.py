@@ -22,6 +22,7 @@ from variant_problem import (
     make,
     make_packed,
     run,
+    starts,
 )
 
 import flashproto
@@ -226,6 +227,28 @@ def test_gradients_of_slopes_do_not_feel_that_out_is_rounded(
     exact, _ = exact_and_eager(call, *made, lengths)
     got = run(call, *made, "triton", lengths)["dalibi_slopes"]
     torch.testing.assert_close(got.double(), exact["dalibi_slopes"], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_sinks_where_there_is_no_key(packed: bool, impl: str, device: str) -> None:
+    """lse is the sink then."""
+    sinks = torch.randn(2, device=device, requires_grad=True)
+    given = {"sinks": sinks, "return_lse": True, "impl": impl}
+    if packed:
+        q, k = (torch.randn(n, 2, 16, device=device, requires_grad=True) for n in (5, 0))
+        made = flashproto.attention_varlen(q, k, k, *starts([(2, 0), (3, 0)], device), 3, 0, **given)
+    else:
+        q, k = (torch.randn(3, 2, n, 16, device=device, requires_grad=True) for n in (5, 0))
+        made = flashproto.attention(q, k, k, **given)
+    out, lse = made
+    heads = lse.movedim(-2, 0).flatten(1)
+    torch.testing.assert_close(heads, sinks[:, None].expand_as(heads))
+    assert (out == 0).all()
+    dlse = torch.randn_like(lse)
+    found = torch.autograd.grad([out, lse], [q, k, sinks], [torch.randn_like(out), dlse])
+    assert (found[0] == 0).all() and found[1].numel() == 0
+    torch.testing.assert_close(found[2], dlse.movedim(-2, 0).flatten(1).sum(1))
 
 
 # --- what is refused --------------------------------------------------------------------------------

@@ -23,9 +23,10 @@ from .cross_entropy import (
 )
 from .decode import (
     DecodeConfig,
+    MergeConfig,
     attention_decode,
     attention_splits_keys,
-    pieces_merged,
+    decode_merge,
     splits_cache,
 )
 from .elementwise import (
@@ -80,6 +81,7 @@ __all__ = [
     "HeadConfig",
     "HopperBackward",
     "HopperForward",
+    "MergeConfig",
     "RowConfig",
     "StripConfig",
     "TileConfig",
@@ -98,6 +100,7 @@ __all__ = [
     "cross_entropy_forward",
     "cross_entropy_forward_gradient",
     "cross_entropy_total",
+    "decode_merge",
     "forward_parts",
     "glu",
     "gradient_scale",
@@ -115,7 +118,6 @@ __all__ = [
     "norm_split",
     "padded_classes",
     "padded_head_dim",
-    "pieces_merged",
     "power_of_two",
     "product_classes",
     "qk_norm_backward",

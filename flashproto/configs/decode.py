@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from ..variant import Kind
 
 
+RESERVED = 1024  # of shared memory, by the system, for each program
+
+
 @dataclass(frozen=True)
 class DecodeConfig:
     """Tiles of block_m rows by block_n keys.
@@ -56,22 +59,48 @@ def attention_decode(
     block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
     num_warps = 8 if large or (block_m == 64 and not hopper) else 4
-    budget = shared_bytes(capability)
     tile = block_n * (BLOCK_D + BLOCK_DV) * cache_itemsize
-    # Rows and their probabilities, and what turns the layout of the one or of a result.
-    fixed = block_m * (BLOCK_D + block_n) * itemsize + block_m * BLOCK_DV * 4
+    # A warpgroup's product reads a tile from shared memory while it runs, which takes one more there;
+    # elsewhere probabilities go through shared memory from the layout of a result to an operand's.
+    warpgroups = hopper and block_m >= 64 and itemsize < 4
+    buffers = 0 if warpgroups else -1
+    fixed = block_m * (BLOCK_D + (0 if warpgroups else block_n)) * itemsize + RESERVED
+    budget = shared_bytes(capability) + RESERVED
     programs = 1 if large else 2
     stages = 4
-    while stages > 2 and programs * (fixed + (stages - 1) * tile) > budget:
+    while stages > 2 and programs * (fixed + (stages + buffers) * tile) > budget:
         stages -= 1
     return DecodeConfig(block_m, block_n, num_warps, 2 * stages - 1 if paged else stages, programs)
 
 
-def pieces_merged(programs: int, tiles_of_heads: int, Dv: int) -> int:
-    """How many pieces of a row the merge takes in together: as many as there are of sequences of one
-    length, if these are few enough for a program's registers.  tiles_of_heads: of queries, in all."""
-    most = 8192 // padded_head_dim(Dv)
-    return min(max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4), most)
+@dataclass(frozen=True)
+class MergeConfig:
+    """A program merges `rows` rows of a tile of queries, of each `pieces` at a time."""
+
+    rows: int
+    pieces: int
+    num_warps: int
+
+
+def decode_merge(
+    rows_of_tile: int, tiles_of_heads: int, programs: int, Dv: int, multiprocessors: int
+) -> MergeConfig:
+    """rows_of_tile: rows in a tile of queries; tiles_of_heads: of queries, in all; programs: of the
+    launch before.
+
+    Few rows a program where rows are few, for their pieces are as many; else more, since each program
+    first finds out where it is.  Pieces as many as rows have in sequences of one length, all at once as
+    far as 16 warps hold them, 64 elements a thread: each further round waits for memory anew.
+    """
+    rows = 1
+    while rows < min(rows_of_tile, 16) and tiles_of_heads * rows_of_tile >= 8 * rows * multiprocessors:
+        rows *= 2
+    pieces = max(power_of_two(programs // max(tiles_of_heads, 1) + 2), 4)
+    width = rows * padded_head_dim(Dv)
+    num_warps = 4
+    while num_warps < 16 and pieces * width > 2048 * num_warps:
+        num_warps *= 2
+    return MergeConfig(rows, max(min(pieces, 2048 * num_warps // width), 1), num_warps)
 
 
 def splits_cache(query_tiles: int, tiles_of_heads: int, programs: int) -> bool:

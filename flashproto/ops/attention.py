@@ -184,7 +184,7 @@ def fill_gradients(
     for name, gradient in zip(AUX, aux, strict=True):
         if gradient is not None:
             raise NotImplementedError(NO_GRADIENT.format(name))
-    if q.numel() == 0 or k.numel() == 0:
+    if q.numel() == 0:
         for gradient in (dq, dk, dv, *by_head):
             if gradient is not None:
                 gradient.zero_()

@@ -15,7 +15,7 @@ import torch
 from .. import configs
 from ..kernels.attention_decode import attention_decode_kernel, merge_kernel
 from ..variant import VARIABLES, Variant
-from .device import capability, cdiv, multiprocessors
+from .device import capability, cdiv, has_dependent_launches, multiprocessors
 from .private import allows_tf32
 from .recipe import New, Operand, Recipe
 
@@ -74,6 +74,19 @@ def is_wide(*caches: Operand) -> bool:
     return any((x.shape[1] + 256) * x.stride(1) + 512 * x.stride(3) >= 2**31 for x in caches)
 
 
+def reads_pairs(q: Operand, v: Operand) -> bool:
+    """Whether values of 8 bits can be read two at a time: neighbours, all at even places."""
+    width = v.shape[3]
+    return (
+        v.element_size() == 1
+        and q.element_size() == 2
+        and v.stride(3) == 1
+        and v.aligned
+        and not any(n % 2 for n in v.strides[:3])
+        and width == configs.padded_head_dim(width)
+    )
+
+
 def page_size(cache: Cache, k: Operand) -> int:
     """As a constant: 0 without pages."""
     return 0 if cache.page_table is None else k.shape[1]
@@ -112,7 +125,7 @@ def launch(
     """Fill out and lse, of some elements; k and v as a cache lies, in whose pages B sequences have
     their keys, or without lengths all k.shape[1] of each."""
     kind = variant.kind
-    entries, Hq, Sq, D = q.shape
+    _, Hq, Sq, D = q.shape
     Hkv, Dv = k.shape[2], v.shape[3]
     B, group, room = cache.sequences(q), Hq // Hkv, cache.capacity(k)
     tokens = Sq if cache.cu_seqlens is None else cdiv(Sq, max(B, 1))
@@ -139,13 +152,13 @@ def launch(
     }
     constants = cache.constants(B)
     programs = most * Hkv
-    to, lse_to = out, lse
+    pieces, piece_lse, dependent = None, None, False
     if split:
         programs = max(min(at_once, programs * cdiv(room, config.block_n)), 1)
-        pieces = programs + most * Hkv
-        rows = (pieces, config.block_m)
-        to = recipe.make(New.contiguous((*rows, Dv), torch.float32, q.device))
-        lse_to = recipe.make(New.contiguous(rows, torch.float32, q.device))
+        rows = (programs + most * Hkv, config.block_m)
+        pieces = recipe.make(New.contiguous((*rows, Dv), torch.float32, q.device))
+        piece_lse = recipe.make(New.contiguous(rows, torch.float32, q.device))
+        dependent = has_dependent_launches(q.device)
     numbers = (B, Hkv, Sq, k.shape[1], cache.new, room, variant.offset)
     recipe.launch(
         attention_decode_kernel,
@@ -153,13 +166,15 @@ def launch(
         q,
         k,
         v,
-        to,
-        lse_to,
+        out,
+        lse,
+        pieces,
+        piece_lse,
         *cache[:9],
         *q.stride(),
         *k.stride(),
         *v.stride(),
-        *((0, 0, 0, 1) if split else out.stride()),
+        *out.stride(),
         *cache.scale_strides(),
         *cache.table_strides(),
         *numbers,
@@ -172,9 +187,12 @@ def launch(
         BY_HEAD=kind.INTERVALS and bool(given[8]),
         PAGE_SIZE=page_size(cache, k),
         SPLIT=split,
+        PREFIX=prefix is not None,
         EXACT=q.dtype == torch.float32,
         TF32=q.dtype == torch.float32 and allows_tf32(),
         WIDE=is_wide(k, v),
+        PAIRS=reads_pairs(q, v),
+        PDL=dependent,
         **shared,
         **constants,
         num_warps=config.num_warps,
@@ -182,11 +200,14 @@ def launch(
     )
     if split:
         prefix_out, prefix_lse = prefix or (None, None)
+        rows_of_tile = min(group * Sq, config.block_m)
+        merged = configs.decode_merge(rows_of_tile, most * Hkv, programs, Dv, multiprocessors(q.device))
+        slices = cdiv(rows_of_tile, merged.rows)
         recipe.launch(
             merge_kernel,
-            entries * Hq * Sq,
-            to,
-            lse_to,
+            most * Hkv * slices,
+            pieces,
+            piece_lse,
             out,
             lse,
             prefix_out,
@@ -198,9 +219,13 @@ def launch(
             *((0, 0, 0, 0) if prefix_out is None else prefix_out.stride()),
             *numbers,
             programs,
+            slices,
             given,
             BLOCK_B=constants["BLOCK_B"],
-            PIECES=configs.pieces_merged(programs, most * Hkv, Dv),
+            ROWS=merged.rows,
+            PIECES=merged.pieces,
+            PDL=dependent,
             **shared,
-            num_warps=4,
+            num_warps=merged.num_warps,
+            launch_pdl=dependent or None,
         )
