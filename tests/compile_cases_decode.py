@@ -9,7 +9,8 @@ from typing import Any
 from compile_case import Case
 
 from flashproto import configs
-from flashproto.kernels.attention_decode import append_kernel, attention_decode_kernel, merge_kernel
+from flashproto.kernels.attention_decode import attention_decode_kernel, merge_kernel
+from flashproto.kernels.kv_cache import append_kernel
 from flashproto.variant import Kind
 
 INT32 = ("lengths_ptr", "page_table_ptr", "cache_index_ptr", "starts_ptr", "cu_seqlens_ptr")

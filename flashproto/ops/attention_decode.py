@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import configs
-from ..kernels.attention_decode import append_kernel
+from ..kernels.kv_cache import append_kernel
 from ..variant import Kind, Variant, kind_of, unpack
 from .attention import like_heads
 from .attention_split import Cache, launch, page_size

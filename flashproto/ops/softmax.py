@@ -104,7 +104,7 @@ def fill_result(
     if lse is None and y.element_size() == x.element_size():
         config = configs.softmax_forward_shared(N, x.element_size())
         if config is not None and has_hopper_kernels(x.device):
-            from .softmax_hopper import launch_forward_hopper  # here: it takes time
+            from .softmax_hopper import launch_forward_hopper  # which needs Gluon, as in norm_launch.py
 
             return launch_forward_hopper(recipe, x, y, log, config)
     if split_rows:
