@@ -362,7 +362,7 @@ def attention_decode_kernel(
             to = out_ptr + to[:, None] + dv * stride_od
             tl.store(to, rounded(acc, out_ptr.dtype.element_ty), exists[:, None] & (dv < DV))
             tl.store(lse_ptr + (entry * Hkv * GROUP + head) * Sq + token + i, lse, exists)
-        else:
+        elif SPLIT:
             items = tl.sum(tl.where(before, query_tiles, 0), 0) * Hkv
             piece = (program + items + item).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
             tl.store(pieces_ptr + piece[:, None] * DV + dv, acc, exists[:, None] & (dv < DV))

@@ -80,6 +80,7 @@ def case(
     values = dict(values)
     optional = {
         *INT32,
+        *PIECES,
         "cos_ptr",
         "sin_ptr",
         "k_scale_ptr",
@@ -89,6 +90,7 @@ def case(
     }
     given = {*c.optional, *(("cos_ptr", "sin_ptr") * c.rope), *(("page_table_ptr",) * bool(c.pages))}
     given |= {"k_scale_ptr", "v_scale_ptr"} if c.scales else set()
+    given |= set(PIECES) if c.split else set()
     for argument in kernel.arg_names:
         if argument in optional and argument not in given:
             values[argument] = None

@@ -147,7 +147,7 @@ class Sequences:
         self.tables = None
         if p.rope:
             half = generator.randint(1, p.D // 2)
-            angles = torch.rand(400 + p.prefix, half, device=device) * 6
+            angles = torch.rand(p.room + 400 + p.prefix, half, device=device) * 6
             self.tables = angles.cos(), angles.sin()
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import random
@@ -36,8 +37,8 @@ from flashproto.variant import VARIABLES, Kind, Variant
 # --- which part visits which key tiles ---------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def host() -> Iterator[None]:
+@contextlib.contextmanager
+def on_the_host() -> Iterator[None]:
     """Let device code of work items run as Python, on tensors where it wants int64."""
     with pytest.MonkeyPatch.context() as patch:
         ranges_on_the_host(patch)
@@ -96,7 +97,7 @@ KINDS = (
 )
 def test_parts_visit_each_key_tile_of_an_item_once(
     D: int, kind: Kind, B: int, Hkv: int, group: int, Sq: int, Sk: int, shift: int, left: int,
-    first: int, parts: int, seed: int, host: None,
+    first: int, parts: int, seed: int,
 ) -> None:  # fmt: skip
     """From right to left, as the whole item does, in parts of nearly one length.  Each part's results
     have a place of their own, and one without keys visits a tile of its item."""
@@ -125,18 +126,19 @@ def test_parts_visit_each_key_tile_of_an_item_once(
         entry, n = int(entry), int(n)
         return (int(b), int(h), int(row)), max(entry, ~entry), found, n if entry >= 0 else 0
 
-    wanted = {}
-    for t in range(items):
-        item, _, found, n = tiles(t, whole, B * heads)
-        assert n == len(found)
-        wanted[item] = found
-    assert len(wanted) == items
+    wanted: dict[tuple[int, ...], list[int]] = {}
     of_items: dict[tuple[int, ...], list[tuple[int, list[int], int]]] = {}
-    places = Counter()
-    for t in range(items * parts):
-        item, entry, found, n = tiles(t, split)
-        of_items.setdefault(item, []).append((entry, found, n))
-        places[entry, item[1], item[2]] += 1
+    places: Counter[tuple[int, ...]] = Counter()
+    with on_the_host():
+        for t in range(items):
+            item, _, found, n = tiles(t, whole, B * heads)
+            assert n == len(found)
+            wanted[item] = found
+        for t in range(items * parts):
+            item, entry, found, n = tiles(t, split)
+            of_items.setdefault(item, []).append((entry, found, n))
+            places[entry, item[1], item[2]] += 1
+    assert len(wanted) == items
     assert len(places) == items * parts and set(places.values()) == {1}
     assert {entry for entry, _, _ in places} == set(range(parts * B))
     assert of_items.keys() == wanted.keys()

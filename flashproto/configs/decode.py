@@ -44,11 +44,13 @@ def attention_decode(
     Dv: int,
     rows: int,
     paged: bool = False,
+    by_head: bool = False,
 ) -> DecodeConfig:
     """For `rows` rows of a key head: query heads of its group by tokens.  itemsize: of an element of q.
 
     paged: whether there is a page table.  Triton then loads page numbers in one half of its stages and
-    keys in the other.
+    keys in the other.  by_head: whether each head has intervals of its own, which are loaded for each
+    score, and wait in shared memory as keys do; so do numbers of pages and scales, for each key.
     """
     BLOCK_D, BLOCK_DV = padded_head_dim(D), padded_head_dim(Dv)
     widest = max(BLOCK_D, BLOCK_DV)
@@ -59,7 +61,7 @@ def attention_decode(
     block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
     num_warps = 8 if large or (block_m == 64 and not hopper) else 4
-    tile = block_n * (BLOCK_D + BLOCK_DV) * cache_itemsize
+    tile = block_n * ((BLOCK_D + BLOCK_DV) * cache_itemsize + 8 * (block_m if by_head else 1) + 16)
     # A warpgroup's product reads a tile from shared memory while it runs, which takes one more there;
     # elsewhere probabilities go through shared memory from the layout of a result to an operand's.
     warpgroups = hopper and block_m >= 64 and itemsize < 4

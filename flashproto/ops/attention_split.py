@@ -130,8 +130,10 @@ def launch(
     B, group, room = cache.sequences(q), Hq // Hkv, cache.capacity(k)
     tokens = Sq if cache.cu_seqlens is None else cdiv(Sq, max(B, 1))
     paged = cache.page_table is not None
+    given = given_to(variant)
+    by_head = kind.INTERVALS and bool(given[8])
     config = configs.attention_decode(
-        capability(q.device), q.element_size(), k.element_size(), D, Dv, group * tokens, paged
+        capability(q.device), q.element_size(), k.element_size(), D, Dv, group * tokens, paged, by_head
     )
     query_tiles = cdiv(group * Sq, config.block_m)
     most = B * query_tiles if cache.cu_seqlens is None else query_tiles + B + 1
@@ -139,7 +141,6 @@ def launch(
     split = prefix is not None or configs.splits_cache(
         cdiv(group * tokens, config.block_m), most * Hkv, at_once
     )
-    given = given_to(variant)
     rolls = kind.WINDOW and cache.lengths is not None
     shared = {
         "GROUP": group,
@@ -184,7 +185,7 @@ def launch(
         given,
         D=D,
         BLOCK_D=configs.padded_head_dim(D),
-        BY_HEAD=kind.INTERVALS and bool(given[8]),
+        BY_HEAD=by_head,
         PAGE_SIZE=page_size(cache, k),
         SPLIT=split,
         PREFIX=prefix is not None,
