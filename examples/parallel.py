@@ -33,7 +33,7 @@ import torch.distributed as dist
 from errors import EXPECTED, OptionError, tell
 from stop import StopSignal
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import pad
@@ -181,7 +181,7 @@ class World:
             return torch.compile(wrapped) if compile else wrapped  # type: ignore[return-value]
         # Blocks return a pair of tensors, and nothing here changes one in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh = init_device_mesh(device.type, (self.size,))
+        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bfloat16 else None,
             reduce_dtype=torch.float32 if bfloat16 else None,

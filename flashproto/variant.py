@@ -106,7 +106,7 @@ class Variant(NamedTuple):
     @property
     def named(self) -> dict[str, Any]:
         """The variables by their names, those that are there."""
-        pairs = zip(VARIABLES, self.variables, strict=bool(self.variables))
+        pairs = zip(VARIABLES, self.variables, strict=len(self.variables) > 0)
         return {name: x for name, x in pairs if x is not None}
 
 

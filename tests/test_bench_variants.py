@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -472,13 +473,13 @@ def test_first_calls_of_a_process_that_fails(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_kernels_that_are_compiled_are_counted() -> None:
-    knobs = pytest.importorskip("triton").knobs
-    before = knobs.runtime.jit_post_compile_hook
+    compilation = pytest.importorskip("triton").knobs.compilation
+    before = compilation.listener
     with first_calls.compiled_meanwhile() as names:
-        function = type("", (), {"name": "a_kernel"})
-        knobs.runtime.jit_post_compile_hook(key="", repr="", fn=function, compile={})
+        source = SimpleNamespace(name="a_kernel")
+        compilation.listener(src=source, metadata={}, metadata_group={}, times=None, cache_hit=False)
     assert names == ["a_kernel"]
-    assert knobs.runtime.jit_post_compile_hook is before
+    assert compilation.listener is before
 
 
 # --- what the documentation shows -----------------------------------------------------------------

@@ -941,6 +941,10 @@ def test_attention_of_shards(options: dict[str, Any], dim: int, device: str, mes
     shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8)
     inputs = [torch.randn(s, device=device).requires_grad_() for s in shapes]
     shards = [distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_() for x in inputs]
+    try:
+        torch.matmul(shards[0].detach(), shards[0].detach().mT)
+    except RuntimeError:
+        pytest.skip("this torch multiplies no tensors whose heads are shared out")
     out = flashproto.attention(*shards, **options)
     assert out.placements == (Shard(dim),)
     wanted = flashproto.attention(*inputs, **options, impl="reference")

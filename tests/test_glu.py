@@ -188,6 +188,7 @@ def test_tiles_fit_the_widths() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.gib(34)
 @pytest.mark.parametrize("kind", ["two tensors", "halves"])
 def test_more_than_2_to_the_31_elements(device, kind) -> None:
     M, N = 2**16 + 8, 2**15

@@ -31,6 +31,7 @@ from variant_problem import (
 
 import flashproto
 from flashproto import configs
+from flashproto.bench import first_calls
 from flashproto.functional.attention import _band, _variant
 from flashproto.kernels import schedule, scores
 from flashproto.kernels.hopper import attention_backward as main
@@ -615,8 +616,6 @@ def test_the_same_bits_of_dk_and_dv_a_hundred_times(
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_a_graph_of_gradients_is_replayed_with_other_lengths(D: int, hopper: None) -> None:
     """Nothing of the lengths is on the host, and other lengths compile nothing."""
-    from triton import knobs
-
     T, Hq, Hkv = 1500, 4, 2
     inputs = [torch.randn(T, H, D, device="cuda", dtype=BRAIN).requires_grad_() for H in (Hq, Hkv, Hkv)]
     dout = torch.randn_like(inputs[0])
@@ -633,9 +632,7 @@ def test_a_graph_of_gradients_is_replayed_with_other_lengths(D: int, hopper: Non
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
-    compiled: list[Any] = []
-    knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["fn"].name)
-    try:
+    with first_calls.compiled_meanwhile() as compiled:
         for lengths, lengths_k in (
             ([1, 2, 3, 4], [1, 2, 3, 4]),
             ([0, 0, 0, 1500], [700, 0, 0, 800]),
@@ -655,8 +652,6 @@ def test_a_graph_of_gradients_is_replayed_with_other_lengths(D: int, hopper: Non
                 if name != "dq":
                     assert torch.equal(a, b), name
                 torch.testing.assert_close(a, b, atol=1e-2, rtol=2e-2)
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
     assert not compiled
 
 

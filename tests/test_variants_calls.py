@@ -24,6 +24,7 @@ from variant_problem import FEATURES, Call, drawn, make, make_packed, outputs_of
 
 import flashproto
 from flashproto import masks
+from flashproto.bench import first_calls
 from flashproto.variant import Kind, Variant, kind_of
 
 ON_GPU = torch.cuda.is_available()
@@ -258,17 +259,11 @@ def changing(device: str) -> dict[str, Callable[[int], Any]]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["documents", "sinks and slopes", "softcap", "lengths"])
 def test_nothing_is_compiled_anew(what: str) -> None:
-    from triton import knobs
-
     call = changing("cuda")[what]
     call(0).sum().backward()
-    compiled = []
-    knobs.runtime.jit_post_compile_hook = lambda **about: compiled.append(about["fn"].name)
-    try:
+    with first_calls.compiled_meanwhile() as compiled:
         for n in (1, 2, 3):
             call(n).sum().backward()
-    finally:
-        knobs.runtime.jit_post_compile_hook = None
     assert not compiled
 
 

@@ -144,12 +144,12 @@ def compiled_meanwhile() -> Iterator[list[str]]:
         return
     from triton import knobs
 
-    runtime, before = knobs.runtime, knobs.runtime.jit_post_compile_hook
-    runtime.jit_post_compile_hook = lambda **about: names.append(about["fn"].name)
+    compilation, before = knobs.compilation, knobs.compilation.listener
+    compilation.listener = lambda **about: names.append(about["src"].name)
     try:
         yield names
     finally:
-        runtime.jit_post_compile_hook = before
+        compilation.listener = before
 
 
 def figures(name: str, impl: str, device: torch.device) -> dict[str, Any]:

@@ -250,9 +250,9 @@ def text(tokens: int, found: dict[str, Any], size: int) -> str:
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     rank = int(os.environ.get("LOCAL_RANK", "0"))
-    on_gpus = torch.cuda.is_available()
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     ours = not dist.is_initialized()
+    on_gpus = torch.cuda.is_available() if ours else dist.get_backend() == "nccl"
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
     if ours:
