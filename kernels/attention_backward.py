@@ -172,8 +172,11 @@ def attention_backward_keys_kernel(
         begin = tl.maximum(begin, clamp(low, 0, Sq) // BLOCK_M)
         end = tl.maximum(tl.minimum(end, tl.cdiv(clamp(high, 0, Sq), BLOCK_M)), begin)
     visits = end - begin
+    all_visits = GROUP * visits
+    if KIND.INTERVALS:
+        visits = tl.maximum(visits, 1)  # Triton 3.6 divides by 0 itself where it knows that visits < 2
 
-    for visit in range(GROUP * visits):
+    for visit in range(all_visits):
         member = visit // visits
         hq = h * GROUP + member
         i0 = (begin + visit - member * visits) * BLOCK_M

@@ -137,6 +137,19 @@ def small_cases() -> Iterator[Case]:
         )
 
 
+def one_query_cases(arch: int) -> Iterator[Case]:
+    """Of a number that is 1 Triton makes a constant; where that leaves one tile of queries or none,
+    Triton 3.6 divided by zero."""
+    kind, kernel = Kind(INTERVALS=True), attention_backward_keys_kernel
+    keys, _ = configs.attention_backward(divmod(arch, 10), 2, 64, 64, kind)
+    variables, absent = variables_of(kernel, kind)
+    constexprs = {
+        "D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK_M": keys.block_m,
+        "BLOCK_N": keys.block_n, "KIND": kind, "TF32": False, "WIDE": False, "Sq": 1,
+    }  # fmt: skip
+    yield case(kernel, "keys-one-query", "bf16", keys, constexprs | absent, 0, variables)
+
+
 def attention_cases(arch: int) -> Iterator[Case]:
     capability = divmod(arch, 10)
     for D, Dv in HEAD_DIMS:
@@ -186,3 +199,4 @@ def attention_cases(arch: int) -> Iterator[Case]:
         yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)
     yield from variant_cases(arch)
     yield from small_cases()
+    yield from one_query_cases(arch)
