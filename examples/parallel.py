@@ -181,7 +181,9 @@ class World:
             return torch.compile(wrapped) if compile else wrapped  # type: ignore[return-value]
         # Blocks return a pair of tensors, and nothing here changes one in place.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.type)
+        everyone = dist.group.WORLD
+        assert everyone is not None
+        mesh = DeviceMesh.from_group(everyone, device.type)
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if bfloat16 else None,
             reduce_dtype=torch.float32 if bfloat16 else None,
