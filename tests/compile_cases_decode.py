@@ -53,6 +53,7 @@ CALLS = (
     Call(128, 4, pages=48, rope=True, optional=BATCH),
     Call(128, 4, scales=1),
     Call(128, 4, scales=2, pages=16),
+    Call(64, 8, 64, scales=1),
     Call(128, 8, 4),
     Call(128, 8, 8, pages=64),
     Call(128, 8, 16),

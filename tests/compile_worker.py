@@ -5,7 +5,8 @@
 
 Runs in a process of its own, since kernels are either interpreted or compiled for a whole process.
 Each line holds name, registers, stack (bytes a thread; spills live there), shared (bytes a
-program), max_stack, serialised (ptxas's warnings that it serialised wgmma), apart (the reductions that
+program), max_stack, serialised (ptxas's warnings that it serialised wgmma), unwritten (of kernels with
+wgmma, what reads a register that nothing has set, see uniform.py), apart (the reductions that
 this Triton gets wrong, see lanes.py), with --sass or for cases that want them the number of HGMMA
 (wgmma) instructions, or else "error".  What compile_record.py has of a case that is unchanged is taken
 from there, but with --sass; of a case that is compiled all the same, it is in "recorded", unless this
@@ -29,6 +30,7 @@ from typing import Any
 
 import compile_record
 import lanes
+import uniform
 from compile_case import Case
 
 FAMILIES = {
@@ -82,8 +84,9 @@ def compile_case(case: Case, arch: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def resources(cubin: bytes, sass: bool) -> dict[str, int]:
-    """Registers and stack bytes per thread of a cubin, and its HGMMA count when asked."""
+def resources(cubin: bytes, sass: bool, matrices: bool) -> dict[str, Any]:
+    """Registers and stack bytes per thread of a cubin, and its HGMMA count when asked; of one with
+    matrices of warpgroups what reads a register that nothing has set."""
     from triton import knobs
 
     tool = knobs.nvidia.cuobjdump.path
@@ -94,9 +97,11 @@ def resources(cubin: bytes, sass: bool) -> dict[str, int]:
         found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         if found is None:
             raise RuntimeError(f"cuobjdump printed no resource usage: {usage!r}")
-        result = {"registers": int(found[1]), "stack": int(found[2])}
-        if sass:
+        result: dict[str, Any] = {"registers": int(found[1]), "stack": int(found[2]), "unwritten": []}
+        if sass or matrices:
             code = subprocess.check_output([tool, "-sass", file.name], text=True)
+            result["unwritten"] = uniform.unwritten(code)
+        if sass:
             result["hgmma"] = code.count("HGMMA")
     return result
 
@@ -106,7 +111,8 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
     try:
         with contextlib.redirect_stdout(io.StringIO()) as ptxas_log:
             kernel = compile_case(case, arch)
-        line |= resources(kernel.asm["cubin"], sass or case.hgmma)
+        matrices = "warp_group_dot" in kernel.asm["ttgir"]
+        line |= resources(kernel.asm["cubin"], sass or case.hgmma, matrices)
         # ptxas says so when it makes wgmmas wait for one another, by C7510, C7514 and their neighbours
         line["serialised"] = sorted(set(re.findall(r"C75\d\d", ptxas_log.getvalue())))
         line["shared"] = kernel.metadata.shared
@@ -117,9 +123,19 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
 
 
 def recall(case: Case, known: compile_record.Recorded) -> dict[str, Any]:
-    """`report` of a case as it was recorded; cases with something serialised or apart are not."""
+    """`report` of a case as it was recorded; cases with something serialised, unwritten or apart are
+    not."""
     line = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
-    return line | known.facts._asdict() | {"serialised": [], "apart": [], "recorded": None}
+    return (
+        line
+        | known.facts._asdict()
+        | {
+            "serialised": [],
+            "unwritten": [],
+            "apart": [],
+            "recorded": None,
+        }
+    )
 
 
 def compiled(family: str, cases: list[Case], arch: int, sass: bool) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ import compile_worker
 import kinds
 import lanes
 import pytest
+import uniform
 from compile_case import Case
 
 from flashproto.variant import HOPPER_FORWARD, Kind
@@ -71,6 +72,7 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
     if line["wants_hgmma"] and line["serialised"]:
         found.append(f"{line['name']}: ptxas serialised wgmma: {line['serialised']}")
     found += [f"{line['name']}: reduces {which}" for which in line["apart"]]
+    found += [f"{line['name']}: reads what is not written, {which}" for which in line["unwritten"]]
     was = line["recorded"]
     if was is not None and (now := compile_record.facts_of(line)) != compile_record.Facts(*was):
         found.append(f"{line['name']}: {now}, recorded as {was}; run tests/compile_record.py")
@@ -265,6 +267,24 @@ def test_harness_sees_lanes_apart(arch: int) -> None:
     for name in ("lanes-apart", "apart-across-warps"):
         found = complaints(lines[name], arch)
         assert ["reduces axis" in text for text in found] == [True] * lanes.WRONG, name
+
+
+def test_what_reads_an_unwritten_register_is_found() -> None:
+    """Code that ptxas 12.8 made of attention_decode_kernel, shortened; and as it had to be."""
+    listing = """
+		Function : attention_decode_kernel
+        /*0720*/                   S2UR UR4, SR_CgaCtaId ;
+        /*07d0*/                   UMOV UR10, 0x400 ;
+        /*0810*/                   UIADD3 UR30, UP0, {of}, 0x20, URZ ;
+        /*0870*/                   UIADD3.X UR31, UR10, -0x3ffffff0, URZ, UP0, !UPT ;
+        /*0880*/                   ULDC.64 UR32, c[0x0][0x208] ;
+        /*4f10*/              @!P2 LDG.E R4, desc[UR32][R2.64] ;
+        /*5270*/                   HGMMA.64x16x16.F32 R64, R28, gdesc[UR28].tnspB, R64 ;
+    """
+    assert uniform.unwritten(listing.format(of="UR4")) == []
+    found = uniform.unwritten(listing.format(of="UR30"))
+    assert found == ["UIADD3 UR30, UP0, UR30, 0x20, URZ"]
+    assert len(uniform.unwritten(listing.format(of="UR4").replace("UIADD3.X UR31", "UMOV UR29"))) == 1
 
 
 @pytest.mark.parametrize(

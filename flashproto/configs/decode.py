@@ -54,10 +54,14 @@ def attention_decode(
     """
     BLOCK_D, BLOCK_DV = padded_head_dim(D), padded_head_dim(Dv)
     widest = max(BLOCK_D, BLOCK_DV)
+    hopper = capability[0] == 9
     most = 32 if itemsize == 4 else 64 if widest > 128 else 128
+    if hopper and cache_itemsize == 1:
+        # ptxas 12.8 loses where the values of a warpgroup's product lie, once keys are turned into
+        # float16 for another: it reads a register that nothing has written.
+        most = 32
     block_m = min(max(power_of_two(rows), 16), most)
     large = block_m == 128 or widest > 128
-    hopper = capability[0] == 9
     block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
     num_warps = 8 if large or (block_m == 64 and not hopper) else 4

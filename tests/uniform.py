@@ -1,0 +1,38 @@
+"""Finds uniform registers that machine code reads and has not written before.
+
+ptxas 12.8, Triton 3.6's, loses such writes: attention to a cache of 8 bits in tiles of 64 or 128
+queries got the descriptors of its last wgmmas from a register that nobody had set, and read other
+memory.
+"""
+
+from __future__ import annotations
+
+import re
+
+INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(\S+)\s*(.*?)\s*;", re.MULTILINE)
+ARGUMENTS = re.compile(r",(?![^\[]*\])")
+REGISTER = re.compile(r"(gdesc\[)?\bUR(\d+)")
+WRITES = re.compile(r"U(?!P)\w*|S2UR|R2UR|VOTEU|REDUX|CREDUX")
+
+
+def unwritten(sass: str) -> list[str]:
+    """The instructions, of cuobjdump -sass, that read a uniform register which no instruction at a
+    lower address writes.  Of a matrix descriptor, four registers, operand B's two are looked at."""
+    found = []
+    for function in sass.split("Function : ")[1:]:
+        written: set[int] = set()
+        for opcode, rest in INSTRUCTION.findall(function):
+            arguments = [x.strip() for x in ARGUMENTS.split(rest)]
+            to = re.fullmatch(r"UR(\d+)", arguments[0]) if WRITES.match(opcode) else None
+            read = {
+                int(number) + shift
+                for argument in arguments[1 if to else 0 :]
+                for matrix, number in REGISTER.findall(argument)
+                for shift in ((2, 3) if matrix else (0,))
+            }
+            if read - written:
+                found.append(f"{opcode} {rest}")
+            if to:
+                wide = 4 if ".128" in opcode else 2 if ".64" in opcode or ".WIDE" in opcode else 1
+                written |= {int(to[1]) + n for n in range(wide)}
+    return found
