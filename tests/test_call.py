@@ -93,9 +93,7 @@ def test_five_calls_are_alike(case: Case, impl: str, device: str) -> None:
         assert_same_results(others, results[0])
     with torch.no_grad():
         got, wanted = case(case.leaves(inputs), impl), results[0].outputs
-    if (
-        "cross_entropy" in case.op
-    ):  # a loss without a gradient is another kernel's, which rounds otherwise
+    if "cross_entropy" in case.op:  # a loss without its gradient is another kernel's
         assert_near(got, wanted, 4 * max(torch.finfo(t.dtype).eps for t in got))
     else:
         assert_same(got, wanted)
