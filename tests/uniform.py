@@ -23,6 +23,8 @@ def unwritten(sass: str) -> list[str]:
         written: set[int] = set()
         for opcode, rest in INSTRUCTION.findall(function):
             arguments = [x.strip() for x in ARGUMENTS.split(rest)]
+            if opcode.startswith("ULOP3") and arguments[0].startswith("UP"):
+                del arguments[0]  # a predicate is set, too
             to = re.fullmatch(r"UR(\d+)", arguments[0]) if WRITES.match(opcode) else None
             read = {
                 int(number) + shift
