@@ -15,12 +15,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import first_calls, report
+from . import first_calls, report, ring
 from .measure import OURS, is_peer
 from .plots import title
 
 SECTIONS = {
     "attention": "Attention",
+    "decode": "Decoding",
     "variants": "Attention's variants",
     "views": "Attention inside a block",
     "norm": "LayerNorm and RMSNorm",
@@ -93,7 +94,9 @@ def provenance(runs: list[dict[str, Any]], names: Sequence[str] = ()) -> str:
     """One line: when, on what, with what."""
     run = runs[-1]
     days = " and ".join(dict.fromkeys(map(day, runs)))
-    parts = [f"Measured {days} on one {card(run)}", software(run), peers(run, names)]
+    count = run["protocol"].get("ranks", 1)
+    where = f"one {card(run)}" if count == 1 else f"{count} {card(run)}s"
+    parts = [f"Measured {days} on {where}", software(run), peers(run, names)]
     text = "; ".join(part for part in parts if part)
     ceilings = run["ceilings"]
     if ceilings:
@@ -253,6 +256,20 @@ def first_calls_section(data: dict[str, Any]) -> Iterator[str]:
     yield markdown(rows)
 
 
+def ring_section(data: dict[str, Any]) -> Iterator[str]:
+    """One long sequence on several GPUs, beside all of it on one of them."""
+    yield "## Long sequences on several GPUs: `ring`"
+    yield prose(ring)
+    yield provenance(data["runs"])
+    ranks = data["runs"][-1]["protocol"]["ranks"]
+    rows = [["tokens", "pass", "one GPU, TFLOP/s", f"{ranks} GPUs, TFLOP/s", f"of {ranks} times one"]]
+    for tokens, cell in data["cells"].items():
+        for which, found in cell["passes"].items():
+            rates = [f"{found['tflop_s'][name]:.0f}" for name in ("one", "all")]
+            rows.append([tokens, which.replace("+", " and "), *rates, f"{found['share']:.3f}"])
+    yield markdown(rows)
+
+
 def losses_section(data: dict[str, Any]) -> Iterator[str]:
     """Validation losses of the example model by backend."""
     yield "## The same loss on every backend: `examples/compare_losses.py`"
@@ -281,12 +298,14 @@ def page(found: list[Results], pictures: Sequence[str]) -> str:
         known = [subject for subject in SECTIONS if subject in results]
         others = [subject for subject in results if subject not in SECTIONS]
         for subject in [*known, *others]:
-            if results[subject].get("cells"):
+            if subject != "ring" and results[subject].get("cells"):
                 parts += section(subject, results[subject])
         if "launch" in results:
             parts += launch_section(results["launch"])
         if "first_calls" in results:
             parts += first_calls_section(results["first_calls"])
+        if "ring" in results:
+            parts += ring_section(results["ring"])
         if "losses" in results:
             parts += losses_section(results["losses"])
     return "\n\n".join(part for part in parts if part) + "\n"
