@@ -46,6 +46,10 @@ T = TypeVar("T")
 TIMEOUT = timedelta(seconds=50)  # the longest that a process waits for the others
 PATIENCE = 5.0  # seconds in which torchrun notices that another process has ended, and ends this one
 
+# Parameters that `fully_shard` puts together at once, where a block has fewer: each time costs the host
+# of a GPU as much as the work of a small block takes, however few they are.
+AT_ONCE = 25_000_000
+
 
 @dataclass
 class World:
@@ -165,7 +169,7 @@ class World:
 
         way: "ddp": every process holds the model, and gradients are averaged while the backward goes
         on.  "fsdp": every process holds a part of each parameter, of its gradient and of its optimizer
-        state; a block is put together just before it runs.
+        state; blocks are put together just before they run, small ones several at once.
         bfloat16: for fsdp, blocks travel and compute in bfloat16; parameters, gradients and the sum of
         the blocks' outputs stay float32, as under autocast.
         """
@@ -189,10 +193,11 @@ class World:
             reduce_dtype=torch.float32 if bfloat16 else None,
             cast_forward_inputs=False,
         )
-        for block in model.blocks:
-            if compile:
+        if compile:
+            for block in model.blocks:
                 block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+        for blocks in at_once(model.blocks):
+            fully_shard(blocks, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh)  # the rest: the embeddings, the last norm and the head
         return model
 
@@ -314,6 +319,19 @@ def joined() -> Iterator[World]:
             world._fail(error)
         else:
             dist.destroy_process_group()
+
+
+def at_once(blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Neighbours together, until they have AT_ONCE parameters."""
+    found, count = [], 0
+    for block in blocks:
+        found.append(block)
+        count += sum(p.numel() for p in block.parameters())
+        if count >= AT_ONCE:
+            yield found
+            found, count = [], 0
+    if found:
+        yield found
 
 
 def without_compile(wrapped: Callable) -> Callable:

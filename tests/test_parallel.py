@@ -105,6 +105,7 @@ def training_equals_one_process(name: str, way: str, batches: int, context: int 
     # "torch" gives no lse, by which the parts of a sequence merge.
     alone = make_model(config, impl="torch" if context == 1 else "reference")
     model = copy.deepcopy(alone)
+    module("parallel").AT_ONCE = 1 if name == "llama" else 10**9  # each block alone, or all at once
     wrapped = w.wrap(model, way)
     optimizers = make_optimizer(alone), make_optimizer(model)
     assert all(isinstance(p, DTensor) == (way == "fsdp") for p in model.parameters())
