@@ -285,6 +285,15 @@ def test_what_reads_an_unwritten_register_is_found() -> None:
     found = uniform.unwritten(listing.format(of="UR30"))
     assert found == ["UIADD3 UR30, UP0, UR30, 0x20, URZ"]
     assert len(uniform.unwritten(listing.format(of="UR4").replace("UIADD3.X UR31", "UMOV UR29"))) == 1
+    call = """
+		Function : attention_decode_kernel
+        /*0390*/                   CALL.REL.NOINC 0x9020 ;
+        /*03a0*/                   UMOV UR37, UR36 ;
+        /*9000*/                   EXIT ;
+        /*9520*/                   UMOV UR36, 0x1 ;
+    """
+    assert uniform.unwritten(call) == []
+    assert uniform.unwritten(call.replace("CALL.REL.NOINC", "BRA")) == ["UMOV UR37, UR36"]
 
 
 @pytest.mark.parametrize(
