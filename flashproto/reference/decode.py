@@ -147,25 +147,28 @@ def attention_with_kv_cache(
         return rope(x, cos, sin, offset=P + first - start, interleaved=interleaved)
 
     q = turn(dense(q), keys - queries)
-    if k is not None and v is not None:
-        given = turn(dense(k), lengths), dense(v)
-        t = torch.arange(given[0].shape[2], device=device)
-        j = lengths[:, None] + t
-        exists = (t < new[:, None]) & ((j < capacity) | (left is not None))
-        page, slot = slots.place(j, exists)
+    if k is not None and v is not None and B:
+        given, slots_of_new = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))], slots
+        j = lengths[:, None] + torch.arange(given[0].shape[1], device=device)
+        exists = torch.ones_like(j, dtype=torch.bool)
+        if cu_seqlens_q is not None and tokens is not None:
+            # Tokens behind the last sequence's are its last one once more, which changes nothing.
+            again = torch.minimum(token, (cu_seqlens_q[-1] - 1).clamp_min(0))
+            i, s = (x[again] for x in tokens)
+            exists, s = (s < B)[:, None], s.clamp(max=B - 1)
+            given, slots_of_new = [x[s, i][:, None] for x in given], slots._replace(row=rows[s])
+            j = (lengths[s] + i)[:, None]
+        exists = exists & ((j < capacity) | (left is not None))
+        at = slots_of_new.place(j, exists)
         for x, cache, by in zip(given, (k_cache, v_cache), (k_scale, v_scale), strict=True):
-            x = x.transpose(1, 2)  # [B, n, Hkv, D]
-            if tokens is not None:
-                x, at = x[exists], (page[exists], slot[exists])
-            else:
-                at = page, slot
-            if by is not None:
-                if by.ndim > 1:
-                    largest = x.to(dtype).abs().amax(-1)
-                    by[at] = (largest / LARGEST).clamp_min(2.0**-126).to(by.dtype)
-                scales = by[at] if by.ndim > 1 else by
+            scales = by
+            if by is not None and by.ndim > 1:
+                largest = x.to(dtype).abs().amax(-1)
+                scales = (largest / LARGEST).clamp_min(2.0**-126).to(by.dtype)
+                by[at] = torch.where(exists[..., None], scales, by[at])
+            if scales is not None:
                 x = (x.to(dtype) / scales.to(dtype)[..., None]).clamp(-LARGEST, LARGEST)
-            cache[at] = x.to(cache.dtype)
+            cache[at] = torch.where(exists[..., None, None], x.to(cache.dtype), cache[at])
 
     # Which key each slot holds: the last one that belongs there.
     slot = torch.arange(capacity, device=device).expand(B, -1)
