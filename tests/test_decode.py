@@ -210,12 +210,13 @@ def small(seed: int, **fields: Any) -> Problem:
     return replace(base, **fields)
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
 @pytest.mark.parametrize("name", READING)
-def test_nothing_is_read_by_the_host(name: str, device: str, seed: int) -> None:
+def test_nothing_is_read_by_the_host(name: str, impl: str, device: str, seed: int) -> None:
     """Under a mode that sees every operator; and on a GPU as PyTorch itself watches."""
 
     def call(*args: Any, **options: Any) -> Any:
-        if options["impl"] == "reference":
+        if options["impl"] != impl:
             return flashproto.attention_with_kv_cache(*args, **options)
         with NothingIsRead():
             made = flashproto.attention_with_kv_cache(*args, **options)
@@ -229,7 +230,7 @@ def test_nothing_is_read_by_the_host(name: str, device: str, seed: int) -> None:
             torch.testing.assert_close(made, tuple(keep), rtol=0, atol=0, equal_nan=True)
         return made
 
-    play(small(seed, **READING[name]), device, random.Random(seed), "triton", call, first=FIRST)
+    play(small(seed, **READING[name]), device, random.Random(seed), impl, call, first=FIRST)
 
 
 def test_a_mode_sees_reads() -> None:
@@ -372,6 +373,20 @@ def test_what_is_written_lies_apart(device: str) -> None:
     call(q, *eight, lengths=lengths, k=k, v=v, k_scale=by_head, v_scale=by_head)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+def test_tensors_without_memory_have_the_shapes_of_a_result(ragged: bool) -> None:
+    q, k = torch.empty(2, 4, 3, 16, device="meta"), torch.empty(2, 2, 3, 16, device="meta")
+    caches = [torch.empty(2, 8, 2, n, device="meta") for n in (16, 24)]
+    given = {"lengths": torch.empty(2, dtype=torch.int32, device="meta"), "return_lse": True}
+    v = k.new_empty(2, 2, 3, 24)
+    if ragged:
+        q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+        given["cu_seqlens_q"] = torch.empty(3, dtype=torch.int32, device="meta")
+    out, lse = flashproto.attention_with_kv_cache(q, *caches, k=k, v=v, **given)
+    assert out.shape == (*q.shape[:-1], 24) and out.dtype == q.dtype
+    assert lse.shape == ((4, 3) if ragged else (2, 4, 3)) and lse.dtype == torch.float32
+
+
 SHARED = {
     "cache_index is slot 3 of 0": {"cache_index": [0, 0], "lengths": [3, 2]},
     "page_table is slot 1 of 2": {"page_table": [[0, 2], [1, 2]], "lengths": [8, 9]},
@@ -409,22 +424,41 @@ def test_what_new_tokens_cannot_have_is_refused_in_the_checked_mode(
         call(right | SHARED[message])
 
 
+@pytest.mark.parametrize("behind", ["", "a prefix"])
 @pytest.mark.parametrize("impl", ["reference", "triton"])
-def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, device: str) -> None:
+def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, behind: str, device: str) -> None:
     q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
     caches = [torch.randn(2, 8, 2, 16, device=device) for _ in "kv"]
+    prefix = torch.randn(2, 5, 2, 16, device=device)
     lengths = torch.tensor([3, 5], dtype=torch.int32, device=device)
-    exact = flashproto.attention_with_kv_cache(
-        *(x.double() for x in (q, *caches)), lengths=lengths, k=k.double(), v=v.double()
-    )
+
+    def call(dtype: torch.dtype, **options: Any) -> Tensor:
+        new = [x.to(dtype) for x in (q, *caches, k, v, *prefix)]
+        given = {"k": new[3], "v": new[4], "prefix": new[5:] if behind else None} | options
+        return flashproto.attention_with_kv_cache(*new[:3], lengths=lengths, **given)
+
+    exact = call(torch.float64)
     with torch.autocast(device, torch.bfloat16):
-        out = flashproto.attention_with_kv_cache(q, *caches, lengths=lengths, k=k, v=v, impl=impl)
+        out = call(torch.float32, impl=impl)
         lse = flashproto.attention(q, k, v, return_lse=True, impl=impl)[1]
     torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)
     low = [x.bfloat16().double() for x in (q, k, v)]
     torch.testing.assert_close(
         lse.double(), flashproto.attention(*low, return_lse=True)[1], rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_autocast_gives_all_tensors_the_dtype_of_the_cache(impl: str, device: str) -> None:
+    q, k, v = (torch.randn(2, h, 1, 16, device=device) for h in (4, 2, 2))
+    caches = [torch.randn(2, 8, 2, 16, device=device).half() for _ in "kv"]
+    given = {"lengths": torch.tensor([3, 5], dtype=torch.int32, device=device), "impl": impl}
+    prefix = torch.randn(2, 5, 2, 16, device=device)
+    call = flashproto.attention_with_kv_cache
+    want = call(q.half(), *caches, k=k.half(), v=v.half(), prefix=[*prefix.half()], **given)
+    with torch.autocast(device, torch.bfloat16):
+        out = call(q, *caches, k=k, v=v, prefix=[*prefix], **given)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("by_token", [False, True])
@@ -446,7 +480,7 @@ def test_8_bits_take_queries_and_scales_that_float16_does_not_hold(by_token: boo
 
 OUT_OF_RANGE = {
     "lengths is 40 at": {"lengths": [40]},
-    "lengths is -1": {"lengths": [-1]},
+    "lengths is -1 at [0]; it takes 0 or more keys. Count": {"lengths": [-1]},
     "page_table is 9 at [0, 1]": {"page_table": [[0, 9, 99, 99]]},
     "page_table is -1 at [0, 0]": {"page_table": [[-1, 1, 99, 99]]},
     "cache_index is 1": {"cache_index": [1]},

@@ -160,7 +160,9 @@ def attention_with_kv_cache(
         True
     """
     name = "attention_with_kv_cache"
-    q, k, v = _autocast(k_cache, q, k, v)
+    listed = isinstance(prefix, (tuple, list))
+    q, k, v, *pair = _autocast(k_cache, q, k, v, *((prefix or ()) if listed else ()))
+    prefix = pair if listed else prefix
     check_cache(
         q,
         k_cache,
@@ -180,7 +182,6 @@ def attention_with_kv_cache(
         x.transpose(0, 1)[None] if ragged and x is not None else x for x in (q, k, v)
     )
     D = k_cache.shape[3]
-    cos, sin = check_rope(rope, D, q.device)
     interleaved = check_flag(name, "interleaved", interleaved)
     causal = check_flag(name, "causal", causal)
     return_lse = check_flag(name, "return_lse", return_lse)
@@ -190,6 +191,7 @@ def attention_with_kv_cache(
     variant = _variant(name, heads, band, (softcap,), by_head, ())
     is_causal, offset, left, _ = band
     P = check_prefix(prefix, q, k_cache, v_cache, left is not None or alibi_slopes is not None)
+    cos, sin = check_rope(rope, D, P, q.device)
     check_constants(
         {
             "q": q,
@@ -351,7 +353,8 @@ def _of_prefix(
     B, H, Sq, D = q.shape
     together = q.transpose(0, 1).reshape(1, H, B * Sq, D)
     k, v = (x.transpose(0, 1)[None] for x in prefix)
-    out, lse = attention(together, k, v, softcap=softcap, scale=scale, return_lse=True, impl=impl)
+    with without_autocast(q):
+        out, lse = attention(together, k, v, softcap=softcap, scale=scale, return_lse=True, impl=impl)
     out, lse = (x[0].unflatten(1, (B, Sq)).transpose(0, 1) for x in (out, lse))
     return out, lse
 

@@ -35,15 +35,21 @@ def check_int32(argument: str, x: object, device: torch.device, shape: Sequence[
     """x int32 of `shape`, None for any size."""
     words = ", ".join("n" if n is None else str(n) for n in shape) if not is_compiling() else "..."
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
-        got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
         takes = f"an int32 tensor [{words}]"
-        refuse(NAME, argument, got, takes, f"Call {argument}.int().", TypeError)
+        refuse(NAME, argument, *_converted(argument, x, "int", "torch.int32", takes), TypeError)
     check_on(NAME, argument, x, device)
     if x.ndim != len(shape) or any(
         n is not None and n != m for n, m in zip(shape, x.shape, strict=True)
     ):
         do = "Pass one for each sequence."
         refuse(NAME, argument, f"of shape {list(x.shape)}", f"int32 of shape [{words}]", do)
+
+
+def _converted(name: str, x: object, method: str, dtype: str, takes: str) -> tuple[str, str, str]:
+    """(got, takes, do) of what is no tensor of the dtype that a method of that name makes."""
+    if isinstance(x, Tensor):
+        return f"of dtype {x.dtype}", takes, f"Call {name}.{method}()."
+    return described(x), takes, f"Make one of {dtype} on the device of q."
 
 
 def check_cache(
@@ -78,7 +84,9 @@ def check_cache(
         if x.dtype not in dtypes:
             takes = f"q's dtype, {q.dtype}, or torch.float8_e4m3fn"
             refuse(NAME, name, f"of dtype {x.dtype}", takes, "Make a cache of that dtype.", TypeError)
-        if x.ndim != 4 or x.layout != torch.strided:
+        if x.layout != torch.strided:
+            refuse(NAME, name, f"of layout {x.layout}", "a strided tensor", "Call .to_dense().")
+        if x.ndim != 4:
             takes = "[B, S, Hkv, D], or [pages, page_size, Hkv, D]"
             refuse(NAME, name, f"of shape {list(x.shape)}", takes, "Tokens come before heads.")
     wanted = (*k_cache.shape[:3], k_cache.dtype)
@@ -105,7 +113,11 @@ def check_cache(
 
 def _check_heads(q, k_cache, v_cache):
     """Heads and head dims of q [B, Hq, Sq, D] and the caches."""
-    B = q.shape[0]
+    (B, Hq), Hkv = q.shape[:2], k_cache.shape[2]
+    if Hkv and Hq % Hkv:
+        takes = lambda: f"[B, S, Hkv, D] with a number of heads that divides q's, {Hq}"  # noqa: E731
+        do = "Tokens come before heads: call .transpose(1, 2) of [B, Hkv, S, D]."
+        refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}", takes, do)
     like = [x.new_empty((B, x.shape[2], 0, x.shape[3]), dtype=q.dtype) for x in (k_cache, v_cache)]
     check_attention(NAME, q, *like, ("q", "k_cache", "v_cache"))
 
@@ -131,10 +143,12 @@ def _check_new(q, k_cache, v_cache, k, v, ragged, capacity):
             fits = x.ndim == 3 and x.shape == (q.shape[0], Hkv, width)
             takes = lambda: f"{[q.shape[0], Hkv, width]}, a token for each query"  # noqa: B023, E731
         else:
+            n = k.shape[2] if name == "v" else "n"
             fits = x.ndim == 4 and x.shape == (q.shape[0], Hkv, k.shape[2], width)
-            takes = lambda: f"[{q.shape[0]}, {Hkv}, S, {width}]"  # noqa: B023, E731
+            takes = lambda: f"[{q.shape[0]}, {Hkv}, {n}, {width}]"  # noqa: B023, E731
         if not fits:
-            refuse(NAME, name, f"of shape {list(x.shape)}", takes, "Pass the new tokens' own.")
+            do = "Heads come before tokens, but for tokens side by side (cu_seqlens_q)."
+            refuse(NAME, name, f"of shape {list(x.shape)}", takes, do)
     if not ragged and k.shape[2] > capacity:
         takes = lambda: f"at most the {capacity} tokens that the cache has room for"  # noqa: E731
         refuse(NAME, "k", f"of {k.shape[2]} tokens", takes, "Make a longer cache.")
@@ -151,8 +165,8 @@ def _check_scales(k_cache, k_scale, v_scale):
         if not eight:
             refuse(NAME, name, described(x), "None beside a cache of q's dtype", "Leave it out.")
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
-            got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
-            refuse(NAME, name, got, "a float32 tensor", f"Call {name}.float().", TypeError)
+            takes = "a float32 tensor, [Hkv], or [B, S, Hkv] as the cache lies"
+            refuse(NAME, name, *_converted(name, x, "float", "torch.float32", takes), TypeError)
         check_on(NAME, name, x, k_cache.device)
         if x.shape not in (k_cache.shape[2:3], k_cache.shape[:3]) or x.ndim != k_scale.ndim:
             takes = lambda: f"{[k_cache.shape[2]]} or {list(k_cache.shape[:3])}, both alike"  # noqa: E731
@@ -163,8 +177,8 @@ def _check_scales(k_cache, k_scale, v_scale):
             refuse(NAME, name, f"{float(x[at])} at [{at}]", takes, do)
 
 
-def check_rope(rope: Any, D: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
-    """(cos, sin) [length, R], 2 R <= D."""
+def check_rope(rope: Any, D: int, P: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
+    """(cos, sin) [length, R], 2 R <= D, with rows for a prefix of P keys."""
     if rope is None:
         return None, None
     if not isinstance(rope, (tuple, list)) or len(rope) != 2:
@@ -172,6 +186,10 @@ def check_rope(rope: Any, D: int, device: torch.device) -> tuple[Tensor | None, 
         refuse(NAME, "rope", described(rope), "(cos, sin), tables of angles", do, TypeError)
     cos, sin = rope
     check_tables(NAME, 1, 0, D, device, cos, sin, None, 0)
+    if cos.shape[0] < P:
+        takes = lambda: f"more rows than the {P} tokens of the prefix"  # noqa: E731
+        do = "Make longer tables: flashproto.nn.rope_tables."
+        refuse(NAME, "rope", f"of {cos.shape[0]} rows", takes, do)
     return cos, sin
 
 
@@ -229,6 +247,8 @@ def check_apart(name: str, x: Tensor, other: str, y: Tensor) -> None:
         if 0 in own and any(n > 1 and stride == 0 for n, stride in zip(z.shape, own, strict=True)):
             takes = "memory of its own for each element where tokens are written"
             refuse(NAME, argument, "an expanded tensor", takes, f"Call {argument}.contiguous().")
+    if x.is_meta:  # which has no memory
+        return
     first, second = sorted((x.data_ptr(), y.data_ptr()))
     distance = (second - first) / x.element_size()
     sizes = x.shape if first == x.data_ptr() else y.shape
@@ -283,11 +303,12 @@ def check_lengths(
     added = new * queries if cu_seqlens_q is not None else new
     keys = lengths + added
     capacity = capacity_of(k_cache, page_table)
-    wrong = (lengths < 0) | (keys > capacity)
-    takes = f"0 to {capacity} with the new tokens"
+    do = "Count the keys that a sequence has before the call."
+    check_values(NAME, "lengths", lengths, lengths < 0, "0 or more keys", do)
+    wrong = keys > capacity
+    takes = f"what leaves room for the new tokens in a cache of {capacity} keys"
     if left is not None:  # which may roll
-        rolls = (left + queries <= capacity) & torch.ones_like(wrong)
-        wrong = (lengths < 0) | (keys.clamp(min=0) > capacity) & ~rolls
+        wrong = wrong & (torch.full_like(lengths, left, dtype=torch.int64) + queries > capacity)
         takes += ", more only where the cache holds all of the window"
     check_values(NAME, "lengths", lengths, wrong, takes, "Make a longer cache.")
     first = torch.zeros_like(lengths)
@@ -297,7 +318,7 @@ def check_lengths(
         check_values(NAME, "starts", starts, wrong, takes, "Pass the length of its padding.")
         first = starts
     if rows_of_rope is not None:
-        takes = f"up to {rows_of_rope} keys, the rows of rope's tables"
+        takes = f"up to {rows_of_rope} keys, the rows of rope's tables behind a prefix"
         do = "Make longer tables: flashproto.nn.rope_tables."
         check_values(NAME, "lengths", lengths, keys - first > rows_of_rope, takes, do)
     rows = k_cache.shape[0] if page_table is None else page_table.shape[0]
