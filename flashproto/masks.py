@@ -73,11 +73,11 @@ def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
 
 def window_band(operator: str, left: Any, right: Any, first: Any, argument: str = "") -> Band:
     """argument: what errors name, where left and right are given as one."""
-    takes, do = "an integer of 0 or more", "Pass 0 for none."
+    takes, do = "an integer from 0 to 2^30", "Pass 0 for none."
     first = check_integer(operator, "first", first, 0, LONGEST, takes, do)
 
     def bound(side: str, x: Any) -> int | None:
-        do, takes = "Pass None for no bound.", "an integer of 0 or more, or None"
+        do, takes = "Pass None for no bound.", "an integer from 0 to 2^30, or None"
         return (
             None if x is None else check_integer(operator, argument or side, x, 0, LONGEST, takes, do)
         )

@@ -103,6 +103,16 @@ def test_public_names_are_covered_here() -> None:
 
 Q = torch.zeros(2, 4, 8, 16)
 K = torch.zeros(2, 2, 8, 16)
+CACHE = torch.zeros(2, 8, 2, 16)
+E4M3 = torch.float8_e4m3fn
+
+
+def cached(**changed: object) -> object:
+    lengths = torch.tensor([0, 3], dtype=torch.int32)
+    given = {"q": Q, "k_cache": CACHE, "v_cache": CACHE.clone(), "lengths": lengths} | changed
+    return flashproto.attention_with_kv_cache(**given)
+
+
 REFUSED = {
     "q has 3 dimensions": (lambda: flashproto.attention(Q[0], K, K), "q is of shape"),
     "k is no tensor": (lambda: flashproto.attention(Q, [1.0], K), "k is list"),
@@ -115,6 +125,26 @@ REFUSED = {
     "heads": (lambda: flashproto.attention(Q[:, :3], K, K), "q is of 3 heads"),
     "no key heads": (lambda: flashproto.attention(Q, K[:, :0], K[:, :0]), "k is of 0 heads"),
     "scale": (lambda: flashproto.attention(Q, K, K, scale=math.inf), "scale is inf"),
+    "window": (
+        lambda: flashproto.attention(Q, K, K, window=(2**31, 0)),
+        r"2147483648; it takes .* 0 to 2\^30",
+    ),
+    "cache, heads first": (
+        lambda: cached(k_cache=K, v_cache=K),
+        r"k_cache is .* call .transpose\(1, 2\)",
+    ),
+    "cache, sparse": (lambda: cached(k_cache=CACHE.to_sparse()), "k_cache is of layout"),
+    "cache, tokens first": (lambda: cached(k=CACHE, v=CACHE), r"k is .* \[2, 2, n, 16\]. Heads come"),
+    "cache, values of others": (lambda: cached(k=K, v=K[:, :, :1]), r"v is .* takes \[2, 2, 8, 16\]"),
+    "cache, lengths in a list": (lambda: cached(lengths=[3, 5]), "Make one of torch.int32"),
+    "cache, a scale": (
+        lambda: cached(k_cache=CACHE.to(E4M3), v_cache=CACHE.to(E4M3), k_scale=1.0, v_scale=1.0),
+        "k_scale is 1.0.*Make one of torch.float32",
+    ),
+    "cache, rope": (
+        lambda: cached(prefix=(CACHE[0],) * 2, rope=(CACHE[0, :7, 0, :8],) * 2),
+        "rope is of 7 rows; it takes more rows than the 8 tokens of the prefix",
+    ),
     "sdpa heads": (lambda: flashproto.scaled_dot_product_attention(Q, K, K), "enable_gqa=True"),
     "sdpa vectors": (
         lambda: flashproto.scaled_dot_product_attention(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]),
