@@ -374,6 +374,54 @@ def test_what_is_written_lies_apart(device: str) -> None:
 
 
 @pytest.mark.parametrize("ragged", [False, True])
+def test_tokens_without_room_are_dropped_where_lengths_are_not_looked_at(
+    ragged: bool, device: str
+) -> None:
+    """As under a dispatch mode; the last slot is taken, and no other."""
+    q, k = torch.randn(1, 4, 3, 16, device=device), torch.randn(1, 2, 3, 16, device=device)
+    q, k = (x[0].transpose(0, 1) for x in (q, k)) if ragged else (q, k)
+    lengths = torch.tensor([7], dtype=torch.int32, device=device)
+    cu = torch.tensor([0, 3], dtype=torch.int32, device=device) if ragged else None
+    for impl in ("reference", "triton"):
+        caches = [torch.randn(1, 8, 2, 16, device=device) for _ in "kv"]
+        before = [x.clone() for x in caches]
+        with NothingIsRead():
+            flashproto.attention_with_kv_cache(
+                q, *caches, lengths=lengths, k=k, v=k, cu_seqlens_q=cu, impl=impl
+            )
+        first = k[0] if ragged else k[0, :, 0]
+        for x, old in zip(caches, before, strict=True):
+            torch.testing.assert_close(x, torch.cat([old[:, :7], first[None, None]], 1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("by_token", [False, True])
+def test_the_reference_takes_caches_side_by_side_through_vmap(by_token: bool, device: str) -> None:
+    """With tokens behind the last sequence, and sequences without one."""
+    q, k = torch.randn(3, 5, 4, 16, device=device), torch.randn(3, 5, 2, 16, device=device)
+    ints = {"dtype": torch.int32, "device": device}
+    lengths = torch.randint(0, 3, (3, 2), **ints)
+    cu = torch.tensor([[0, 2, 5], [0, 0, 4], [0, 0, 0]], **ints)
+    cache = torch.randn(2, 3, 2, 9, 2, 16, device=device)
+    scales = torch.ones(2, 3, 2, 9, 2, device=device)
+
+    def call(q, k, lengths, cu, keys, values, k_scale, v_scale):
+        given = {"lengths": lengths, "k": k, "v": -k, "cu_seqlens_q": cu, "impl": "reference"}
+        given |= {"k_scale": k_scale, "v_scale": v_scale} if by_token else {}
+        return flashproto.attention_with_kv_cache(q, keys, values, **given)
+
+    def made() -> list[Tensor]:
+        kept = cache.to(torch.float8_e4m3fn) if by_token else cache.clone()
+        return [q, k, lengths, cu, *kept, *scales.clone()]
+
+    batched, single = made(), made()
+    out = torch.vmap(call)(*batched)
+    want = torch.stack([call(*(x[i] for x in single)) for i in range(3)])
+    torch.testing.assert_close(out, want)
+    for x, y in zip(batched, single, strict=True):
+        torch.testing.assert_close(x.float(), y.float(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("ragged", [False, True])
 def test_tensors_without_memory_have_the_shapes_of_a_result(ragged: bool) -> None:
     q, k = torch.empty(2, 4, 3, 16, device="meta"), torch.empty(2, 2, 3, 16, device="meta")
     caches = [torch.empty(2, 8, 2, n, device="meta") for n in (16, 24)]

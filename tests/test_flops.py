@@ -58,6 +58,18 @@ def test_attention_qkv_is_counted_as_attention(device: str, requires_grad: bool)
     assert got == product * (2 + 5 * requires_grad)
 
 
+@pytest.mark.parametrize("pages", [0, 3])
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_cache_is_counted_with_all_its_room(device: str, impl: str, pages: int) -> None:
+    q, k = torch.randn(2, 4, 3, 16, device=device), torch.randn(2, 8, 2, 16, device=device)
+    v = torch.randn(2, 8, 2, 24, device=device)
+    ints = {"lengths": torch.zeros(2, device=device).int()}
+    if pages:
+        ints["page_table"] = torch.zeros(2, pages, device=device).int()
+    got = flops(lambda *x: flashproto.attention_with_kv_cache(*x, impl=impl, **ints), q, k, v)
+    assert got == 2 * 2 * 4 * 3 * (8 * max(pages, 1)) * (16 + 24)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_linear_cross_entropy(device: str, requires_grad: bool, reduction: str) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from . import attention, linear_cross_entropy  # noqa: F401, they define the ops
+from . import attention, attention_decode, linear_cross_entropy  # noqa: F401, they define the ops
 
 Shape = Sequence[int]
 ops = torch.ops.flashproto
@@ -54,6 +54,21 @@ def attention_qkv_backward_flops(
     return attention_backward_flops(
         dout, dlse, None, None, *_heads(qkv, q_heads, k_heads), (True, True, True)
     )
+
+
+@register_flop_formula(ops.attention_kv_cache)
+def attention_kv_cache_flops(
+    q: Shape,
+    k_cache: Shape,
+    v_cache: Shape,
+    lengths: Shape,
+    page_table: Shape | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    """With all keys that a sequence has room for: lengths are not read."""
+    room = k_cache[1] * (1 if page_table is None else page_table[1])
+    return _scores(q, (1, 1, room, 1)) * (q[3] + v_cache[3])
 
 
 @register_flop_formula(ops.linear_cross_entropy)
