@@ -98,6 +98,19 @@ DRAWN = {
         ["..xx", "..xx", "x..."],
     ),
     "padding": (masks.padding(T([2])), 3, 3, ["xx.", "xx.", "xx."]),
+    "documents, ids and keys' ids of two dtypes": (
+        masks.documents(T([0, 1]).int(), T([2**32, 1])),
+        2,
+        2,
+        ["..", ".x"],
+    ),
+    "windows in any order": (
+        masks.window(3) & masks.window(2, first=1) & masks.window(1),
+        4,
+        4,
+        ["x...", "xx..", ".xx.", "..xx"],
+    ),
+    "the widest window": (masks.window(2**30 - 1, 2**30 - 1), 2, 2, ["xx", "xx"]),
     "prefix": (masks.prefix(T([2])), 4, 4, ["xx..", "xx..", "xxx.", "xxxx"]),
     "prefix, more keys": (masks.prefix(T([3])), 2, 4, ["xxx.", "xxxx"]),
     "tree": (masks.tree(T([-1, 0, 1, 0, 3])), 5, 5, ["x....", "xx...", "xxx..", "x..x.", "x..xx"]),
@@ -153,6 +166,8 @@ def test_masks_are_drawn(tmp_path) -> None:
 def test_documents_of_no_query_have_no_keys() -> None:
     begin, end = masks.documents(torch.zeros(1, 0).long(), torch.zeros(1, 3).long()).intervals(0, 3)
     assert (begin >= end).all()
+    begin, end = masks.documents(torch.zeros(2, 0).long()).intervals(0, 0)
+    assert begin.shape == end.shape == (2, 1, 0)
 
 
 # --- kernels ----------------------------------------------------------------------------------------
@@ -254,6 +269,7 @@ def test_gradients_of_sinks_where_there_is_no_key(packed: bool, impl: str, devic
 # --- what is refused --------------------------------------------------------------------------------
 
 Q, IDS = torch.zeros(2, 4, 8, 16), torch.zeros(8, dtype=torch.int64)
+B2, B3 = masks.padding(IDS[:2]), masks.padding(IDS[:3])
 REFUSED = {
     "a window of one number": (lambda: flashproto.attention(Q, Q, Q, window=3), "window is 3"),
     "a window of -1": (lambda: flashproto.attention(Q, Q, Q, window=(-1, 0)), "window is -1"),
@@ -278,6 +294,21 @@ REFUSED = {
     "elsewhere": (
         lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.to("meta"))),
         "mask is on meta",
+    ),
+    "masks of two batches": (
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS[None]) & B3 & B2),
+        "attention: mask is 3 batch entries, .* and 2 batch entries",
+    ),
+    "masks of two devices": (lambda: (masks.padding(IDS.to("meta")) & B3).visible(8, 8), "on meta"),
+    "printed with another length": (
+        lambda: str(masks.documents(IDS) & masks.documents(IDS[1:])),
+        " 7 keys",
+    ),
+    "a look at other keys": (lambda: masks.documents(IDS[:1]).visible(1, 8), "of 1 keys"),
+    "a window that int32 does not hold": (lambda: masks.window(2**30), r"to 2\^30 - 1, or None"),
+    "softcap that float32 does not hold": (
+        lambda: flashproto.attention(Q, Q, Q, softcap=1e39),
+        "softcap is 1e[+]39",
     ),
     "ids of floats": (lambda: masks.documents(Q[0, 0]), "ids is of dtype torch.float32"),
     "lengths of two dimensions": (lambda: masks.padding(IDS[None]), "lengths is of shape"),

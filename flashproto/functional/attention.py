@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from .. import backends, masks, reference
 from ..backends import KERNELS, Reason
 from ..checks import (
-    LARGEST,
-    SMALLEST,
     check_attention,
     check_aux,
     check_by_head,
@@ -30,7 +28,7 @@ from ..checks import (
     refuse,
 )
 from ..mask_values import Band, joined
-from ..masks import check_bands, check_mask, check_mask_lengths
+from ..masks import check_bands, check_mask
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
     AUX,
@@ -59,7 +57,7 @@ def uncached(function: Any) -> Any:
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Numbers of variants, in the order in which functions here pass them on: what they may be.
 NUMBERS = {
-    "softcap": (SMALLEST, LARGEST, "a positive number, or None"),
+    "softcap": (1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
 }
 
 
@@ -373,8 +371,7 @@ def check_window(operator, window):
 def _intervals(operator, mask, q, k):
     """begin and end of a mask for q [B, Hq, Sq, D] and k; (None, None) where it is a band."""
     (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
-    check_mask_lengths(operator, mask, Sq, Sk)
-    found = mask.intervals(Sq, Sk)
+    found = mask.intervals(Sq, Sk, operator)
     if found is None:
         return None, None
     check_on(operator, "mask", found[0], q.device)
