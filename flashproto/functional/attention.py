@@ -256,7 +256,7 @@ def _attention_qkv_of_parts(
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
         )
         return attention_op.attention_qkv.ready((qkv, *given), settings)
-    out = _attention(name, q, k, v, variant, scale, False, backend, ())
+    out = attention_by(backend, q, k, v, variant, scale, False, ())
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -431,11 +431,17 @@ def _variant(operator, q, band, numbers, tensors, aux) -> Variant:
 
 
 def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, ready=False):
-    """attention by a backend; ready: as a call of q, k and v made ready, where kernels run it."""
+    """attention by the backend that is chosen for it; see attention_by."""
     scale = check_scale(operator, scale)
     backend = backends.choose(
         operator, impl, (q, k, v), lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
+    return attention_by(backend, q, k, v, variant, scale, return_lse, aux, ready=ready)
+
+
+def attention_by(backend, q, k, v, variant, scale, return_lse, aux, *, ready=False):
+    """attention by a backend that can run it; ready: as a call of q, k and v made ready, where kernels
+    run it."""
     if backend == "torch":
         return _torch_attention(q, k, v, variant, scale)
     if backend == "reference":

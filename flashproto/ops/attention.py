@@ -214,6 +214,7 @@ attention = Operator(
     gradients=gradients,
     backward=backward,
     differentiable=4,
+    refused=len(AUX),
     backward_name="attention_backward",
 )
 
