@@ -244,6 +244,30 @@ def test_gradients_of_slopes_do_not_feel_that_out_is_rounded(
     torch.testing.assert_close(got.double(), exact["dalibi_slopes"], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_and_slopes_of_any_strides(packed: bool, device: str) -> None:
+    """The same bits as of tensors without holes."""
+    q = torch.randn(1, 4, 12, 16, device=device)
+    of_heads = torch.rand(4, 3, device=device)
+
+    def gradients(*of_heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sinks, slopes = (x.detach().requires_grad_() for x in of_heads)
+        given = {"sinks": sinks, "alibi_slopes": slopes, "impl": "triton"}
+        if packed:
+            x, (cu, _) = q[0].transpose(0, 1), starts([(5, 5), (7, 7)], device)
+            out = flashproto.attention_varlen(x, x, x, cu, cu, **given)
+        else:
+            out = flashproto.attention(q, q, q, **given)
+        return torch.autograd.grad(out.square().sum(), (sinks, slopes))
+
+    for sinks in (of_heads[:, 1], of_heads[2, :1].expand(4)):
+        views = sinks, of_heads[:, 2]
+        for got, wanted in zip(
+            gradients(*views), gradients(*(x.contiguous().clone() for x in views)), strict=True
+        ):
+            assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_sinks_where_there_is_no_key(packed: bool, impl: str, device: str) -> None:

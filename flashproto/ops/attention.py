@@ -50,6 +50,8 @@ class Settings(NamedTuple):
         return kind_of(self.variant.split("/")[0])
 
     def unpacked(self, tensors: Sequence[Any]) -> Variant:
+        """Its tensors as kernels read them, element behind element."""
+        tensors = [x.contiguous() for x in tensors]
         return unpack(tensors, self.ints, self.floats, self.variant)
 
 
