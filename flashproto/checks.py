@@ -310,7 +310,8 @@ def check_aux(operator: str, names: object) -> tuple[str, ...]:
     known = ("max_score", "entropy")
     if not isinstance(names, (tuple, list)) or any(x not in known for x in names):
         takes = f"some of {', '.join(map(repr, known))}"
-        refuse(operator, "return_aux", names, takes, 'Pass ("max_score",), say.', TypeError)
+        got = described(names)
+        refuse(operator, "return_aux", got, takes, 'Pass ("max_score",), say.', TypeError)
     if len(set(names)) != len(names):
         refuse(operator, "return_aux", names, "each name once", "Leave the second one out.")
     return tuple(names)

@@ -73,7 +73,8 @@ def watched(lines: list[str]) -> Iterator[None]:
             returned = {
                 i: recipe.whole[x.variable] for i, x in zip(returns, recipe.returns, strict=False)
             }
-            grads = [returned.get(i) for i in range(operator.differentiable)]
+            asked = range(operator.differentiable - operator.refused)
+            grads = [*map(returned.get, asked), *[None] * operator.refused]
             tensors = (*grads, *saves)
             context = operator.context(settings, inputs)
             lines.extend(lines_of("backward", operator.backward_recipe(tensors, context, needs, False)))

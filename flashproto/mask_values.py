@@ -119,18 +119,20 @@ class Mask:
                 return Sk if part.queries is None else part.queries, Sk, True
         return EXAMPLE, EXAMPLE, False
 
-    # --- for given lengths ---
+    # --- for given lengths; operator: whom errors name ---
 
-    def diagonals(self, Sq: int, Sk: int, operator: str = "mask") -> Diagonals:
+    def diagonals(self, Sq: int, Sk: int, operator: str = "masks") -> Diagonals:
         """All bands as one."""
         return joined(operator, self.bands, Sk - Sq)
 
-    def intervals(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor] | None:
+    def intervals(self, Sq: int, Sk: int, operator: str = "masks") -> tuple[Tensor, Tensor] | None:
         """(begin, end) of all parts, int32 [B | 1, H | 1, Sk]; None without one."""
         found: tuple[Tensor, Tensor] | None = None
         for part in self.parts:
+            check_lengths(operator, part, Sq, Sk)
             begin, end = part.vectors(Sq, Sk)
             if found is not None:
+                check_together(operator, found[0], begin)
                 begin, end = torch.maximum(begin, found[0]), torch.minimum(end, found[1])
             found = begin, end
         return found
@@ -165,28 +167,54 @@ class Mask:
         return seen / max(total, 1)
 
 
+def check_lengths(operator: str, part: Intervals | Lengths, Sq: int, Sk: int) -> None:
+    """A part of a mask for Sq queries and Sk keys."""
+    if not isinstance(part, Intervals):
+        return
+    if part.begin.shape[-1] != Sk:
+        got = f"{part.words}, of {part.begin.shape[-1]} keys"
+        refuse(operator, "mask", got, lambda: f"one of {Sk} keys", "Make it for these keys.")
+    if part.queries is not None and part.queries != Sq:
+        got = f"{part.words}, of {part.queries} queries"
+        do = "Pass documents(ids, ids_k) for queries that are not the keys' tokens."
+        refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
+
+
+def check_together(operator: str, x: Tensor, y: Tensor) -> None:
+    """Vectors [B | 1, H | 1, Sk] of two parts of a mask: of the same batch and heads, on one device."""
+    pairs = zip(x.shape[:2], y.shape[:2], strict=True)
+    if x.device != y.device or any(a != b and a != 1 and b != 1 for a, b in pairs):
+        refuse(
+            operator,
+            "mask",
+            " and ".join(f"{len(z)} batch entries, {z.shape[1]} heads on {z.device}" for z in (x, y)),
+            "& of masks for the same batch entries and heads, or 1, on one device",
+            "Expand or move what they are made of.",
+        )
+
+
 def joined(operator: str, bands: tuple[Band, ...], diagonal: Any) -> Diagonals:
     """The & of bands; diagonal: Sk - Sq."""
-    high = low = None
-    first = 0
+    high = None
+    lows = []
     for band in bands:
         at = 0 if band.top_left else diagonal
         if band.right is not None:
             other = at + band.right
             high = other if high is None else min(high, other)
         if band.left is not None:
-            other = at - band.left
-            if low is None:
-                low, first = other, band.first
-                continue
-            near, far = sorted(((low, first), (other, band.first)), key=lambda x: x[0], reverse=True)
-            if far[1] < near[1] and far[0] != near[0]:
-                refuse(
-                    operator,
-                    "mask",
-                    f"& of windows, the narrower with first={near[1]}",
-                    f"at most the {far[1]} of the wider one",
-                    "Give both windows the same first.",
-                )
-            low, first = near[0], min(near[1], far[1])
+            lows.append((at - band.left, band.first))
+    if not lows:
+        return Diagonals(high, None, 0)
+    low = max([x for x, _ in lows])
+    first = min([n for x, n in lows if x == low])
+    least = min([n for _, n in lows])
+    if least < first:
+        refuse(
+            operator,
+            "mask",
+            f"& of windows, the narrower with first={first}",
+            f"at most the {least} of the wider one",
+            "Give both windows the same first.",
+        )
     return Diagonals(high, low, first)

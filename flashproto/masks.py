@@ -14,11 +14,11 @@ Query i of Sq stands at position i + Sk - Sq, so that the last query is at the l
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .backends import is_dtensor
 from .checks import (
@@ -30,7 +30,7 @@ from .checks import (
 )
 from .mask_values import Band, Intervals, Lengths, Mask
 
-LONGEST = 2**30
+LONGEST = 2**30 - 1  # the sum of two is within int32
 
 
 # --- bands ------------------------------------------------------------------------------------------
@@ -73,14 +73,14 @@ def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
 
 def window_band(operator: str, left: Any, right: Any, first: Any, argument: str = "") -> Band:
     """argument: what errors name, where left and right are given as one."""
-    takes, do = "an integer from 0 to 2^30", "Pass 0 for none."
-    first = check_integer(operator, "first", first, 0, LONGEST, takes, do)
+    takes = "an integer from 0 to 2^30 - 1"
+    first = check_integer(operator, "first", first, 0, LONGEST, takes, "Pass 0 for none.")
 
     def bound(side: str, x: Any) -> int | None:
-        do, takes = "Pass None for no bound.", "an integer from 0 to 2^30, or None"
-        return (
-            None if x is None else check_integer(operator, argument or side, x, 0, LONGEST, takes, do)
-        )
+        if x is None:
+            return None
+        do = "Pass None for no bound."
+        return check_integer(operator, argument or side, x, 0, LONGEST, f"{takes}, or None", do)
 
     left, right = bound("left", left), bound("right", right)
     return Band(left, right, first if left is not None else 0, False)
@@ -139,15 +139,14 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     """
     name = "masks.documents"
     ids = check_vector(name, "ids", ids, "[S] or [B, S]", 1, 2)
-    words = f"documents({described(ids)}"
+    words = f"documents({described(ids)})"
     if ids_k is None:
-        changes = torch.nn.functional.pad(ids[..., 1:] != ids[..., :-1], (1, 0))
-        runs = changes.cumsum(-1)
+        runs = (ids != ids.roll(1, -1)).cumsum(-1)  # from 0 or from 1 on
         begin = torch.searchsorted(runs, runs)
         end = torch.searchsorted(runs, runs, right=True)
     else:
         ids_k = check_vector(name, "ids_k", ids_k, "[Sk] or [B, Sk]", 1, 2)
-        words += f", {described(ids_k)}"
+        words = f"documents({described(ids)}, {described(ids_k)})"
         if ids.device != ids_k.device or ids.ndim != ids_k.ndim or ids.shape[:-1] != ids_k.shape[:-1]:
             refuse(
                 name,
@@ -156,14 +155,15 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
                 f"the batch and device of ids, of shape {list(ids.shape)} on {ids.device}",
                 "Expand or move it.",
             )
-        ordered, order = ids.sort(stable=True)
-        ids_k = ids_k.to(ids.dtype).contiguous()
+        dtype = torch.promote_types(ids.dtype, ids_k.dtype)
+        ordered, order = ids.to(dtype).sort(stable=True)
+        ids_k = ids_k.to(dtype).contiguous()
         low = torch.searchsorted(ordered, ids_k)
         high = torch.searchsorted(ordered, ids_k, right=True)
         order = torch.nn.functional.pad(order, (0, 1))  # there may be no query
         begin = order.gather(-1, low)
         end = begin + (high - low)
-    return Mask(parts=(Intervals(f"{words})", by_head(begin), by_head(end), False, ids.shape[-1]),))
+    return Mask(parts=(Intervals(words, by_head(begin), by_head(end), False, ids.shape[-1]),))
 
 
 def padding(lengths: Tensor) -> Mask:
@@ -254,16 +254,28 @@ def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
 
 def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
     """The reduction of `values` [..., S] over each token and all below it, in log2(S) steps: after step
-    n over those that are less than 2^n below it."""
+    n over those that are less than 2^n below it.  More steps change nothing."""
     S = parents.shape[-1]
     # One more token, above all: what goes up from a root ends there.
-    roots = (parents < 0) | (parents > S)
-    ancestors = torch.nn.functional.pad(torch.where(roots, S, parents), (0, 1), value=S)
+    ancestors = torch.nn.functional.pad(parents, (0, 1), value=-1)
+    ancestors = torch.where((ancestors < 0) | (ancestors > S), S, ancestors)
     made = torch.nn.functional.pad(values, (0, 1))
-    for _ in range(math.ceil(math.log2(max(S, 1))) + 1):
+    for _ in range(steps_for(S)):
         made = made.scatter_reduce(-1, ancestors, made, reduce)
         ancestors = ancestors.gather(-1, ancestors)
     return made[..., :S]
+
+
+def steps_for(S: int) -> int:
+    """n with 2^n >= S; where S is a symbol of torch.compile, which it shall not fix, for any S."""
+    if not is_compiling():
+        return max(S - 1, 0).bit_length()
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    for n in range(FAR.bit_length()):
+        if statically_known_true(2**n >= S):
+            return n
+    return FAR.bit_length()
 
 
 def intervals(begin: Tensor, end: Tensor) -> Mask:
@@ -320,8 +332,7 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
 
     for name, n in (("Sq", Sq), ("Sk", Sk)):
         check_integer("masks.draw", name, n, 1, LONGEST, "a positive integer", "Pass 32, say.")
-    check_mask_lengths("masks.draw", mask, Sq, Sk)
-    seen = mask.visible(Sq, Sk)
+    seen = check_mask("masks.draw", mask).visible(Sq, Sk)
     while seen.ndim > 2:
         seen = seen[0]
     figure = Figure(figsize=(0.4 + 2.6 * Sk / max(Sq, Sk), 0.7 + 2.6 * Sq / max(Sq, Sk)))
@@ -349,20 +360,6 @@ def check_mask(operator: str, mask: object) -> Mask:
             TypeError,
         )
     return mask
-
-
-def check_mask_lengths(operator: str, mask: object, Sq: int, Sk: int) -> None:
-    """A mask for Sq queries and Sk keys."""
-    for part in check_mask(operator, mask).parts:
-        if not isinstance(part, Intervals):
-            continue
-        if part.begin.shape[-1] != Sk:
-            got = f"{part.words}, of {part.begin.shape[-1]} keys"
-            refuse(operator, "mask", got, lambda: f"one of {Sk} keys", "Make it for these keys.")
-        if part.queries is not None and part.queries != Sq:
-            got = f"{part.words}, of {part.queries} queries"
-            do = "Pass documents(ids, ids_k) for queries that are not the keys' tokens."
-            refuse(operator, "mask", got, lambda: f"one of {Sq} queries", do)
 
 
 def check_bands(operator: str, mask: object) -> Mask:

@@ -217,6 +217,16 @@ def test_agrees_with_sdpa(backend, dtype, causal: bool, shape, impl, device, mon
         assert error(a, b) <= apart, name
 
 
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("queries", [1, None], ids=["one row", "expanded"])
+def test_masks_of_keys_of_no_query_or_no_key(sizes: tuple[int, int], queries, device: str) -> None:
+    Sq, Sk = sizes
+    q, k = (torch.randn(2, 3, n, 8, device=device) for n in sizes)
+    mask = torch.ones(2, 1, 1, Sk, dtype=torch.bool, device=device).expand(-1, -1, queries or Sq, -1)
+    out = flashproto.scaled_dot_product_attention(q, k, k, mask)
+    assert out.shape == q.shape and (out == 0).all()
+
+
 # --- sizes, streams and graphs of a real GPU -----------------------------------------------------
 
 

@@ -100,6 +100,18 @@ def test_tells_of_every_operator_of_a_function(device: str) -> None:
     assert flashproto.explain(torch.relu, x) == NOTHING
 
 
+def test_tells_of_attention_with_statistics_and_of_each_choice_once(device: str) -> None:
+    q = torch.randn(1, 2, 16, 16, device=device, requires_grad=True)
+    qkv, keys = torch.randn(1, 8, 6 * 16, device=device), torch.ones(1, 16, device=device).bool()
+    for text in (
+        flashproto.explain(flashproto.attention, q, q, q, return_aux=("entropy",), impl="triton"),
+        flashproto.explain(flashproto.scaled_dot_product_attention, q, q, q, keys),
+    ):
+        assert text.count(": backend triton") == 1 and "  backward: attention_backward" in text
+    text = flashproto.explain(flashproto.attention_qkv, qkv, 4, 1, impl="reference")
+    assert text.count(": backend reference") == 1
+
+
 NOTHING = "No operator of flashproto was called outside of torch.compile."
 
 

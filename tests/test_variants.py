@@ -98,6 +98,19 @@ DRAWN = {
         ["..xx", "..xx", "x..."],
     ),
     "padding": (masks.padding(T([2])), 3, 3, ["xx.", "xx.", "xx."]),
+    "documents, ids and keys' ids of two dtypes": (
+        masks.documents(T([0, 1]).int(), T([2**32, 1])),
+        2,
+        2,
+        ["..", ".x"],
+    ),
+    "windows in any order": (
+        masks.window(3) & masks.window(2, first=1) & masks.window(1),
+        4,
+        4,
+        ["x...", "xx..", ".xx.", "..xx"],
+    ),
+    "the widest window": (masks.window(2**30 - 1, 2**30 - 1), 2, 2, ["xx", "xx"]),
     "prefix": (masks.prefix(T([2])), 4, 4, ["xx..", "xx..", "xxx.", "xxxx"]),
     "prefix, more keys": (masks.prefix(T([3])), 2, 4, ["xxx.", "xxxx"]),
     "tree": (masks.tree(T([-1, 0, 1, 0, 3])), 5, 5, ["x....", "xx...", "xxx..", "x..x.", "x..xx"]),
@@ -153,6 +166,8 @@ def test_masks_are_drawn(tmp_path) -> None:
 def test_documents_of_no_query_have_no_keys() -> None:
     begin, end = masks.documents(torch.zeros(1, 0).long(), torch.zeros(1, 3).long()).intervals(0, 3)
     assert (begin >= end).all()
+    begin, end = masks.documents(torch.zeros(2, 0).long()).intervals(0, 0)
+    assert begin.shape == end.shape == (2, 1, 0)
 
 
 # --- kernels ----------------------------------------------------------------------------------------
@@ -229,6 +244,30 @@ def test_gradients_of_slopes_do_not_feel_that_out_is_rounded(
     torch.testing.assert_close(got.double(), exact["dalibi_slopes"], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_sinks_and_slopes_of_any_strides(packed: bool, device: str) -> None:
+    """The same bits as of tensors without holes."""
+    q = torch.randn(1, 4, 12, 16, device=device)
+    of_heads = torch.rand(4, 3, device=device)
+
+    def gradients(*of_heads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        sinks, slopes = (x.detach().requires_grad_() for x in of_heads)
+        given = {"sinks": sinks, "alibi_slopes": slopes, "impl": "triton"}
+        if packed:
+            x, (cu, _) = q[0].transpose(0, 1), starts([(5, 5), (7, 7)], device)
+            out = flashproto.attention_varlen(x, x, x, cu, cu, **given)
+        else:
+            out = flashproto.attention(q, q, q, **given)
+        return torch.autograd.grad(out.square().sum(), (sinks, slopes))
+
+    for sinks in (of_heads[:, 1], of_heads[2, :1].expand(4)):
+        views = sinks, of_heads[:, 2]
+        for got, wanted in zip(
+            gradients(*views), gradients(*(x.contiguous().clone() for x in views)), strict=True
+        ):
+            assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("packed", [False, True])
 def test_gradients_of_sinks_where_there_is_no_key(packed: bool, impl: str, device: str) -> None:
@@ -254,6 +293,7 @@ def test_gradients_of_sinks_where_there_is_no_key(packed: bool, impl: str, devic
 # --- what is refused --------------------------------------------------------------------------------
 
 Q, IDS = torch.zeros(2, 4, 8, 16), torch.zeros(8, dtype=torch.int64)
+B2, B3 = masks.padding(IDS[:2]), masks.padding(IDS[:3])
 REFUSED = {
     "a window of one number": (lambda: flashproto.attention(Q, Q, Q, window=3), "window is 3"),
     "a window of -1": (lambda: flashproto.attention(Q, Q, Q, window=(-1, 0)), "window is -1"),
@@ -278,6 +318,21 @@ REFUSED = {
     "elsewhere": (
         lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS.to("meta"))),
         "mask is on meta",
+    ),
+    "masks of two batches": (
+        lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS[None]) & B3 & B2),
+        "attention: mask is 3 batch entries, .* and 2 batch entries",
+    ),
+    "masks of two devices": (lambda: (masks.padding(IDS.to("meta")) & B3).visible(8, 8), "on meta"),
+    "printed with another length": (
+        lambda: str(masks.documents(IDS) & masks.documents(IDS[1:])),
+        " 7 keys",
+    ),
+    "a look at other keys": (lambda: masks.documents(IDS[:1]).visible(1, 8), "of 1 keys"),
+    "a window that int32 does not hold": (lambda: masks.window(2**30), r"to 2\^30 - 1, or None"),
+    "softcap that float32 does not hold": (
+        lambda: flashproto.attention(Q, Q, Q, softcap=1e39),
+        "softcap is 1e[+]39",
     ),
     "ids of floats": (lambda: masks.documents(Q[0, 0]), "ids is of dtype torch.float32"),
     "lengths of two dimensions": (lambda: masks.padding(IDS[None]), "lengths is of shape"),

@@ -15,6 +15,7 @@ import torch
 from attention_problem import Problem
 from operators import Recorder, launches
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -71,6 +72,33 @@ def test_compiles_in_one_graph(case) -> None:
 
     got = run(call, inputs, gradients, "triton", lengths, compiled)
     assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+MADE = {
+    "documents": lambda x: masks.documents(x // 5),
+    "documents of both sides": lambda x: masks.documents(x // 5, x // 4),
+    "padding": lambda x: masks.padding(x[-1:]),
+    "prefix": lambda x: masks.prefix(x[2:3]) & masks.window(3),
+    "tree": lambda x: masks.causal() & masks.tree(x - 1 - x % 2),
+    "tree by what is below": lambda x: masks.tree(x, x + 2),
+    "intervals": lambda x: masks.intervals(x // 2, x + 1),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_masks_made_of_other_lengths_compile_nothing(name: str, device: str) -> None:
+    def attend(q: Tensor, x: Tensor) -> Tensor:
+        return flashproto.attention(q, q, q, mask=MADE[name](x), impl="reference")
+
+    torch.compiler.reset()
+    counter = CompileCounter()
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for n in (9, 16, 33):
+        q, x = torch.randn(1, 2, n, 8, device=device), torch.arange(n, device=device)
+        torch._dynamo.mark_dynamic(q, 2)
+        torch._dynamo.mark_dynamic(x, 0)
+        torch.testing.assert_close(compiled(q, x), attend(q, x))
+    assert counter.frame_count == 1
 
 
 def test_ops_are_sound(case) -> None:

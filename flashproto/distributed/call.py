@@ -13,7 +13,7 @@ from .. import backends, reference
 from ..backends import KERNELS
 
 # What flashproto.attention is made of, once its arguments are checked.
-from ..functional.attention import _attention, _attention_reasons, _variant
+from ..functional.attention import _attention_reasons, _variant, attention_by
 from ..mask_values import Diagonals
 from ..variant import Variant, pack, tensors_of
 from .group import Group
@@ -95,7 +95,7 @@ class Call(NamedTuple):
         """(out, lse) of a part; by the reference out is not rounded."""
         if self.impl not in KERNELS:
             q, k, v = (x.to(reference.compute_dtype(x.dtype)) for x in (q, k, v))
-        return _attention(NAME, q, k, v, variant, self.scale, True, self.impl, ())
+        return attention_by(self.impl, q, k, v, variant, self.scale, True, ())
 
     def gradients(
         self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, variant: Variant, needs: Needs

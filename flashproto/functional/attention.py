@@ -15,8 +15,6 @@ from torch.nn.functional import scaled_dot_product_attention as torch_attention
 from .. import backends, masks, reference
 from ..backends import KERNELS, Reason
 from ..checks import (
-    LARGEST,
-    SMALLEST,
     check_attention,
     check_aux,
     check_by_head,
@@ -30,7 +28,7 @@ from ..checks import (
     refuse,
 )
 from ..mask_values import Band, joined
-from ..masks import check_bands, check_mask, check_mask_lengths
+from ..masks import check_bands, check_mask
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
     AUX,
@@ -59,7 +57,7 @@ def uncached(function: Any) -> Any:
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 # Numbers of variants, in the order in which functions here pass them on: what they may be.
 NUMBERS = {
-    "softcap": (SMALLEST, LARGEST, "a positive number, or None"),
+    "softcap": (1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
 }
 
 
@@ -258,7 +256,7 @@ def _attention_qkv_of_parts(
             tuple(ints), tuple(floats), text, scale, backend, n_heads, n_kv_heads
         )
         return attention_op.attention_qkv.ready((qkv, *given), settings)
-    out = _attention(name, q, k, v, variant, scale, False, backend, ())
+    out = attention_by(backend, q, k, v, variant, scale, False, ())
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -373,8 +371,7 @@ def check_window(operator, window):
 def _intervals(operator, mask, q, k):
     """begin and end of a mask for q [B, Hq, Sq, D] and k; (None, None) where it is a band."""
     (B, Hq, Sq, _), Sk = q.shape, k.shape[2]
-    check_mask_lengths(operator, mask, Sq, Sk)
-    found = mask.intervals(Sq, Sk)
+    found = mask.intervals(Sq, Sk, operator)
     if found is None:
         return None, None
     check_on(operator, "mask", found[0], q.device)
@@ -434,11 +431,17 @@ def _variant(operator, q, band, numbers, tensors, aux) -> Variant:
 
 
 def _attention(operator, q, k, v, variant, scale, return_lse, impl, aux, *, ready=False):
-    """attention by a backend; ready: as a call of q, k and v made ready, where kernels run it."""
+    """attention by the backend that is chosen for it; see attention_by."""
     scale = check_scale(operator, scale)
     backend = backends.choose(
         operator, impl, (q, k, v), lambda b: _attention_reasons(b, variant, q, k, v, return_lse)
     )
+    return attention_by(backend, q, k, v, variant, scale, return_lse, aux, ready=ready)
+
+
+def attention_by(backend, q, k, v, variant, scale, return_lse, aux, *, ready=False):
+    """attention by a backend that can run it; ready: as a call of q, k and v made ready, where kernels
+    run it."""
     if backend == "torch":
         return _torch_attention(q, k, v, variant, scale)
     if backend == "reference":

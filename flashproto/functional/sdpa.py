@@ -25,6 +25,7 @@ from .attention import (
     _attention_reasons,
     _variant,
     _with_positive_scale,
+    attention_by,
     check_dtensors,
     torch_attention,
 )
@@ -104,7 +105,7 @@ def scaled_dot_product_attention(
         variant = _variant(name, q, (is_causal, 0, None, 0), (), tensors, ())
         backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
         if backend != "torch":
-            out = _attention(name, q, k, v, variant, scale, False, backend, ())
+            out = attention_by(backend, q, k, v, variant, scale, False, ())
             return out.reshape((*lead, *query.shape[-3:-1], out.shape[-1]))
         if is_causal:
             shape = (q.shape[2], k.shape[2])
@@ -161,7 +162,7 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
     """A boolean mask that is the same for all queries, as [B | 1, H | 1, S]; None for any other."""
     if mask.dtype != torch.bool or not 2 <= mask.ndim <= len(lead) + 3:
         return None
-    if mask.shape[-2] != 1 and mask.stride(-2) != 0:
+    if mask.shape[-2] != 1 and (mask.shape[-2] == 0 or mask.stride(-2) != 0):
         return None
     keys = mask[..., 0, :]
     keys = keys if keys.ndim > 1 else keys[None]
@@ -172,7 +173,7 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
         return None
     if all(n == 1 for n in batch):
         return keys.reshape(1, heads, keys.shape[-1]).expand(1, heads, S)
-    return keys.expand(*lead, heads, S).reshape(-1, heads, S)
+    return keys.expand(*lead, heads, S).reshape(q.shape[0], heads, S)
 
 
 def _keys_reasons(backend, variant, q, k, v) -> Iterator[Reason]:

@@ -50,6 +50,8 @@ class Settings(NamedTuple):
         return kind_of(self.variant.split("/")[0])
 
     def unpacked(self, tensors: Sequence[Any]) -> Variant:
+        """Its tensors as kernels read them, element behind element."""
+        tensors = [x.contiguous() for x in tensors]
         return unpack(tensors, self.ints, self.floats, self.variant)
 
 
@@ -214,6 +216,7 @@ attention = Operator(
     gradients=gradients,
     backward=backward,
     differentiable=4,
+    refused=len(AUX),
     backward_name="attention_backward",
 )
 

@@ -63,7 +63,7 @@ def variables(
     that make it.  made: max_score, entropy and the sums for the slopes' gradients, where wanted."""
     if variant.kind.TUNED:
         return ()
-    named = {name: x.contiguous() if isinstance(x, Operand) else x for name, x in variant.named.items()}
+    named = variant.named
     tiles, row_of_batch, row_of_head = None, None, None
     counts: tuple[int | None, ...] = (None, None, None)
     if variant.kind.INTERVALS:

@@ -79,6 +79,7 @@ class Operator:
     gradients(context, grads, saved, needs): a Gradient for each input; needs: which are asked for.
     backward(recipe, context, grads, saved, made): adds the steps that fill the gradients `made`; may
         return others in their place.  grads: of the differentiable outputs, None for one without.
+    refused: of how many of these, the last ones, a gradient is an error of the backward.
     gives_away: the number of what is saved that the first backward may write over; others get None.
     no_gradient: why there is no backward, for the error.
     backward_name: of the backward's op, by default NAME_backward.
@@ -99,6 +100,7 @@ class Operator:
     gradients: Callable[..., Sequence[Gradient]] = lambda *_: ()
     backward: Callable[..., Sequence[Operand | None] | None] = lambda *_: None
     differentiable: int = 1
+    refused: int = 0
     gives_away: int | None = None
     no_gradient: str = ""
     backward_name: str = ""
