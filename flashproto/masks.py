@@ -56,11 +56,11 @@ def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
     """Query i sees the keys from its position - left to its position + right, both included.
 
     Args:
-        left, right: 0 or more, None for no bound (flash-attn's -1).
+        left, right: 0 to 2^30 - 1, None for no bound (flash-attn's -1).
         first: the first keys of the sequence that stay in sight, as far as `right` lets them be seen
             (attention sinks of StreamingLLM).
 
-    Raises: TypeError, ValueError: no integers of 0 or more.
+    Raises: TypeError, ValueError: no integers of that range.
 
     Example:
         >>> masks.window(1).visible(3, 3).int()

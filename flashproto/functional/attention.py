@@ -94,7 +94,7 @@ def attention(
         window: (left, right): it sees the keys from position - left to position + right, both
             included; None is no bound.  masks.window also keeps the first keys in sight.
         softcap: a scaled score s becomes softcap * tanh(s / softcap); of float16 and bfloat16 on a GPU
-            by the card's own tanh, which is off by 5e-4 of its value.
+            by the card's own tanh, which is off by 5e-4 of its value.  1e-30 to 1e30.
         sinks: [Hq], one more score for each row of a head, after scaling, without a value.
         alibi_slopes: [Hq]; -slope * |position - j| is added to the score of key j.
         mask: a value of flashproto.masks.
