@@ -269,7 +269,7 @@ def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
 def steps_for(S: int) -> int:
     """n with 2^n >= S; where S is a symbol of torch.compile, which it shall not fix, for any S."""
     if not is_compiling():
-        return max(S - 1, 0).bit_length()
+        return max(int(S) - 1, 0).bit_length()
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     for n in range(FAR.bit_length()):
