@@ -394,6 +394,29 @@ def test_tokens_without_room_are_dropped_where_lengths_are_not_looked_at(
             torch.testing.assert_close(x, torch.cat([old[:, :7], first[None, None]], 1), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("page", [0, 4])
+def test_tokens_without_room_leave_those_with_room_alone(page: int, ragged: bool, device: str) -> None:
+    """A full sequence beside an empty one, whose first slot is the first of all memory."""
+    lengths = torch.tensor([0, 8, 7], dtype=torch.int32, device=device)
+    new = torch.randn(3, 2, 2, 16, device=device)  # [B, Hkv, n, D]
+    cu = torch.tensor([0, 2, 4, 6], dtype=torch.int32, device=device) if ragged else None
+    given = new.transpose(1, 2).flatten(0, 1) if ragged else new
+    table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2) if page else None
+    old = torch.randn(3, 8, 2, 16, device=device)
+    wanted = old.clone()
+    wanted[0, :2], wanted[2, 7] = new[0].transpose(0, 1), new[2, :, 0]
+    for impl in ("reference", "triton"):
+        caches = [old.clone().view(6, 4, 2, 16) if page else old.clone() for _ in "kv"]
+        with NothingIsRead():
+            flashproto.attention_with_kv_cache(
+                given, *caches, lengths=lengths, k=given, v=given, page_table=table, cu_seqlens_q=cu,
+                impl=impl,
+            )  # fmt: skip
+        for x in caches:
+            torch.testing.assert_close(x.view(wanted.shape), wanted, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("by_token", [False, True])
 def test_the_reference_takes_caches_side_by_side_through_vmap(by_token: bool, device: str) -> None:
     """With tokens behind the last sequence, and sequences without one."""

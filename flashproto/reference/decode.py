@@ -148,18 +148,23 @@ def attention_with_kv_cache(
 
     q = turn(dense(q), keys - queries)
     if k is not None and v is not None and B:
-        given, slots_of_new = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))], slots
-        j = lengths[:, None] + torch.arange(given[0].shape[1], device=device)
-        exists = torch.ones_like(j, dtype=torch.bool)
-        if cu_seqlens_q is not None and tokens is not None:
-            # Tokens behind the last sequence's are its last one once more, which changes nothing.
+        given = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))]  # [B, n, Hkv, D]
+        if cu_seqlens_q is None or tokens is None:
+            n = given[0].shape[1]
+            i, s = torch.arange(n, device=device).expand(B, n), sequence[:, None].expand(B, n)
+        else:
+            # Tokens behind the last sequence's are its last one once more.
             again = torch.minimum(token, (cu_seqlens_q[-1] - 1).clamp_min(0))
-            i, s = (x[again] for x in tokens)
-            exists, s = (s < B)[:, None], s.clamp(max=B - 1)
-            given, slots_of_new = [x[s, i][:, None] for x in given], slots._replace(row=rows[s])
-            j = (lengths[s] + i)[:, None]
-        exists = exists & ((j < capacity) | (left is not None))
-        at = slots_of_new.place(j, exists)
+            i, s = (x[again][:, None] for x in tokens)
+        is_token, s = s < B, s.clamp(max=B - 1)
+        if left is None:
+            # Those without room are the last one that has some; a full cache keeps what it has there.
+            i = torch.minimum(i, capacity - 1 - lengths[s])
+        exists, i = is_token & (i >= 0), i.clamp_min(0)
+        j = lengths[s] + i
+        j = j if left is not None else j.clamp(max=capacity - 1)
+        at = slots._replace(row=rows[s[:, 0]]).place(j, is_token)
+        given = [x[s, i] for x in given]
         for x, cache, by in zip(given, (k_cache, v_cache), (k_scale, v_scale), strict=True):
             scales = by
             if by is not None and by.ndim > 1:
