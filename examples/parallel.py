@@ -46,8 +46,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(seconds=50)  # the longest that a process waits for the others
 PATIENCE = 5.0  # seconds in which torchrun notices that another process has ended, and ends this one
 
-# Parameters that `fully_shard` puts together at once, where a block has fewer: each time costs the host
-# of a GPU as much as the work of a small block takes, however few they are.
+# Parameters that `fully_shard` puts together at once, where a block has fewer: each time takes the
+# host as long, however few they are.
 AT_ONCE = 25_000_000
 
 
