@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,8 @@ from flashproto import reference
 
 # |ours - float64| <= 2 |eager - float64| + ATOL, for the output, lse and every gradient.  The absolute
 # part is one unit in the last place at 1 for the half types; it is needed where eager is exact by
-# luck: one key makes its dq exactly 0.
+# luck: one key makes its dq exactly 0.  Eager is the worse of two: attention operator by operator in
+# the dtype of q, and FromKept, exact but for what every flash attention keeps for its backward.
 ATOL = {torch.float32: 2e-5, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 HEAD_DIMS = (16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256)
 STRIDES = (
@@ -122,7 +124,42 @@ def make(problem: Problem, device: str) -> tuple[list[Tensor], list[Tensor]]:
     return inputs, [dout, dlse]
 
 
-def eager(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
+def out_and_lse(s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(s) v, and the logsumexp of s; 0 and -inf in rows where all of s is -inf."""
+    none = s.isneginf().all(-1, keepdim=True)
+    s = s.masked_fill(none, 0.0)
+    out = torch.softmax(s, -1).masked_fill(none, 0.0) @ v
+    return out, torch.logsumexp(s, -1).masked_fill(none[..., 0], -math.inf)
+
+
+class FromKept(torch.autograd.Function):
+    """out_and_lse, whose backward works with out in `dtype` and lse in float32, as they are returned:
+
+        P = exp(s - lse)    dS = P * (dP - delta)    delta = rowsum(dout * out) - dlse
+
+    Operator by operator P is kept instead, and the row sums of dS are 0 to the last digit.
+    """
+
+    @staticmethod
+    def forward(ctx, s: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        out, lse = out_and_lse(s, v)
+        ctx.save_for_backward(s, v, out.to(dtype), lse.float())
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, dout: Tensor, dlse: Tensor) -> tuple[Tensor, Tensor, None]:
+        s, v, out, lse = (x.to(dout.dtype) for x in ctx.saved_tensors)
+        p = torch.exp(s - lse.masked_fill(lse.isneginf(), math.inf)[..., None])
+        delta = (dout * out).sum(-1) - dlse
+        return p * (dout @ v.mT - delta[..., None]), p.mT @ dout, None
+
+
+Attend = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def eager(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, attend: Attend = out_and_lse
+) -> tuple[Tensor, Tensor]:
     """Attention as PyTorch computes it operator by operator in the dtype of q."""
     group = problem.Hq // problem.Hkv
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
@@ -130,11 +167,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Te
     if problem.causal:
         visible = reference.causal_mask(problem.Sq, problem.Sk, problem.offset, q.device)
         s = s.masked_fill(~visible, -math.inf)
-        keyless = ~visible.any(-1)
-        p = torch.softmax(s.masked_fill(keyless[:, None], 0.0), -1).masked_fill(keyless[:, None], 0.0)
-        lse = torch.logsumexp(s.masked_fill(keyless[:, None], 0.0), -1)
-        return p @ v, lse.masked_fill(keyless, -math.inf)
-    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+    return attend(s, v)
 
 
 def results(outputs: tuple[Tensor, Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> dict:
@@ -147,11 +180,28 @@ def results(outputs: tuple[Tensor, Tensor], inputs: list[Tensor], gradients: lis
 
 
 def exact_and_eager(problem: Problem, inputs: list[Tensor], gradients: list[Tensor]) -> tuple:
-    """The float64 reference and eager attention in the problem's dtype."""
+    """The float64 reference, and eager attention (see ATOL)."""
     doubled = [t.detach().double().requires_grad_() for t in inputs]
-    exact = reference.attention(*doubled, causal=problem.causal, scale=problem.scale)
+    attention = reference.attention(*doubled, causal=problem.causal, scale=problem.scale)
+    exact = results(attention, doubled, gradients)
+    attention = eager(*doubled, problem, from_kept(problem.dtype))
+    kept = results(attention, doubled, gradients)
     plain = [t.detach().requires_grad_() for t in inputs]
-    return results(exact, doubled, gradients), results(eager(*plain, problem), plain, gradients)
+    return exact, worse(results(eager(*plain, problem), plain, gradients), kept, exact)
+
+
+def from_kept(dtype: torch.dtype) -> Attend:
+    return lambda s, v: FromKept.apply(s, v, dtype)
+
+
+def worse(a: dict, b: dict, exact: dict) -> dict:
+    """Of each result the one that is further off; NaN is furthest."""
+
+    def off(x: Tensor, name: str) -> float:
+        far = error(x, exact[name])
+        return math.inf if math.isnan(far) else far
+
+    return {n: max(a[n], b[n], key=lambda x: off(x, n)) for n in exact}
 
 
 def error(a: Tensor, b: Tensor) -> float:

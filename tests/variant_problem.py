@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
-from attention_problem import ATOL, Problem, error, lay_out
+from attention_problem import ATOL, Attend, Problem, error, from_kept, lay_out, out_and_lse, worse
 from torch import Tensor
 
 import flashproto
@@ -289,7 +289,12 @@ def drawn(generator: random.Random, problem: Problem, names: Sequence[str], devi
 
 
 def eager(
-    q: Tensor, k: Tensor, v: Tensor, parameters: dict[str, Tensor], call: Call
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parameters: dict[str, Tensor],
+    call: Call,
+    attend: Attend = out_and_lse,
 ) -> dict[str, Tensor]:
     """All results, operator by operator in the dtype of q."""
     p, options = call.problem, call.options
@@ -305,20 +310,13 @@ def eager(
         distance = (i - torch.arange(p.Sk, device=q.device)).abs().to(q.dtype)
         s = s - parameters["alibi_slopes"].to(q.dtype)[:, None, None] * distance
     s = s.masked_fill(~seen, -math.inf)
-    keyless = ~seen.any(-1, keepdim=True)
-    keys = torch.softmax(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless, 0.0)
-    entropy = torch.special.entr(keys).sum(-1)
+    keys = torch.softmax(s, -1).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+    entropy = torch.special.entr(keys.detach()).sum(-1)
     if "sinks" in parameters:
         sink = parameters["sinks"].to(q.dtype)[:, None, None].expand(p.B, -1, p.Sq, 1)
-        s = torch.cat([s, sink], -1)
-        return {
-            "out": torch.softmax(s, -1)[..., :-1] @ v,
-            "lse": torch.logsumexp(s, -1),
-            "max_score": top,
-            "entropy": entropy,
-        }
-    lse = torch.logsumexp(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless[..., 0], -math.inf)
-    return {"out": keys @ v, "lse": lse, "max_score": top, "entropy": entropy}
+        s, v = torch.cat([s, sink], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
+    out, lse = attend(s, v)
+    return {"out": out, "lse": lse, "max_score": top, "entropy": entropy}
 
 
 def eager_packed(
@@ -328,6 +326,7 @@ def eager_packed(
     parameters: dict[str, Tensor],
     call: Call,
     lengths: Sequence[tuple[int, int]],
+    attend: Attend = out_and_lse,
 ) -> dict[str, Tensor]:
     """The same of sequences side by side [T, H, D], one after another."""
     made: list[dict[str, Tensor]] = []
@@ -337,7 +336,7 @@ def eager_packed(
         at = [at[0] + Sq, at[1] + Sk]
         if Sq and Sk:
             one = replace(call, problem=replace(call.problem, B=1, Sq=Sq, Sk=Sk))
-            made.append(eager(*(x.transpose(0, 1)[None] for x in parts), parameters, one))
+            made.append(eager(*(x.transpose(0, 1)[None] for x in parts), parameters, one, attend))
         elif Sq:
             rows = q.new_zeros(1, q.shape[1], Sq)
             none = torch.full_like(rows, -math.inf)
@@ -444,21 +443,27 @@ def run(
 def exact_and_eager(
     call: Call, inputs: Sequence[Tensor], gradients: Sequence[Tensor], lengths: Lengths | None = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """By definition, in float64 and in the dtype of the problem."""
+    """By definition: in float64, and eager (see ATOL in attention_problem.py)."""
+    half = call.problem.dtype
     found = []
-    for dtype in (torch.float64, call.problem.dtype):
+    for dtype, attend in (
+        (torch.float64, out_and_lse),
+        (torch.float64, from_kept(half)),
+        (half, out_and_lse),
+    ):
         leaves = [t.detach().to(dtype).requires_grad_() for t in inputs]
         keep = torch.float64 if dtype == torch.float64 else torch.float32
         parameters = {
             n: x.detach().to(keep).requires_grad_(x.requires_grad) for n, x in call.parameters.items()
         }
         if lengths is None:
-            outputs = eager(*leaves, parameters, call)
+            outputs = eager(*leaves, parameters, call, attend)
         else:
-            outputs = eager_packed(*leaves, parameters, call, lengths)
+            outputs = eager_packed(*leaves, parameters, call, lengths, attend)
         outputs = {n: x for n, x in outputs.items() if n in ("out", "lse", *call.aux)}
         found.append(with_gradients(outputs, leaves, parameters, gradients))
-    return found[0], found[1]
+    exact, kept, plain = found
+    return exact, worse(plain, kept, exact)
 
 
 def sum_of_rows(out: Tensor, lse: Tensor, sinks: Tensor) -> float:
