@@ -8,7 +8,8 @@ With g = dy * weight and averages over the N columns of the row:
 and the gradient of total, where a residual was added, is that dx plus the gradient that reaches
 total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fixed order: every
 program adds up its rows in registers and writes one float32 row of partial sums, and
-column_sums_kernel adds those.
+column_sums_kernel adds those.  A split row leaves few programs for many rows: float32 keeps there
+what rounding takes from its sums.
 
 The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
 tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
@@ -297,6 +298,17 @@ def norm_backward_kernel(
 
 
 @triton.jit
+def add(high, low, x, EXACT: tl.constexpr):
+    """(high, low) + x; if EXACT, low is what rounding takes from a finite high (Kahan, 1965)."""
+    if EXACT:
+        part = x + low
+        total = high + part
+        return total, tl.where(tl.abs(total) < float("inf"), part - (total - high), 0.0)
+    else:
+        return high + x, low
+
+
+@triton.jit
 def publish_sums(
     words_ptr,
     split,
@@ -339,10 +351,9 @@ def norm_backward_split_kernel(
     weight = 0.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
-    if dweight_ptr is not None:
-        dweights = tl.zeros([1, C], tl.float32)
-    if dbias_ptr is not None:
-        dbiases = tl.zeros([1, C], tl.float32)
+    EXACT: tl.constexpr = dtype == tl.float32
+    dweights, dweights_low = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
+    dbiases, dbiases_low = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
 
     # Three rows are in flight: one waits for its words, the next publishes its own, one is loaded.
     row = group.to(tl.int64) + one  # [1]
@@ -439,9 +450,9 @@ def norm_backward_split_kernel(
         if CENTERED:
             dx -= average_g
         if dweight_ptr is not None:
-            dweights += dweight
+            dweights, dweights_low = add(dweights, dweights_low, dweight, EXACT)
         if dbias_ptr is not None:
-            dbiases += dy.to(tl.float32)
+            dbiases, dbiases_low = add(dbiases, dbiases_low, dy.to(tl.float32), EXACT)
         store_dx(
             dx * rstd,
             dtotal_ptr,
