@@ -334,10 +334,11 @@ def attention_varlen(
         return_aux=return_aux,
         impl=impl,
     )
+    # A squeeze is a view backward too; the gradient of made[0] is written into zeros.
     if isinstance(made, Tensor):
-        return made[0].transpose(0, 1)
+        return made.squeeze(0).transpose(0, 1)
     out, *rows = made
-    return out[0].transpose(0, 1), *[x[0] for x in rows]
+    return out.squeeze(0).transpose(0, 1), *[x.squeeze(0) for x in rows]
 
 
 def _band(operator, causal, window, mask, Sq, Sk):
