@@ -185,14 +185,24 @@ def next_run(
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
 def visits_kernel(
-    visits_ptr, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+    visits_ptr,
+    turns_ptr,
+    Sq,
+    Sk,
+    offset,
+    given,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """Program: of one tile of queries and one row of the intervals, the key tiles that it visits, from
-    left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that is
-    clear, else 2 tile.  One that visits none is given tile 0.
+    left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that
+    needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
 
-    given[TILES_OF_ALL]: what intervals_kernel made.
+    given[TILES_OF_ALL]: what intervals_kernel made.  turns [1]: set to 0, if there is one.
     """
+    if turns_ptr is not None:
+        tl.store(turns_ptr, 0, tl.program_id(0) == 0)
     query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
     row = (tl.program_id(0) // query_tiles).to(tl.int64)
     i0 = tl.program_id(0) % query_tiles * BLOCK_M
@@ -203,8 +213,8 @@ def visits_kernel(
         first = given[FIRST]
     tiles = given[TILES_OF_ALL] + row * (4 * n_tiles)
     variables = left, first, 0, 0, 0, 0, 0, 0, tiles
-    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
-    _, _, _, end = ranges
+    begin, _, _, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    ranges = begin, 0, end, end
     to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
     count = 0
     for at in range(0, end, LOOKED_AT):
@@ -368,12 +378,15 @@ def key_slots_kernel(
 
 
 @triton.jit(do_not_specialize=["n_slots"])
-def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
+def order_kernel(slots_ptr, ordered_ptr, turns_ptr, n_slots, BLOCK: tl.constexpr):
     """Program: one slot's record to its place among all, those that visit more tiles first.
 
-    ordered [1 + slots, RECORD]; its first word: how many slots have tokens.
+    ordered [1 + slots, RECORD]; its first word: how many slots have tokens.  turns [1]: set to 0, if
+    there is one.
     """
     slot = tl.program_id(0)
+    if turns_ptr is not None:
+        tl.store(turns_ptr, 0, slot == 0)
     tiles = tl.load(slots_ptr + slot * RECORD)
     rank, count = 0, 0
     for at in range(0, n_slots, BLOCK):

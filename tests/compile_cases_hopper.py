@@ -234,14 +234,15 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
     ):
         given, absent = variables_of(kernel, kind)
-        pointer, *numbers, _, _, _, _ = kernel.arg_names
+        names = kernel.arg_names[: kernel.arg_names.index("given")]
+        pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
-        signature = {pointer: "*i32", **dict.fromkeys(numbers, "i32"), "given": given}
+        signature = {n: "*i32" if n in pointers else "i32" for n in names} | {"given": given}
         name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind}"
-        yield Case(name, kernel, signature, constexprs, (pointer,), num_warps=1)
+        yield Case(name, kernel, signature, constexprs, pointers, num_warps=1)
     if BN == 64:
-        signature = {"slots_ptr": "*i32", "ordered_ptr": "*i32", "n_slots": "i32"}
-        aligned = ("slots_ptr", "ordered_ptr")
+        aligned = ("slots_ptr", "ordered_ptr", "turns_ptr")
+        signature = dict.fromkeys(aligned, "*i32") | {"n_slots": "i32"}
         yield Case("order_kernel", order_kernel, signature, {"BLOCK": 256}, aligned, num_warps=1)
 
 

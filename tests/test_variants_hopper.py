@@ -94,8 +94,8 @@ def test_a_window_visits_no_more_tiles_than_it_needs(host: None) -> None:
 def test_lists_of_the_tiles_that_intervals_visit(
     Sq: int, Sk: int, band: Kind, device: str, seed: int
 ) -> None:
-    """In order, each tile that some query sees and no clear one that some query does not see; of
-    documents no other."""
+    """In order, each tile that some query sees, and no clear one that intervals hide from some query;
+    of documents no other."""
     generator = random.Random(seed)
     BM, BN, rows, left, first, offset = 64, 32, 2, 70, 40, Sk - Sq
     kind = dataclasses.replace(band, INTERVALS=True)
@@ -112,12 +112,15 @@ def test_lists_of_the_tiles_that_intervals_visit(
     made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
     given = [left if kind.WINDOW else None, first if kind.FIRST else None]
     given += [*[None] * (TILES_OF_ALL.value - 2), tiles]
+    turns = torch.full((2,), 7, dtype=torch.int32, device=device)
     visits_kernel[(rows * query_tiles,)](
-        made, Sq, Sk, offset, (*given, *[None] * 8), BLOCK_M=BM, BLOCK_N=BN, KIND=kind
+        made, turns, Sq, Sk, offset, (*given, *[None] * 8), BLOCK_M=BM, BLOCK_N=BN, KIND=kind
     )
+    assert turns.tolist() == [0, 7]
     i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
     begin, end = (x.cpu()[:, None] for x in vectors)
-    seen = (begin <= i) & (i < end)
+    between = (begin <= i) & (i < end)
+    seen = between.clone()
     if kind.CAUSAL:
         seen &= j <= i + offset
     if kind.WINDOW:
@@ -126,10 +129,10 @@ def test_lists_of_the_tiles_that_intervals_visit(
         count, *found = made[row, m].tolist()
         found = found[:count]
         assert found == sorted(found) and count >= 1
-        of_tile = seen[row, m * BM : (m + 1) * BM].split(BN, 1)
+        of_tile, clear = (x[row, m * BM : (m + 1) * BM].split(BN, 1) for x in (seen, between))
         needed = [t for t, pairs in enumerate(of_tile) if pairs.any()]
         assert {x // 2 for x in found} >= set(needed)
-        assert all(of_tile[x // 2].all() for x in found if x % 2)
+        assert all(clear[x // 2].all() for x in found if x % 2)
         if kind == Kind(INTERVALS=True):
             assert [x // 2 for x in found] == (needed or [0])
 
@@ -154,7 +157,9 @@ def test_slots_of_sequences_come_longest_first(
     ordered = torch.full((1 + slots, 8), -7, dtype=torch.int32, device=device)
     arguments = (*given, *[None] * (COUNTS.value - len(given)), *counts, None, None, None)
     slots_kernel[(slots,)](made, 0, arguments, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
-    order_kernel[(slots,)](made, ordered, slots, BLOCK=4)
+    turns = torch.full((2,), 7, dtype=torch.int32, device=device)
+    order_kernel[(slots,)](made, ordered, turns, slots, BLOCK=4)
+    assert turns.tolist() == [0, 7]
     wanted = []
     at = [0, 0]
     for Sq, Sk in (*lengths, (behind[0], 0)):
@@ -239,6 +244,10 @@ SETS = (
     ("causal", "softcap", "sinks"),
     ("causal", "max_score"),
     ("causal", "first_keys", "softcap", "sinks", "alibi", "max_score"),
+    ("causal", "alibi"),
+    ("right_window", "alibi"),
+    ("window", "softcap", "sinks", "alibi"),
+    ("documents", "causal", "alibi"),
     ("causal", "documents"),
     ("padding", "sinks"),
     ("prefix", "softcap"),

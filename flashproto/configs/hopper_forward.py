@@ -111,6 +111,11 @@ class HopperForward:
         return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN or self.SPLIT)) or self.IDLE
 
     @property
+    def DYNAMIC(self) -> bool:
+        """Whether programs take their items one by one: where only the device knows their lengths."""
+        return (self.KIND.INTERVALS or self.KIND.VARLEN) and not self.SPLIT
+
+    @property
     def MASKS(self) -> bool:
         """Whether key tiles to the left of the rightmost may need a mask."""
         return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS
@@ -324,7 +329,9 @@ def _plain(D: int, Sq: int, kind: Kind) -> HopperForward:
     if Sq <= 64:
         return _few_queries(D, kind)
     BN, W, KS, VS = {64: (128, 3, 3, 2), 128: (128, 2, 2, 2), 256: (64, 2, 2, 2)}[D]
-    return HopperForward(kind, D, BN, W, KS, VS, OVERLAP=D == 128)
+    if D == 64 and kind.INTERVALS:  # three have not the registers for them
+        W = 2
+    return HopperForward(kind, D, BN, W, KS, VS, OVERLAP=D < 256 and W == 2)
 
 
 def _few_queries(D: int, kind: Kind) -> HopperForward:

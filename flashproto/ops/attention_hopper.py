@@ -16,8 +16,9 @@ from ..kernels.attention_backward import attention_backward_heads_kernel
 from ..kernels.attention_merge import attention_merge_kernel
 from ..kernels.hopper.attention_backward import attention_backward_kernel
 from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel, preprocess_kernel
-from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_STEPS, MOST_PROGRAMS
+from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_STEPS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
+from ..kernels.hopper.items import MOST_PROGRAMS, TURNS
 from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, slots_kernel, visits_kernel
 from ..kernels.scores import COUNTS, CU_SEQLENS_K, CU_SEQLENS_Q, TILES_OF_ALL, VISITS
 from ..variant import Variant, main_backward
@@ -131,6 +132,7 @@ def ordered_slots(
     given: tuple[Any, ...],
     BM: int,
     BN: int,
+    turns: Operand | None = None,
 ) -> tuple[Any, ...]:
     """What a kernel is given, with the records that slots_kernel or key_slots_kernel makes, in order,
     and the steps that make them."""
@@ -148,7 +150,7 @@ def ordered_slots(
         KIND=variant.kind,
         num_warps=1,
     )
-    recipe.launch(order_kernel, slots, made, work, slots, BLOCK=256, num_warps=1)
+    recipe.launch(order_kernel, slots, made, work, turns, slots, BLOCK=256, num_warps=1)
     return with_work(given, work)
 
 
@@ -159,9 +161,10 @@ def work_on_device(
     q: Operand,
     k: Operand,
     max_score: Operand | None,
+    turns: Operand | None,
 ) -> tuple[Any, ...]:
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
-    visited, where intervals or lengths on the device say so."""
+    visited, where intervals or lengths on the device say so; they begin to count `turns`."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
     given = variables(recipe, variant, q, k, BN, max_score, None, None)
     Sq, Sk = q.shape[2], k.shape[2]
@@ -172,6 +175,7 @@ def work_on_device(
             visits_kernel,
             rows * tiles,
             work,
+            turns,
             Sq,
             Sk,
             diagonal(variant, Sk),
@@ -184,7 +188,7 @@ def work_on_device(
         return with_work(given, work)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
-        return ordered_slots(recipe, slots_kernel, slots, q.device, variant, given, BM, BN)
+        return ordered_slots(recipe, slots_kernel, slots, q.device, variant, given, BM, BN, turns)
     else:
         return given
 
@@ -263,8 +267,12 @@ def forward(
         left = variant.named.get("left", 0)
         work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device, left)
         order = Table(work.on_device)
+    turns = None
+    if config.DYNAMIC:
+        programs = min(programs, MOST_PROGRAMS.value)
+        order = turns = recipe.make(New.contiguous((TURNS.value,), torch.int32, q.device))
     keys = (1, 1, config.BN, config.D)
-    given = work_on_device(recipe, config, variant, q, k, max_score)
+    given = work_on_device(recipe, config, variant, q, k, max_score, turns)
     recipe.launch(
         attention_forward_kernel,
         programs,

@@ -96,12 +96,11 @@ from .attention_backward_work import (
     key_tiles,
     next_tile,
     numbered,
-    put_item,
     rows_at,
-    take_item,
 )
 from .dependent_launches import let_next_begin, wait_for_launch_before
 from .gluon_names import tma_load
+from .items import put_item, take_item
 from .warpgroups import bar_sync, exit_threads, static_sync
 
 # --- the producer --------------------------------------------------------------------------------
@@ -362,7 +361,7 @@ def producer(args, CFG: gl.constexpr):
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, m1, start, up, GROUP, CFG)
         if more == 1:
-            t = numbered(take_item(turns_ptr, CFG), total, NB, BH, CFG)
+            t = numbered(take_item(turns_ptr, not CFG.FIRST), total, NB, BH, CFG)
     if CFG.COUNTED:
         if head1 >= 0:
             count_item(turns_ptr, head1, 0, CFG)

@@ -27,7 +27,6 @@ from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import (
     comes_first,
     first_tile,
-    get_item,
     inner_step,
     key_tile,
     keys_at,
@@ -37,6 +36,7 @@ from .attention_backward_work import (
     stash_item,
     stashed_item,
 )
+from .items import get_item
 from .warpgroups import (
     accumulator,
     bar_arrive,

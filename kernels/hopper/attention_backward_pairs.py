@@ -25,7 +25,8 @@ from .attention_backward_consumers import product_with_term, store_rows
 from .attention_backward_masks import mask_if_needed
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
-from .attention_backward_work import get_item, key_tile, last_visible_key, loops, outer_step
+from .attention_backward_work import key_tile, last_visible_key, loops, outer_step
+from .items import get_item
 from .warpgroups import (
     accumulator,
     bar_arrive,

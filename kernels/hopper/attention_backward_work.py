@@ -4,19 +4,12 @@ A work item is one key tile of one key head: the query tiles that see it, of eve
 group.  Items are numbered so that tiles of several heads are mixed, with the first keys of each head
 first: under a causal mask most queries see those, and the short tiles fill the gaps at the end.
 
-There is one program for each multiprocessor.  It takes the item of the lowest number that nobody has
-taken, by a counter in global memory, works on it and takes the next.  This is list scheduling, without
-a model of what an item costs.
-
-How an item's number reaches the consumers.  The producer takes an item two steps before the consumers
-need it, and writes its number to a ring in global memory (put_item).  The barrier of the item's first
-queries covers the write: the thread that writes the number then arrives at that barrier, which releases
-it to those who wait there.  The consumers ask for the number before they store dK and dV of the item
-before, so that nobody waits.  When the number of item n is written, the consumers have ended all steps
-but the last two.  They are then at the end of item n - 3 at the earliest, where they read the numbers
-of n - 3 and n - 2, so a ring of four is enough.  (In shared memory racecheck takes the number for a
-race, see warpgroups.py.)  A consumer keeps the number it read, or asks for it again.  Under
-CFG.ITEM_IN_SMEM it keeps it in shared memory that no other warpgroup uses.
+There is one program for each multiprocessor.  It takes its items one by one (items.py), each two steps
+before the consumers need it.  They ask for the number before they store dK and dV of the item before,
+so that nobody waits.  When the number of item n is written, the consumers have ended all steps but the
+last two.  They are then at the end of item n - 3 at the earliest, where they read the numbers of n - 3
+and n - 2.  A consumer keeps the number it read, or asks for it again.  Under CFG.ITEM_IN_SMEM it keeps
+it in shared memory that no other warpgroup uses.
 
 The walk of an item (CFG.WALK):
 
@@ -71,15 +64,12 @@ from triton.experimental.gluon import language as gl
 
 from ..schedule import RECORD, clamp, query_range
 from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, TILES_OF_ALL
+from .items import TURNS, take_item
 from .warpgroups import opaque_zero
 
-# What turns_ptr points at.  [0]: the counter of work items; from FIRST_NUMBER on: the numbers of each
-# program's last items; from FIRST_TURN on: the counters of query tiles; from [-1] backwards: those of
-# finished items of key heads.  Counters start at 0.
-NUMBERS = gl.constexpr(4)
-FIRST_NUMBER = gl.constexpr(32)
-MOST_PROGRAMS = gl.constexpr(144)  # no GPU of compute capability 9.0 has more multiprocessors
-FIRST_TURN = gl.constexpr(FIRST_NUMBER.value + NUMBERS.value * MOST_PROGRAMS.value)
+# What turns_ptr points at, beside what items.py says: from FIRST_TURN on the counters of query tiles;
+# from [-1] backwards those of finished items of key heads.  They start at 0.
+FIRST_TURN = TURNS
 # At least so many bulk adds have followed those of an item when it is counted as finished, if items
 # have LEAST_STEPS steps; see count_item.
 PENDING = gl.constexpr(4)
@@ -88,40 +78,12 @@ BOUND = gl.constexpr(2**30)  # rows of a head, as TMA descriptors of sequences h
 
 
 @gluon.jit
-def take_item(turns_ptr, CFG: gl.constexpr):
-    """The number of the next work item, for all threads of the producer."""
-    t = gl.atomic_add(turns_ptr, 1, sem="relaxed")
-    if not CFG.FIRST:
-        t += gl.num_programs(0)  # the first ones are known without asking
-    return t
-
-
-@gluon.jit
 def first_item(turns_ptr, CFG: gl.constexpr):
-    """The number of a program's first work item."""
+    """The number of a program's first work item; known without asking, unless items wait for others."""
     if CFG.FIRST:
-        return take_item(turns_ptr, CFG)
+        return take_item(turns_ptr, False)
     else:
         return gl.program_id(0)
-
-
-@gluon.jit
-def number_of(turns_ptr, r):
-    """Where the number of the program's r-th item is."""
-    return turns_ptr + FIRST_NUMBER + gl.program_id(0) * NUMBERS + (r & (NUMBERS - 1))
-
-
-@gluon.jit
-def put_item(turns_ptr, r, t):
-    """Write the number of the program's r-th item for the consumers, before its first queries are asked
-    for."""
-    gl.store(number_of(turns_ptr, r), t)
-
-
-@gluon.jit
-def get_item(turns_ptr, r):
-    """The number of the program's r-th item, once its first queries have come."""
-    return gl.load(number_of(turns_ptr, r + opaque_zero()))
 
 
 @gluon.constexpr_function

@@ -62,7 +62,9 @@ r // PACK of the tile.  q is then seen as [B, Hkv, Sq, group, D], of which TMA b
 heads, and zeros past a group that is no power of two.  Row by row the arithmetic is the same.
 
 Under a causal mask items differ in length.  The order in which each program takes them comes from a
-table, `work_table` (balanced_work in configs/hopper_forward.py).  Without a mask all items are alike,
+table, `work_table` (balanced_work in configs/hopper_forward.py).  Where intervals or the lengths of
+sequences decide, which the host does not know, programs take items one by one (DYNAMIC, items.py), and
+`work_table` is what they count with.  Without a mask all items are alike,
 except the last of each head, which may have rows for some of the consumers only.  With IDLE the other
 consumers skip it, so that it takes less time, and the order comes from a table too.
 
@@ -113,7 +115,7 @@ def attention_forward_kernel(
     v_desc,  # [1, 1, BN, D]
     o_ptr,  # with SPLIT float32, of B * parts entries, as lse
     lse_ptr,
-    work_table,  # [rounds, programs] int32 if HAS_WORK_TABLE, else not read
+    work_table,  # int32 [rounds, programs] if HAS_WORK_TABLE, [TURNS] if DYNAMIC, else not read
     total,  # work items: NT * BH, with SPLIT times parts
     NT,  # query tiles of a head
     H,

@@ -31,6 +31,7 @@ from .attention_forward_work import (
     work_index,
 )
 from .gluon_names import barrier
+from .items import get_item
 from .online_softmax import (
     UNSEEN,
     lane_maxima,
@@ -90,8 +91,9 @@ def of_rows(a, y):
 
 
 @gluon.jit
-def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
-    """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible.
+def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS: gl.constexpr = False):
+    """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible by
+    the band and, if INTERVALS, by these.
 
     The lane's part of a column is moved into the limit, a row's last visible column, so that the
     comparisons are with constants.
@@ -111,7 +113,7 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
         if KIND.FIRST:
             near = near | (column < variables[FIRST] - col - lane)
         seen = seen & near
-    if KIND.INTERVALS:
+    if INTERVALS:
         j = col + column + lane
         i = of_rows(query_of_row(row, R, CFG), y)
         begin = gl.load(variables[BEGIN] + j, j < Sk, 0)
@@ -125,8 +127,8 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr):
 def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
     """Scores of key tile j, masked if it is not among those that all rows see, in uniform branches.
 
-    clear: whether it is, if KIND has INTERVALS; else ranges, of this consumer's rows, say so, see
-    key_ranges.  With SKIP they count half tiles, and halves from their end on are left as they are.
+    ranges, of this consumer's rows, say so of the band, see key_ranges, and if KIND has INTERVALS
+    `clear` of these.  With SKIP they count half tiles, and halves from their end on stay as they are.
     """
     _, clear_begin, whole, end = ranges
     if CFG.SKIP:
@@ -142,7 +144,10 @@ def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.const
             x = gl.convert_layout(x, L, assert_trivial=True)
     elif CFG.KIND.INTERVALS:
         if clear == 0:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG, True)
+        elif CFG.KIND.CAUSAL or CFG.KIND.WINDOW:
+            if (j < clear_begin) | (j >= whole):
+                x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
     elif CFG.KIND.WINDOW:
         if (j < clear_begin) | (j >= whole):
             x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
@@ -325,12 +330,14 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+    c: gl.constexpr, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
     scale_log2, variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
-    raw scores of the rightmost tile.  Returns those of the next item, and where the rings are then."""
+    raw scores of the rightmost tile.  Returns those of the next item, where the rings are then and, if
+    DYNAMIC, the next item."""
     ks, vs, q_full, k_full, v_full = buffers
+    work_table, total, BH, HG, parts, all_keys, diagonal = items
     o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out = output
     BN: gl.constexpr = CFG.BN
     D: gl.constexpr = CFG.D
@@ -381,6 +388,8 @@ def attend(
             )
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
+        if CFG.OVERLAP:
+            j = tile_at(n - 2 - i, walk, CFG)  # before the products, which take longer than its load
         pingpong_wait(c, CFG)
         x = scores(q, q_regs, ks, kslot, z, CFG)
         acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
@@ -394,7 +403,6 @@ def attend(
         used = vslot
         vslot, vphase = advance(vslot, vphase, CFG.VS)
         if CFG.OVERLAP:
-            j = tile_at(n - 2 - i, walk, CFG)
             state, p, alpha = take_scores(
                 state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, CFG.MASKS, CFG
             )
@@ -417,6 +425,13 @@ def attend(
     q_regs = queries_in_registers(q, CFG)
     x = scores(q, q_regs, ks, kslot, z, CFG)
     pingpong_signal(c, CFG)
+    following = 0, 0, 0, 0, 0
+    if CFG.DYNAMIC:
+        t = get_item(work_table, r)
+        b1, h1, row1, n1, _ = tile_of(
+            within(t, total, CFG), NT, H, BH, HG, parts, all_keys, diagonal, given, CFG
+        )
+        following = t, b1, h1, row1, n1
     shift, l, top = state
     R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     if KIND.SINKS and not CFG.SPLIT:  # of parts, the merge takes it in
@@ -438,7 +453,7 @@ def attend(
     acc = acc * gl.convert_layout(normaliser, gl.SliceLayout(1, O))[:, None]
     store_tile(acc, o_ptr, entry, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CFG)
     x = warpgroup_mma_wait(0, deps=(x,))
-    return x, q_regs, kslot, kphase, vslot, vphase
+    return x, q_regs, kslot, kphase, vslot, vphase, following
 
 
 @gluon.jit
@@ -508,7 +523,8 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     r = 0
     total, NT = items_of(total, NT, BH, variables, CFG)
     t = first_item(work_table, total, CFG)
-    following = work_index(1, work_table, total, CFG)
+    if not CFG.DYNAMIC:
+        following = work_index(1, work_table, total, CFG)
     b, h, row0, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
     kslot = 0
     kphase = 0
@@ -527,17 +543,19 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         row = row0 + CFG.CQ * c
         keys = Sk + opaque_zero()  # as in store_tile
         r += 1
-        # Work out early where the next item is: the divisions would hold up the last product.
-        t = following
-        b1, h1, row1, n1, part1 = tile_of(
-            within(t, total, CFG), NT, H, BH, HG, parts, keys, offset, variables, CFG
-        )
-        if t < total:
-            following = work_index(r + 1, work_table, total, CFG)
+        if not CFG.DYNAMIC:
+            # Work out early where the next item is: the divisions would hold up the last product.
+            t = following
+            b1, h1, row1, n1, part1 = tile_of(
+                within(t, total, CFG), NT, H, BH, HG, parts, keys, offset, variables, CFG
+            )
+            if t < total:
+                following = work_index(r + 1, work_table, total, CFG)
+        items = work_table, total, BH, HG, parts, keys, offset
         if CFG.IDLE and c > 0:
             if row < Sq:
-                x, _, kslot, kphase, vslot, vphase = attend(
-                    c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+                x, _, kslot, kphase, vslot, vphase, _ = attend(
+                    c, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
                     scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
@@ -545,10 +563,12 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     c, ks, q_full, k_full, v_full, q, z, n, r, kslot, kphase, vslot, vphase, CFG
                 )
         else:
-            x, q_regs, kslot, kphase, vslot, vphase = attend(
-                c, buffers, output, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
+            x, q_regs, kslot, kphase, vslot, vphase, taken = attend(
+                c, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
                 scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
+            if CFG.DYNAMIC:
+                t, b1, h1, row1, n1 = taken
         b = b1
         h = h1
         row0 = row1

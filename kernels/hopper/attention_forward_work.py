@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..schedule import RECORD, first_tiles, key_ranges
 from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, VISITS
 from .gluon_names import tma_load
+from .items import put_item, take_item
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
 # --- rings and work items ------------------------------------------------------------------------
@@ -34,16 +35,21 @@ def quotient(a, b):
 @gluon.jit
 def work_index(r, work_table, total, CFG: gl.constexpr):
     """This program's r-th work item, `total` when there is none.  It comes from work_table [rounds,
-    programs] if there is one; otherwise it is every num_programs-th item, of sequences there and back:
-    who was first is last."""
-    KIND: gl.constexpr = CFG.KIND
+    programs] if there is one; otherwise it is every num_programs-th item.  If DYNAMIC only the first
+    is known so."""
     if CFG.HAS_WORK_TABLE:
         return gl.load(work_table + r * gl.num_programs(0) + gl.program_id(0))
-    elif KIND.VARLEN:
-        turn = gl.program_id(0) + (r & 1) * (gl.num_programs(0) - 1 - 2 * gl.program_id(0))
-        return gl.minimum(r * gl.num_programs(0) + turn, total)
     else:
         return gl.minimum(r * gl.num_programs(0) + gl.program_id(0), total)
+
+
+@gluon.jit
+def next_item(r, work_table, total, CFG: gl.constexpr):
+    """work_index for the producer, who takes it where work_table is what items.py counts with."""
+    if CFG.DYNAMIC:
+        return gl.minimum(take_item(work_table, True), total)
+    else:
+        return work_index(r, work_table, total, CFG)
 
 
 @gluon.jit
@@ -111,8 +117,7 @@ def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr, skipped=0):
 
 @gluon.jit
 def tile_at(s, walk, CFG: gl.constexpr):
-    """The key tile that has s visited ones to its left; of intervals, 2 tile + 1 if all queries of the
-    item see all of it, else 2 tile."""
+    """The key tile that has s visited ones to its left; of intervals as visits_kernel has it."""
     KIND: gl.constexpr = CFG.KIND
     if CFG.SPLIT:
         s += walk[2]
@@ -148,7 +153,7 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
     """
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.HAS_WORK_TABLE or KIND.VARLEN:
+    if CFG.HAS_WORK_TABLE or CFG.DYNAMIC:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -297,8 +302,9 @@ def producer(args, CFG: gl.constexpr):
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
         row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, variables, CFG)
         walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG, part[1])
+        this = t
         r += 1
-        t = work_index(r, work_table, total, CFG)  # read early: the load takes as long as a tile
+        t = next_item(r, work_table, total, CFG)  # early: it takes as long as a tile
         for i in range(n):
             # K is one tile ahead of V, across work items too
             tile = tile_at(n - 1 - i, walk, CFG)
@@ -313,6 +319,8 @@ def producer(args, CFG: gl.constexpr):
             if loaded > 0:
                 vslot = load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
             if i == 0:
+                if CFG.DYNAMIC:
+                    put_item(work_table, r - 1, this)
                 for c in gl.static_range(W):
                     if r > 1:
                         static_sync(CFG.QB + c, CFG.TWO)
@@ -326,6 +334,8 @@ def producer(args, CFG: gl.constexpr):
         bar_sync(CFG.KB + kslot, CFG.ALL)
     mbarrier.expect(k_full.index(kslot), 0)
     load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+    if CFG.DYNAMIC:
+        put_item(work_table, r, total)
     for c in gl.static_range(W):
         static_sync(CFG.QB + c, CFG.TWO)
         mbarrier.expect(q_full.index(c), 0)
