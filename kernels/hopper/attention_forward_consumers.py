@@ -388,8 +388,6 @@ def attend(
             )
             mbarrier.wait(v_full.index(vslot), vphase)
             acc = rescaled(acc, alpha)
-        if CFG.OVERLAP:
-            j = tile_at(n - 2 - i, walk, CFG)  # before the products, which take longer than its load
         pingpong_wait(c, CFG)
         x = scores(q, q_regs, ks, kslot, z, CFG)
         acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
@@ -403,6 +401,7 @@ def attend(
         used = vslot
         vslot, vphase = advance(vslot, vphase, CFG.VS)
         if CFG.OVERLAP:
+            j = tile_at(n - 2 - i, walk, CFG)
             state, p, alpha = take_scores(
                 state, x, j, row, ranges, keys, offset, scale_log2, variables, dt, CFG.MASKS, CFG
             )
