@@ -169,7 +169,8 @@ def figures(name: str, impl: str, device: torch.device) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return told | {"error": f"took longer than {TIMEOUT:.0f} s"}
     if done.returncode:
-        return told | {"error": (done.stderr.strip().splitlines() or ["no output"])[-1][:200]}
+        last = done.stderr.strip().splitlines()[-4:] or ["no output"]  # a C++ library may speak last
+        return told | {"error": f"exit {done.returncode}: {' | '.join(x.strip() for x in last)}"[:600]}
     return told | json.loads(done.stdout.splitlines()[-1])
 
 
