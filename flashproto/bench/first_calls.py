@@ -170,7 +170,7 @@ def figures(name: str, impl: str, device: torch.device) -> dict[str, Any]:
             return told | {"error": f"took longer than {TIMEOUT:.0f} s"}
     if done.returncode:
         last = done.stderr.strip().splitlines()[-4:] or ["no output"]  # a C++ library may speak last
-        return told | {"error": f"exit {done.returncode}: {' | '.join(x.strip() for x in last)}"[:600]}
+        return told | {"error": " | ".join(x.strip() for x in last)[:600]}
     return told | json.loads(done.stdout.splitlines()[-1])
 
 

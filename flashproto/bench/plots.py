@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import textwrap
 from collections.abc import Callable
@@ -25,7 +26,7 @@ TITLES = {
     "(plain, hopper)": "plainer problem, hopper",
     "(plain, triton)": "plainer problem, triton",
 }
-# Each contender's place among the colours; those that are not named here take the places behind them.
+# Each contender's place among the colours; those that are not named here take what is left.
 PLACES = (
     OURS,
     "flashproto[hopper]",
@@ -73,8 +74,10 @@ def title(name: str) -> str:
 
 
 def colours(names: list[str]) -> dict[str, str]:
-    places = [*PLACES, *(name for name in names if name not in PLACES)]
-    return {name: COLOURS[places.index(name) % len(COLOURS)] for name in names}
+    """The same for a name of PLACES in every plot; for others what the plot has left."""
+    placed = {name: COLOURS[PLACES.index(name)] for name in names if name in PLACES}
+    left = itertools.cycle([c for c in dict.fromkeys(COLOURS) if c not in placed.values()])
+    return {name: placed.get(name) or next(left) for name in names}
 
 
 def heights(results: dict[str, Any], unit: str) -> dict[str, float]:
