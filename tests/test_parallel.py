@@ -438,12 +438,9 @@ def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
     for many, one in zip(rows(whole), rows(alone), strict=True):
         assert many.keys() == one.keys()
         assert (many["step"], many["learning_rate"]) == (one["step"], one["learning_rate"])
-    # From the second step on AdamW divides each gradient by its own size, which makes what float32 has
-    # rounded of small ones as large as the others; the loss hardly feels that.  In float64: above.
-    first, *later = zip(rows(whole)[:3], rows(alone)[:3], strict=True)
-    assert first[0] == pytest.approx(first[1], rel=1e-6)
-    for many, one in later:
-        assert many["loss"] == pytest.approx(one["loss"], rel=1e-6)
+    # Later what float32 rounds grows from step to step; the case in float64 is above.
+    for many, one in zip(rows(whole)[:3], rows(alone)[:3], strict=True):
+        assert many == pytest.approx(one, rel=1e-5)
 
     # One process goes on with what several wrote, and several with what one wrote.
     called("train_gpt", "--resume", "--out", folder, "--steps", 42)
