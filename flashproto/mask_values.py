@@ -113,11 +113,11 @@ class Mask:
         return f"{self!r}: {share}, {'' if known else 'say '}of {Sq} queries and {Sk} keys"
 
     def _lengths(self) -> tuple[int, int, bool]:
-        for part in self.parts:
-            if isinstance(part, Intervals):
-                Sk = part.begin.shape[-1]
-                return Sk if part.queries is None else part.queries, Sk, True
-        return EXAMPLE, EXAMPLE, False
+        parts = [part for part in self.parts if isinstance(part, Intervals)]
+        if not parts:
+            return EXAMPLE, EXAMPLE, False
+        Sk = parts[0].begin.shape[-1]
+        return next((x.queries for x in parts if x.queries is not None), Sk), Sk, True
 
     # --- for given lengths; operator: whom errors name ---
 

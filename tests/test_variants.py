@@ -152,6 +152,9 @@ def test_masks_say_what_they_are() -> None:
     assert repr(masks.window(3, None, first=2)) == "window(3, None, first=2)"
     assert "51.6% of the tiles" in str(masks.causal())
     assert masks.window(128, 0).share(1024, 1024) == 15 / 64
+    of_both = masks.documents(torch.zeros(5).long(), torch.zeros(9).long())
+    for mask in (masks.tree(torch.arange(9) - 1) & of_both, of_both & masks.tree(torch.arange(9) - 1)):
+        assert str(mask).endswith("of 5 queries and 9 keys")
 
 
 def test_masks_are_drawn(tmp_path) -> None:
