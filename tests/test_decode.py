@@ -576,6 +576,21 @@ def test_what_is_out_of_range_is_refused_in_the_checked_mode(
         call(right | OUT_OF_RANGE[message])
 
 
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("paged", [False, True])
+def test_adding_no_tokens_changes_nothing(impl: str, paged: bool, device: str) -> None:
+    q, cache = torch.randn(2, 2, 1, 16, device=device), torch.randn(4, 8, 1, 16, device=device)
+    given = {"lengths": torch.tensor([3, 0], dtype=torch.int32, device=device), "impl": impl}
+    if paged:
+        given["page_table"] = torch.tensor([[2], [1]], dtype=torch.int32, device=device)
+    keys, values = (cache.clone()[: None if paged else 2] for _ in range(2))
+    before, none = keys.clone(), torch.randn(2, 1, 0, 16, device=device)
+    wanted = flashproto.attention_with_kv_cache(q, keys, values, **given)
+    got = flashproto.attention_with_kv_cache(q, keys, values, k=none, v=none, **given)
+    assert torch.equal(got, wanted)
+    assert torch.equal(keys, before) and torch.equal(values, before)
+
+
 # --- attention without a cache -----------------------------------------------------------------------
 
 SPLIT = [n for n, f in FEATURES.items() if n not in ("first_keys", "max_score", "entropy")]

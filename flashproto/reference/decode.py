@@ -147,7 +147,7 @@ def attention_with_kv_cache(
         return rope(x, cos, sin, offset=P + first - start, interleaved=interleaved)
 
     q = turn(dense(q), keys - queries)
-    if k is not None and v is not None and B:
+    if k is not None and v is not None and B and k.numel():
         given = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))]  # [B, n, Hkv, D]
         if cu_seqlens_q is None or tokens is None:
             n = given[0].shape[1]
