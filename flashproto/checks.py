@@ -317,6 +317,13 @@ def check_aux(operator: str, names: object) -> tuple[str, ...]:
     return tuple(names)
 
 
+def converted(name: str, x: object, method: str, dtype: str, takes: str) -> tuple[str, str, str]:
+    """(got, takes, do) of what is no tensor of the dtype that a method of that name makes."""
+    if isinstance(x, Tensor):
+        return f"of dtype {x.dtype}", takes, f"Call {name}.{method}()."
+    return described(x), takes, f"Make one of {dtype} on the device of q."
+
+
 def check_varlen(
     operator: str,
     q: Tensor,
@@ -344,8 +351,8 @@ def check_varlen(
     given: tuple[Any, Any] = cu_seqlens_q, cu_seqlens_k
     for name, x, tokens in zip(("cu_seqlens_q", "cu_seqlens_k"), given, (q, k), strict=True):
         if not isinstance(x, Tensor) or x.dtype != torch.int32:
-            got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
-            refuse(operator, name, got, "an int32 tensor [n + 1]", f"Call {name}.int().", TypeError)
+            words = converted(name, x, "int", "torch.int32", "an int32 tensor [n + 1]")
+            refuse(operator, name, *words, TypeError)
         check_on(operator, name, x, q.device)
         if x.ndim != 1 or x.shape[0] == 0:
             refuse(

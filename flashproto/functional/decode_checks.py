@@ -20,6 +20,7 @@ from ..checks import (
     check_tables,
     check_tensor,
     check_values,
+    converted,
     described,
     is_readable,
     refuse,
@@ -36,20 +37,13 @@ def check_int32(argument: str, x: object, device: torch.device, shape: Sequence[
     words = ", ".join("n" if n is None else str(n) for n in shape) if not is_compiling() else "..."
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         takes = f"an int32 tensor [{words}]"
-        refuse(NAME, argument, *_converted(argument, x, "int", "torch.int32", takes), TypeError)
+        refuse(NAME, argument, *converted(argument, x, "int", "torch.int32", takes), TypeError)
     check_on(NAME, argument, x, device)
     if x.ndim != len(shape) or any(
         n is not None and n != m for n, m in zip(shape, x.shape, strict=True)
     ):
         do = "Pass one for each sequence."
         refuse(NAME, argument, f"of shape {list(x.shape)}", f"int32 of shape [{words}]", do)
-
-
-def _converted(name: str, x: object, method: str, dtype: str, takes: str) -> tuple[str, str, str]:
-    """(got, takes, do) of what is no tensor of the dtype that a method of that name makes."""
-    if isinstance(x, Tensor):
-        return f"of dtype {x.dtype}", takes, f"Call {name}.{method}()."
-    return described(x), takes, f"Make one of {dtype} on the device of q."
 
 
 def check_cache(
@@ -166,7 +160,7 @@ def _check_scales(k_cache, k_scale, v_scale):
             refuse(NAME, name, described(x), "None beside a cache of q's dtype", "Leave it out.")
         if not isinstance(x, Tensor) or x.dtype != torch.float32:
             takes = "a float32 tensor, [Hkv], or [B, S, Hkv] as the cache lies"
-            refuse(NAME, name, *_converted(name, x, "float", "torch.float32", takes), TypeError)
+            refuse(NAME, name, *converted(name, x, "float", "torch.float32", takes), TypeError)
         check_on(NAME, name, x, k_cache.device)
         if x.shape not in (k_cache.shape[2:3], k_cache.shape[:3]) or x.ndim != k_scale.ndim:
             takes = lambda: f"{[k_cache.shape[2]]} or {list(k_cache.shape[:3])}, both alike"  # noqa: E731
