@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .checks import described, refuse
+from .checks import check_integer, described, refuse
 
 ALWAYS = 2**31 - 1  # the end of an interval behind all queries
 TILE = 128  # for the share of tiles that a mask visits
@@ -109,7 +109,10 @@ class Mask:
 
     def __str__(self) -> str:
         Sq, Sk, known = self._lengths()
-        share = f"visits {self.share(Sq, Sk):.1%} of the tiles of {TILE} x {TILE}"
+        try:
+            share = f"visits {self.share(Sq, Sk):.1%} of the tiles of {TILE} x {TILE}"
+        except ValueError as error:  # of parts that go into no call together
+            return f"{self!r}: {error}"
         return f"{self!r}: {share}, {'' if known else 'say '}of {Sq} queries and {Sk} keys"
 
     def _lengths(self) -> tuple[int, int, bool]:
@@ -139,7 +142,10 @@ class Mask:
 
     def visible(self, Sq: int, Sk: int, rows: range | None = None) -> Tensor:
         """Boolean, True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with intervals;
-        to look at, and for small tests.  rows: these queries alone."""
+        to look at, and for small tests.  rows: these queries alone.  ValueError, TypeError: lengths
+        that are no numbers of tokens, or not the mask's."""
+        for name, n in (("Sq", Sq), ("Sk", Sk)):
+            check_integer("Mask.visible", name, n, 0, ALWAYS, "an integer from 0", "Pass 32, say.")
         high, low, first = self.diagonals(Sq, Sk)
         found = self.intervals(Sq, Sk)
         device = None if found is None else found[0].device

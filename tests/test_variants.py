@@ -155,6 +155,12 @@ def test_masks_say_what_they_are() -> None:
     of_both = masks.documents(torch.zeros(5).long(), torch.zeros(9).long())
     for mask in (masks.tree(torch.arange(9) - 1) & of_both, of_both & masks.tree(torch.arange(9) - 1)):
         assert str(mask).endswith("of 5 queries and 9 keys")
+    ids = torch.zeros(8).long()
+    for mask, why in (
+        (masks.documents(ids) & masks.documents(ids[1:]), "of 7 keys; it takes one of 8 keys"),
+        (masks.window(5, first=1) & masks.window(2, first=3), "the narrower with first=3"),
+    ):
+        assert str(mask).startswith(repr(mask)) and why in str(mask)
 
 
 def test_masks_are_drawn(tmp_path) -> None:
@@ -327,10 +333,7 @@ REFUSED = {
         "attention: mask is 3 batch entries, .* and 2 batch entries",
     ),
     "masks of two devices": (lambda: (masks.padding(IDS.to("meta")) & B3).visible(8, 8), "on meta"),
-    "printed with another length": (
-        lambda: str(masks.documents(IDS) & masks.documents(IDS[1:])),
-        " 7 keys",
-    ),
+    "a look at fewer queries than none": (lambda: masks.causal().visible(-1, 3), "Sq is -1"),
     "a look at other keys": (lambda: masks.documents(IDS[:1]).visible(1, 8), "of 1 keys"),
     "a window that int32 does not hold": (lambda: masks.window(2**30), r"to 2\^30 - 1, or None"),
     "softcap that float32 does not hold": (
