@@ -276,7 +276,8 @@ def check_attention(
             f"Only {v_name} may have a head_dim of its own.",
         )
     if D == 0 or Dv == 0:
-        refuse(operator, "head_dim", 0, "at least 1", "Pass tensors of shape [B, H, S, D].")
+        name = q_name if D == 0 else v_name
+        refuse(operator, name, "of head_dim 0", "at least 1", "The last dimension is the head_dim.")
     if (Hkv == 0) != (Hq == 0):
         refuse(
             operator,

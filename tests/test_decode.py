@@ -576,6 +576,17 @@ def test_what_is_out_of_range_is_refused_in_the_checked_mode(
         call(right | OUT_OF_RANGE[message])
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+def test_a_pool_without_pages(impl: str, device: str) -> None:
+    """Its table names pages that no sequence has a key in."""
+    q, pool = torch.randn(2, 4, 3, 16, device=device), torch.empty(0, 16, 2, 16, device=device)
+    table = torch.zeros(2, 5, dtype=torch.int32, device=device)
+    out, lse = flashproto.attention_with_kv_cache(
+        q, pool, pool, lengths=table[:, 0], page_table=table, return_lse=True, impl=impl
+    )
+    assert out.eq(0).all() and lse.eq(-math.inf).all()
+
+
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("paged", [False, True])
 def test_adding_no_tokens_changes_nothing(impl: str, paged: bool, device: str) -> None:

@@ -122,6 +122,7 @@ REFUSED = {
     "batch": (lambda: flashproto.attention(Q, K[:1], K), "k is of batch size 1"),
     "keys and values": (lambda: flashproto.attention(Q, K, K[:, :, 1:]), "v is of heads and length"),
     "head_dim": (lambda: flashproto.attention(Q, K[..., 1:], K), "k is of head_dim 15"),
+    "no head_dim": (lambda: flashproto.attention(Q, K, K[..., :0]), "v is of head_dim 0"),
     "heads": (lambda: flashproto.attention(Q[:, :3], K, K), "q is of 3 heads"),
     "no key heads": (lambda: flashproto.attention(Q, K[:, :0], K[:, :0]), "k is of 0 heads"),
     "scale": (lambda: flashproto.attention(Q, K, K, scale=math.inf), "scale is inf"),

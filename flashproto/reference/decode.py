@@ -128,6 +128,8 @@ def attention_with_kv_cache(
     if k is not None:
         new = queries if cu_seqlens_q is not None else torch.full_like(lengths, k.shape[2])
     keys = lengths + new
+    if page_table is not None and not k_cache.shape[0]:  # no page for a slot to be in
+        page_table = page_table[:, :0]
     capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
     rows = torch.arange(B, device=device) if cache_index is None else cache_index.long()
     slots = Slots(rows, page_table, k_cache.shape[1], capacity, left is not None)
