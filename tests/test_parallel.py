@@ -407,7 +407,8 @@ def failure(*arguments: object, cwd: Path, largest_file: int | None = None) -> s
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of torchrun in /proc")
 def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
     folder, whole, alone = tmp_path / "run", tmp_path / "whole", tmp_path / "alone"
-    options = ["--data", text, *torchrun.ROWS, "--steps", 40]
+    # Steps so small that they do not make more of what float32 rounds.
+    options = ["--data", text, *torchrun.ROWS, "--steps", 40, "--learning-rate", 1e-4]
     shared = [*options, "--parallel", "fsdp"]
     began = torchrun.start(2, *shared, "--out", folder, cwd=tmp_path)
     rank = random.randrange(2)
@@ -438,9 +439,9 @@ def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
     for many, one in zip(rows(whole), rows(alone), strict=True):
         assert many.keys() == one.keys()
         assert (many["step"], many["learning_rate"]) == (one["step"], one["learning_rate"])
-    # Later what float32 rounds grows from step to step; the case in float64 is above.
+    # The case in float64 is above.
     for many, one in zip(rows(whole)[:3], rows(alone)[:3], strict=True):
-        assert many == pytest.approx(one, rel=1e-5)
+        assert many == pytest.approx(one, rel=1e-6)
 
     # One process goes on with what several wrote, and several with what one wrote.
     called("train_gpt", "--resume", "--out", folder, "--steps", 42)
