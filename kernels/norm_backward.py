@@ -8,8 +8,8 @@ With g = dy * weight and averages over the N columns of the row:
 and the gradient of total, where a residual was added, is that dx plus the gradient that reaches
 total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fixed order: every
 program adds up its rows in registers and writes one float32 row of partial sums, and
-column_sums_kernel adds those.  A split row leaves few programs for many rows: float32 keeps there
-what rounding takes from its sums.
+column_sums_kernel adds those.  A split row leaves few programs for many rows: in float32 these are
+summed by blocks of rows, so that rounding adds up over fewer sums.
 
 The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
 tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
@@ -41,6 +41,8 @@ from .hooks import apply_hook, apply_hook_backward
 from .moments import sums_of_both
 from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
 from .rounding import load, rounded, store
+
+BLOCK_ROWS = tl.constexpr(4)
 
 
 @triton.jit
@@ -298,14 +300,17 @@ def norm_backward_kernel(
 
 
 @triton.jit
-def add(high, low, x, EXACT: tl.constexpr):
-    """(high, low) + x; if EXACT, low is what rounding takes from a finite high (Kahan, 1965)."""
-    if EXACT:
-        part = x + low
-        total = high + part
-        return total, tl.where(tl.abs(total) < float("inf"), part - (total - high), 0.0)
+def add(total, block, x, ends, BLOCKS: tl.constexpr):
+    """total + block + x as a total and a block; if BLOCKS, only where a block `ends` the total takes it
+    in."""
+    if BLOCKS:
+        block += x
+        if ends:
+            total += block
+            block = tl.zeros_like(block)
+        return total, block
     else:
-        return high + x, low
+        return total + x, block
 
 
 @triton.jit
@@ -351,9 +356,10 @@ def norm_backward_split_kernel(
     weight = 0.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
-    EXACT: tl.constexpr = dtype == tl.float32
-    dweights, dweights_low = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
-    dbiases, dbiases_low = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
+    BLOCKS: tl.constexpr = dtype == tl.float32
+    dweights, dweights_block = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
+    dbiases, dbiases_block = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
+    in_block = 0
 
     # Three rows are in flight: one waits for its words, the next publishes its own, one is loaded.
     row = group.to(tl.int64) + one  # [1]
@@ -449,10 +455,12 @@ def norm_backward_split_kernel(
         dx = g - xhat * average_g_xhat
         if CENTERED:
             dx -= average_g
+        in_block = tl.where(in_block + 1 < BLOCK_ROWS, in_block + 1, 0)
+        ends = in_block == 0
         if dweight_ptr is not None:
-            dweights, dweights_low = add(dweights, dweights_low, dweight, EXACT)
+            dweights, dweights_block = add(dweights, dweights_block, dweight, ends, BLOCKS)
         if dbias_ptr is not None:
-            dbiases, dbiases_low = add(dbiases, dbiases_low, dy.to(tl.float32), EXACT)
+            dbiases, dbiases_block = add(dbiases, dbiases_block, dy.to(tl.float32), ends, BLOCKS)
         store_dx(
             dx * rstd,
             dtotal_ptr,
@@ -473,6 +481,9 @@ def norm_backward_split_kernel(
         x, dy = x_next, dy_next
         mean_next, rstd_next, x_next, dy_next = mean_later, rstd_later, x_later, dy_later
 
+    if BLOCKS:
+        dweights += dweights_block
+        dbiases += dbiases_block
     partial = group.to(tl.int64) * N + cols
     if dweight_ptr is not None:
         tl.store(dweight_ptr + partial, dweights, mask=inside)

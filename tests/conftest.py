@@ -33,9 +33,11 @@ settings.register_profile(
 )
 settings.load_profile("flashproto")
 
-# Workers share the processor; more threads than cores make every one of them slower.
+# Workers share the processor; more threads than cores make every one of them slower.  Nor does each
+# start a process a core for Inductor to compile in.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     torch.set_num_threads(1)
 
 MEMORY_SECONDS = 240  # the most that a test waits for memory
