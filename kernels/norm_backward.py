@@ -8,8 +8,8 @@ With g = dy * weight and averages over the N columns of the row:
 and the gradient of total, where a residual was added, is that dx plus the gradient that reaches
 total from elsewhere (dtotal).  dweight and dbias are summed in two steps of fixed order: every
 program adds up its rows in registers and writes one float32 row of partial sums, and
-column_sums_kernel adds those.  A split row leaves few programs for many rows: in float32 these are
-summed by blocks of rows, so that rounding adds up over fewer sums.
+column_sums_kernel adds those.  The widest rows leave one program for all of them: in float32 these
+are summed by blocks of rows, so that rounding adds up over fewer sums.
 
 The regimes are those of the forward.  In norm_backward_kernel a few programs a multiprocessor take many
 tiles of R whole rows each, so that there are few partial sums, and load the next tiles meanwhile.
@@ -356,7 +356,7 @@ def norm_backward_split_kernel(
     weight = 0.0
     if weight_ptr is not None:
         weight = tl.load(weight_ptr + cols, mask=inside, other=0.0)
-    BLOCKS: tl.constexpr = dtype == tl.float32
+    BLOCKS: tl.constexpr = dtype == tl.float32 and C > 1024
     dweights, dweights_block = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
     dbiases, dbiases_block = tl.zeros([1, C], tl.float32), tl.zeros([1, C], tl.float32)
     in_block = 0
