@@ -270,22 +270,29 @@ def ring_section(data: dict[str, Any]) -> Iterator[str]:
     yield markdown(rows)
 
 
+LOSSES = """
+## The same loss on every backend: `examples/compare_losses.py`
+
+GPTs of `examples/train_gpt.py`, trained from the same weights on each backend; from several seeds, mean
+and standard deviation.
+"""
+
+
 def losses_section(data: dict[str, Any]) -> Iterator[str]:
-    """Validation losses of the example model by backend."""
-    yield "## The same loss on every backend: `examples/compare_losses.py`"
-    yield (
-        "The toy GPT of `examples/train_gpt.py`, trained from several seeds on each backend: mean and"
-        " standard deviation of the validation loss at the end."
-    )
-    yield provenance(data["runs"])
-    rows = [["backend", "seeds", "steps each", "validation loss"]]
+    """Losses of the example model by backend."""
+    (run,) = data["runs"]
+    options = " ".join(run["protocol"]["train_gpt"])
+    yield f"`train_gpt.py {options}`" if options else "`train_gpt.py`, the toy GPT:"
+    yield provenance([run])
+    rows = [["backend", "seeds", "steps each", "validation loss", "mean loss of all steps"]]
     for impl in dict.fromkeys(run["impl"] for run in data["losses"]):
         runs = [run for run in data["losses"] if run["impl"] == impl]
-        found = [run["validation"] for run in runs]
-        spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
-        rows.append(
-            [impl, str(len(runs)), str(runs[0]["steps"]), f"{statistics.mean(found):.4f}{spread}"]
-        )
+        row = [impl, str(len(runs)), str(runs[0]["steps"])]
+        for quantity in ("validation", "mean"):
+            found = [run[quantity] for run in runs]
+            spread = f" ± {statistics.stdev(found):.4f}" if len(found) > 1 else ""
+            row.append(f"{statistics.mean(found):.4f}{spread}")
+        rows.append(row)
     yield markdown(rows)
 
 
@@ -306,6 +313,8 @@ def page(found: list[Results], pictures: Sequence[str]) -> str:
             parts += first_calls_section(results["first_calls"])
         if "ring" in results:
             parts += ring_section(results["ring"])
-        if "losses" in results:
-            parts += losses_section(results["losses"])
+        losses = [data for data in results.values() if "losses" in data]
+        parts += [LOSSES.strip()] if losses else []
+        for data in losses:
+            parts += losses_section(data)
     return "\n\n".join(part for part in parts if part) + "\n"
