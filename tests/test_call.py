@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -315,6 +316,30 @@ def tensors_are_views(base: Base) -> None:
         base.assert_equal(got, base.results.gradients)
 
 
+def negative(x: Tensor) -> Tensor:
+    """x as the negatives of what its memory holds, as the imaginary part of a conjugate is."""
+    return torch._neg_view(-x) if x.dtype in (f32, bf16, torch.float16) else x
+
+
+def memory_holds_the_negatives(base: Base) -> None:
+    """Of all tensors and of the gradients that arrive, together and each kind alone; torch itself
+    refuses an op that writes to several such tensors."""
+    case, impl = base.case, base.impl
+    names = case.gradients(base.inputs)
+    written = [] if case.differentiable else case.writes.split()
+    for given, arriving in itertools.product((negative, torch.clone), repeat=2):
+        leaves = case.leaves(base.inputs)
+        outputs = case({n: t if n in written else given(t) for n, t in leaves.items()}, impl)
+        base.assert_equal([y.detach() for y in outputs], base.results.outputs)
+        if names:
+            roots = [y for y in outputs if y.requires_grad]
+            grads = [arriving(upstream(y)) for y in roots]
+            got = torch.autograd.grad(roots, [leaves[n] for n in names], grads, allow_unused=True)
+            wanted = base.results.gradients
+            got = [torch.zeros_like(w) if g is None else g for g, w in zip(got, wanted, strict=True)]
+            base.assert_equal(got, wanted)
+
+
 class Marked(Tensor):
     """A subclass of Tensor that does nothing."""
 
@@ -341,6 +366,7 @@ FACTS = [
     what_is_saved_is_packed,
     tensors_are_parameters,
     tensors_are_views,
+    memory_holds_the_negatives,
     tensors_are_of_a_subclass,
 ]
 

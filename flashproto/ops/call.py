@@ -37,7 +37,7 @@ from .private import (
     transforms_active,
     watched,
 )
-from .recipe import New, Operand, Recipe, is_aligned
+from .recipe import New, Operand, Recipe, is_aligned, is_lazy
 from .written import runner
 
 CAPACITY = 4096  # what an operator keeps of calls, some KiB each
@@ -152,7 +152,7 @@ class Operator:
         behind them that are saved alone; with all that is saved."""
         recipe = Recipe(first(inputs).device)
         recipe.asked_for = returns
-        operands = [recipe.input(x) for x in inputs]
+        operands = recipe.all_inputs(inputs)
         news = self.makes(settings, *operands)
         outputs = [None if new is None else recipe.make(new) for new in news]
         saves = list(self.saves(settings, operands, outputs)) if saving else []
@@ -171,7 +171,7 @@ class Operator:
         the inputs, None for one that is not needed; for the op each that is made, but none twice."""
         recipe = Recipe(first(tensors).device)
         recipe.functional = op
-        operands = [recipe.input(x) for x in tensors]
+        operands = recipe.all_inputs(tensors)
         grads, saved = operands[: self.differentiable], operands[self.differentiable :]
         wanted = list(self.gradients(context, grads, saved, needs))
         made = [recipe.make(x) if isinstance(x, New) else None for x in wanted]
@@ -258,7 +258,7 @@ def steps(
     found = _steps.get(key)
     if found is None:
         recipe = Recipe(first(tensors).device)
-        build(recipe, [recipe.input(x) for x in tensors], *settings)
+        build(recipe, recipe.all_inputs(tensors), *settings)
         if len(_steps) >= CAPACITY:
             _steps.clear()
         found = recipe, runner(recipe, lambda *others: steps(build, others, settings))
@@ -299,7 +299,8 @@ def facts() -> tuple[bool, bool]:
 
 def metadata(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
     return tuple(
-        None if x is None else (x.dtype, x.shape, x.stride(), x.device, is_aligned(x)) for x in tensors
+        None if x is None else (x.dtype, x.shape, x.stride(), x.device, is_aligned(x), is_lazy(x))
+        for x in tensors
     )
 
 
@@ -391,7 +392,7 @@ def recorded(
     results = [f"r{i}" for i in range(len(recipe.returns))]
     by_operand = {id(x): r for x, r in zip(recipe.returns, results, strict=True) if x is not None}
     names = [f"t{i}" if i in given else "None" for i in range(len(inputs))]
-    by_operand |= {id(recipe.whole[i]): names[i] for i in given}
+    by_operand |= {id(recipe.given[i]): names[i] for i in given}
     marks = []
     if len(returns) > 1 or operator.differentiable > 1:
         marks.append("ctx.set_materialize_grads(False)")
@@ -453,7 +454,9 @@ def backward_of(
         ):
             made = operator.gradients_visibly(context, all_needs(needs), tensors)
             return made if complete else tuple(made[i] for i in given)
-        key = needs, facts(), _forgotten, *[None if x is None else x.stride() for x in tensors]
+        lazy = [x is not None and is_lazy(x) for x in grads]
+        strides = [None if x is None else x.stride() for x in tensors]
+        key = needs, facts(), _forgotten, *lazy, *strides
         run = ways.get(key)
         if run is None:
             run = operator.run_backward(tensors, context, all_needs(needs))

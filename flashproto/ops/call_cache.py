@@ -110,7 +110,7 @@ def key_of(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable | None:
         return None
     key: list[Hashable] = [kind]
     for x in tensors:
-        if type(x) is not Tensor and type(x) is not Parameter:
+        if (type(x) is not Tensor and type(x) is not Parameter) or x.is_neg():
             return None
         key += (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
     return tuple(key)

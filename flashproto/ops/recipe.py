@@ -239,6 +239,7 @@ class Recipe:
         self.inputs = 0
         self.aligned: list[bool] = []  # by variable
         self.whole: list[Operand | None] = []  # by variable, None for an input that is not given
+        self.given: list[Operand | None] = []  # what `all_inputs` returned
         self.steps: list[Make | Compute | Launch] = []
         self.returns: list[Operand | None] = []
         self.passed_first_launch = False
@@ -255,6 +256,15 @@ class Recipe:
             self.whole.append(None)
             return None
         return self._variable(x.shape, x.stride(), x.dtype, x.device, is_aligned(x))
+
+    def all_inputs(self, tensors: Sequence[Tensor | None]) -> list[Operand | None]:
+        """The inputs; copies of those whose memory does not hold their values."""
+        inputs = [self.input(x) for x in tensors]
+        self.given = [
+            operand.clone() if operand is not None and x is not None and is_lazy(x) else operand
+            for operand, x in zip(inputs, tensors, strict=True)
+        ]
+        return self.given
 
     def make(self, new: New) -> Operand:
         """Memory that each run makes."""
@@ -388,8 +398,14 @@ def operands_in(x: Any) -> list[Operand]:
     return []
 
 
+def is_lazy(x: Tensor) -> bool:
+    """Whether its memory does not hold its values: they are the negatives of what is there, as of the
+    imaginary part of a conjugate, or zeros that are nowhere."""
+    return x.is_neg() or x._is_zerotensor()
+
+
 def is_aligned(x: Tensor) -> bool:
-    return x.data_ptr() % 16 == 0
+    return is_lazy(x) or x.data_ptr() % 16 == 0
 
 
 # --- strides --------------------------------------------------------------------------------------
