@@ -111,7 +111,7 @@ class Mask:
         Sq, Sk, known = self._lengths()
         try:
             share = f"visits {self.share(Sq, Sk):.1%} of the tiles of {TILE} x {TILE}"
-        except ValueError as error:  # of parts that go into no call together
+        except (ValueError, RuntimeError) as error:  # parts that do not go together, or have no values
             return f"{self!r}: {error}"
         return f"{self!r}: {share}, {'' if known else 'say '}of {Sq} queries and {Sk} keys"
 

@@ -128,7 +128,7 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
         ids_k: [Sk] or [B, Sk], of the keys, where queries and keys are not the same tokens; then ids
             are of the queries, and of equal ids there is one run.
 
-    Raises: TypeError, ValueError: no such tensors.
+    Raises: TypeError, ValueError: no such tensors; on a CPU also ids of the queries with several runs.
 
     Example:
         >>> mask = masks.causal() & masks.documents(torch.tensor([0, 0, 1]))
@@ -156,7 +156,13 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
                 "Expand or move it.",
             )
         dtype = torch.promote_types(ids.dtype, ids_k.dtype)
-        ordered, order = ids.to(dtype).sort(stable=True)
+        ids = ids.to(dtype)
+        ordered, order = ids.sort(stable=True)
+        if is_readable(ids):
+            runs, distinct = (x.diff().ne(0).sum(-1) for x in (ids, ordered))
+            if (runs != distinct).any():
+                got, takes = "of an id with several runs", "one run of each id beside ids_k"
+                refuse(name, "ids", got, takes, "Put equal ids side by side, or name them apart.")
         ids_k = ids_k.to(dtype).contiguous()
         low = torch.searchsorted(ordered, ids_k)
         high = torch.searchsorted(ordered, ids_k, right=True)

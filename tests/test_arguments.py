@@ -214,7 +214,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         {"query": Q, "key": Q, "value": Q},
         {
             "query": [*TENSORS, LONG], "key": [*TENSORS, LONG, Q[:, :, :, :3]],
-            "value": [*TENSORS, LONG], "attn_mask": [*TENSORS, LONG, torch.ones(8, 7)],
+            "value": [*TENSORS, LONG],
+            "attn_mask": [*TENSORS, LONG, torch.ones(8, 7), torch.ones(8), torch.ones(5, 1, 8)],
             "dropout_p": [*NUMBERS, -0.1, 1.1], "is_causal": FLAGS, "scale": FINITE,
             "enable_gqa": FLAGS,
         },

@@ -161,6 +161,7 @@ def test_masks_say_what_they_are() -> None:
         (masks.window(5, first=1) & masks.window(2, first=3), "the narrower with first=3"),
     ):
         assert str(mask).startswith(repr(mask)) and why in str(mask)
+    assert "meta" in str(masks.documents(ids.to("meta")))
 
 
 def test_masks_are_drawn(tmp_path) -> None:
@@ -343,6 +344,7 @@ REFUSED = {
     "ids of floats": (lambda: masks.documents(Q[0, 0]), "ids is of dtype torch.float32"),
     "lengths of two dimensions": (lambda: masks.padding(IDS[None]), "lengths is of shape"),
     "ids of two batches": (lambda: masks.documents(IDS, IDS[None]), "ids_k is of shape"),
+    "ids of queries that come back": (lambda: masks.documents(T([0, 1, 0]), T([0, 1])), "several runs"),
     "intervals of two lengths": (lambda: masks.intervals(IDS, IDS[1:]), "end is of shape"),
     "a parent that comes later": (lambda: masks.tree(T([1, -1])), "depth-first order at token 0"),
     "branches in turns": (lambda: masks.tree(T([-1, 0, 0, 1])), "depth-first order at token 1"),

@@ -137,13 +137,19 @@ def _check_mask(
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         check_tensor(operator, "attn_mask", mask)
     check_on(operator, "attn_mask", mask, q.device)
-    L, S = q.shape[2], k.shape[2]
-    if any(n not in (1, size) for n, size in zip(mask.shape[-2:][::-1], (S, L), strict=False)):
+    H, L, S = q.shape[1], q.shape[2], k.shape[2]
+    scores = zip(mask.shape[::-1], (S, L), strict=False)
+    outer = zip(mask.shape[:-2][::-1], (H, *lead[::-1]), strict=False)
+    if (
+        mask.ndim < 2
+        or any(n not in (1, size) for n, size in scores)
+        or any(n != size and 1 not in (n, size) for n, size in outer)
+    ):
         refuse(
             operator,
             "attn_mask",
             f"of shape {list(mask.shape)}",
-            f"a shape that broadcasts to [..., {L}, {S}]",
+            f"a shape that broadcasts to {[*lead, H, L, S]}",
             "Pass a mask [L, S] of queries and keys.",
         )
     keys = None if dropout_p > 0.0 else _keys_of(mask, q, S, lead)

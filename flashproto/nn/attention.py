@@ -238,7 +238,7 @@ def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim
             "n_kv_heads",
             n_kv_heads,
             f"a divisor of n_heads, {n_heads}",
-            "Pass None for as many key heads as query heads.",
+            "Leave it out for as many key heads as query heads.",
         )
     if head_dim is None and d_model % n_heads:
         refuse(
