@@ -3,7 +3,6 @@ of which follow from what the Operator says (call.py)."""
 
 from __future__ import annotations
 
-import functools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,14 +18,15 @@ NO_TANGENT = (
     "use impl='reference', which has one, or reverse mode"
 )
 NO_SECOND_DERIVATIVE = "flashproto: the kernels have no second derivative"
-# A number of type float would be one number for torch.compile, which compiles anew for another.
+# A float is one number for torch.compile, which compiles anew for another.  As a Scalar it would be a
+# symbol, but torch 2.11 to 2.14 then hand an op numbers of earlier calls.
 SCHEMA_TYPES = {
     bool: "bool",
     int: "SymInt",
-    float: "Scalar",
+    float: "float",
     str: "str",
     torch.dtype: "ScalarType",
-    tuple[float, ...]: "Scalar[]",
+    tuple[float, ...]: "float[]",
     tuple[int, ...]: "SymInt[]",
     tuple[bool, ...]: "bool[]",
 }
@@ -72,21 +72,8 @@ def plain_values(values: Any) -> list[Any]:
     return [list(map(plain, x)) if isinstance(x, tuple) else plain(x) for x in values]
 
 
-@functools.cache
-def hints_of(kind: type) -> tuple[Any, ...]:
-    return tuple(typing.get_type_hints(kind).values())
-
-
 def values_of(kind: type, arguments: Sequence[Any]) -> Any:
-    """The values of an op's arguments, for which a whole number may stand where a float is meant."""
-
-    def value(x: Any, hint: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            of = typing.get_args(hint)[0]
-            return tuple([value(y, of) for y in x])
-        return float(x) if hint is float and type(x) is int else x
-
-    return kind(*map(value, arguments, hints_of(kind)))
+    return kind(*[tuple(x) if isinstance(x, (list, tuple)) else x for x in arguments])
 
 
 def register(operator: Any) -> None:

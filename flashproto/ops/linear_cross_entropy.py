@@ -428,7 +428,7 @@ def scale_gradients(dloss, dh, dweight, dbias, h, weight, bias, needs) -> tuple[
 # --- ops of torch.library --------------------------------------------------------------------------
 
 TENSORS = "Tensor h, Tensor weight, Tensor? bias, Tensor targets, Tensor? class_weight, "
-OPTIONS = "SymInt ignore_index, Scalar label_smoothing, Scalar z_loss, Scalar softcap, "
+OPTIONS = "SymInt ignore_index, float label_smoothing, float z_loss, float softcap, "
 NEEDS = "bool need_dh, bool need_dweight, bool need_dbias"
 
 
