@@ -19,7 +19,7 @@ NO_TANGENT = (
 )
 NO_SECOND_DERIVATIVE = "flashproto: the kernels have no second derivative"
 # A float is one number for torch.compile, which compiles anew for another.  As a Scalar it would be a
-# symbol, but torch 2.11 to 2.14 then hand an op numbers of earlier calls.
+# symbol, but Inductor (torch 2.13) then hands an op the number of the first call.
 SCHEMA_TYPES = {
     bool: "bool",
     int: "SymInt",
