@@ -90,6 +90,12 @@ class Operand:
         """An address that is none, but a multiple of 16 where it would be one."""
         return 0 if self.aligned else 1
 
+    def is_neg(self) -> bool:
+        """False: a recipe knows values as they are in memory."""
+        return False
+
+    _is_zerotensor = is_neg
+
     def element_size(self) -> int:
         return self.dtype.itemsize
 
