@@ -308,6 +308,22 @@ def test_inductor_compiles_symbols(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+def test_inductor_compiles_numbers(device: str) -> None:
+    """Each call gets its own, also where a number is of several ops and of torch's."""
+
+    def step(x: Tensor, w: Tensor, number: float) -> Tensor:
+        q, options = x[:, None], {"scale": number, "softcap": number * 10}
+        h = flashproto.attention(q, q, q, causal=True, impl="triton", **options)
+        h = flashproto.rms_norm(h * 2, x.shape[-1], w, eps=number * 1e-3, impl="triton")
+        return h.square().sum() * number
+
+    compiled = torch.compile(step, fullgraph=True)
+    for n in range(4):
+        inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((2, 5, 16), (16,))]
+        got, want = (derivatives(f(*inputs, 0.1 + n / 16), inputs) for f in (compiled, step))
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
 def causal(offset: int) -> Variant:
     return Variant(Kind(CAUSAL=True), offset)
 
