@@ -392,7 +392,7 @@ def recorded(
     results = [f"r{i}" for i in range(len(recipe.returns))]
     by_operand = {id(x): r for x, r in zip(recipe.returns, results, strict=True) if x is not None}
     names = [f"t{i}" if i in given else "None" for i in range(len(inputs))]
-    by_operand |= {id(recipe.given[i]): names[i] for i in given}
+    by_operand |= {id(recipe.operands[i]): names[i] for i in given}
     marks = []
     if len(returns) > 1 or operator.differentiable > 1:
         marks.append("ctx.set_materialize_grads(False)")

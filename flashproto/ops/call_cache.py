@@ -35,6 +35,7 @@ from ..backends import autocast_dtype
 from . import call, exchange_buffers, private
 from .call import Call, wants_grad
 from .private import TensorGuards, deterministic, dispatch_modes, forward_ad, transforms_active, watched
+from .recipe import is_lazy
 
 CAPACITY = 4096  # calls, of some KiB each
 RECENT = 4
@@ -110,7 +111,7 @@ def key_of(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable | None:
         return None
     key: list[Hashable] = [kind]
     for x in tensors:
-        if (type(x) is not Tensor and type(x) is not Parameter) or x.is_neg():
+        if (type(x) is not Tensor and type(x) is not Parameter) or is_lazy(x):
             return None
         key += (x.dtype, x.shape, x.stride(), x.device, x.requires_grad)
     return tuple(key)

@@ -245,7 +245,7 @@ class Recipe:
         self.inputs = 0
         self.aligned: list[bool] = []  # by variable
         self.whole: list[Operand | None] = []  # by variable, None for an input that is not given
-        self.given: list[Operand | None] = []  # what `all_inputs` returned
+        self.operands: list[Operand | None] = []  # by input, what steps take for it
         self.steps: list[Make | Compute | Launch] = []
         self.returns: list[Operand | None] = []
         self.passed_first_launch = False
@@ -266,11 +266,11 @@ class Recipe:
     def all_inputs(self, tensors: Sequence[Tensor | None]) -> list[Operand | None]:
         """The inputs; copies of those whose memory does not hold their values."""
         inputs = [self.input(x) for x in tensors]
-        self.given = [
+        self.operands = [
             operand.clone() if operand is not None and x is not None and is_lazy(x) else operand
             for operand, x in zip(inputs, tensors, strict=True)
         ]
-        return self.given
+        return self.operands
 
     def make(self, new: New) -> Operand:
         """Memory that each run makes."""
