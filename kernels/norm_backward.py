@@ -42,7 +42,7 @@ from .moments import sums_of_both
 from .norm import SHORT, columns_of, hold_rows, mean_of_chunks, scaled
 from .rounding import load, rounded, store
 
-BLOCK_ROWS = tl.constexpr(4)
+BLOCK_ROWS = tl.constexpr(4)  # few: tensors of such wide rows have few rows
 
 
 @triton.jit
@@ -301,8 +301,8 @@ def norm_backward_kernel(
 
 @triton.jit
 def add(total, block, x, ends, BLOCKS: tl.constexpr):
-    """total + block + x as a total and a block; if BLOCKS, only where a block `ends` the total takes it
-    in."""
+    """Adds x to a sum, which is total + block: to the total, or if BLOCKS to the block, which is added
+    to the total where it `ends`."""
     if BLOCKS:
         block += x
         if ends:
