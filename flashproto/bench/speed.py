@@ -281,8 +281,10 @@ and standard deviation.
 def losses_section(data: dict[str, Any]) -> Iterator[str]:
     """Losses of the example model by backend."""
     (run,) = data["runs"]
-    options = " ".join(run["protocol"]["train_gpt"])
-    yield f"`train_gpt.py {options}`" if options else "`train_gpt.py`, the toy GPT:"
+    options = list(run["protocol"]["train_gpt"])
+    if "--data" in options:
+        options[options.index("--data") + 1] = "TOKENS"
+    yield f"`train_gpt.py {' '.join(options)}`" if options else "`train_gpt.py`, the toy GPT:"
     yield provenance([run])
     rows = [["backend", "seeds", "steps each", "validation loss", "mean loss of all steps"]]
     for impl in dict.fromkeys(run["impl"] for run in data["losses"]):
