@@ -170,6 +170,19 @@ def test_one_rank_is_attention(shape: tuple[int, ...], method: str) -> None:
         assert all(error(*pair) < ATOL[torch.float32] for pair in zip(*made, strict=True))
 
 
+def test_a_sink_of_nothing() -> None:
+    """-inf, also where there is no key: no gradient of it, as of attention's."""
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    sinks = torch.tensor([-torch.inf, 0.5], requires_grad=True)
+    with processes.alone():
+        for mask in (masks.padding(torch.tensor([0])), None):
+            made, wanted = (
+                torch.autograd.grad(function(q, k, v, sinks=sinks, mask=mask).square().sum(), sinks)[0]
+                for function in (distributed.ring_attention, flashproto.attention)
+            )
+            torch.testing.assert_close(made, wanted)
+
+
 def test_torch_compile_breaks_the_graph() -> None:
     """It gives the same, and fullgraph=True says why it cannot."""
     q = torch.randn(1, 2, 24, 8).requires_grad_()
