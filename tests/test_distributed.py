@@ -183,6 +183,16 @@ def test_a_sink_of_nothing() -> None:
             torch.testing.assert_close(made, wanted)
 
 
+def test_norms_of_one_dimension() -> None:
+    x, w, b = (torch.randn(8, requires_grad=True) for _ in range(3))
+    with processes.alone():
+        made, wanted = (
+            torch.autograd.grad(of.layer_norm(x, *shape, w, b).square().sum(), (x, w, b))
+            for of, shape in ((distributed, ()), (flashproto, (8,)))
+        )
+    torch.testing.assert_close(made, wanted)
+
+
 def test_torch_compile_breaks_the_graph() -> None:
     """It gives the same, and fullgraph=True says why it cannot."""
     q = torch.randn(1, 2, 24, 8).requires_grad_()

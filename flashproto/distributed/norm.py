@@ -149,6 +149,6 @@ def gradients(
     dx = (g - xhat * along - mean) * rstd[..., None]
     return [
         dx.to(x.dtype),
-        None if weight is None else (dy * xhat).flatten(0, -2).sum(0).to(weight.dtype),
-        None if bias is None else dy.flatten(0, -2).sum(0).to(bias.dtype),
+        None if weight is None else (dy * xhat).sum_to_size(weight.shape).to(weight.dtype),
+        None if bias is None else dy.sum_to_size(bias.shape).to(bias.dtype),
     ]
