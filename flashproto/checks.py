@@ -24,6 +24,17 @@ PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "Vma
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+def spreads(n: int, size: int) -> bool:
+    """Whether a dimension of n entries broadcasts to one of `size`.  `n in (1, size)` is False under
+    torch.compile for a number n beside a symbol that is equal to it."""
+    return n == 1 or n == size
+
+
+def matches(shape: Sequence[int], wanted: Sequence[int]) -> bool:
+    """Whether two shapes are equal, symbols in them too."""
+    return len(shape) == len(wanted) and all(a == b for a, b in zip(shape, wanted, strict=True))
+
+
 def refuse(
     operator: str,
     argument: str,
@@ -203,6 +214,17 @@ def check_tensor(operator: str, name: str, x: object) -> None:
         )
     if x.layout != torch.strided:
         refuse(operator, name, f"of layout {x.layout}", "a strided tensor", "Call .to_dense().")
+
+
+def check_mask_tensor(operator: str, name: str, mask: object) -> None:
+    """A boolean tensor, or a floating-point one that is added to scores."""
+    if isinstance(mask, Tensor) and mask.dtype == torch.bool:
+        return
+    if isinstance(mask, Tensor) and mask.dtype not in FLOATS:
+        takes = "bool, True where a score counts, or a floating-point dtype, which is added to scores"
+        do = f"Pass {name}.bool() where other numbers than 0 count."
+        refuse(operator, name, f"of dtype {mask.dtype}", takes, do, TypeError)
+    check_tensor(operator, name, mask)
 
 
 def check_same(operator: str, tensors: dict[str, Tensor], *, dtype: bool = True) -> None:
@@ -640,7 +662,11 @@ def check_tables(
         if not isinstance(x, Tensor):
             continue
         check_on(operator, name, x, device)
-        if x.is_floating_point() or x.dtype == torch.bool or tuple(x.shape) not in shapes[name]:
+        if (
+            x.is_floating_point()
+            or x.dtype == torch.bool
+            or not any(matches(x.shape, shape) for shape in shapes[name])
+        ):
             takes = " or ".join(str(list(shape)) for shape in shapes[name])
             refuse(
                 operator,

@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_number, check_same, described, is_number, refuse
+from .checks import FLOATS, check_number, check_same, described, is_number, refuse, spreads
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -186,7 +186,7 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
     for i, operand in enumerate(made.operands):
         check_same(operator, {"x": x, f"{argument} operand {i}": operand}, dtype=False)
         shape = [1] * (x.ndim - operand.ndim) + list(operand.shape)
-        if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
+        if len(shape) != x.ndim or not all(map(spreads, shape, x.shape)):
             refuse(
                 operator,
                 f"{argument} operand {i}",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import backends, hooks
-from .checks import check_same, check_scale, check_tensor, refuse
+from .checks import check_mask_tensor, check_same, check_scale, refuse, spreads
 
 if backends.HAS_TRITON:
     from .kernels import softmax_hooks as device
@@ -47,11 +47,10 @@ def scores(
 
 def check_mask(operator: str, x: Tensor, mask: Tensor) -> None:
     """A boolean or floating-point tensor that broadcasts to x, on its device."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        check_tensor(operator, "mask", mask)
+    check_mask_tensor(operator, "mask", mask)
     check_same(operator, {"x": x, "mask": mask}, dtype=False)
     shape = (1,) * (x.ndim - mask.ndim) + tuple(mask.shape)
-    if len(shape) != x.ndim or any(a not in (1, b) for a, b in zip(shape, x.shape, strict=True)):
+    if len(shape) != x.ndim or not all(map(spreads, shape, x.shape)):
         refuse(
             operator,
             "mask",

@@ -308,6 +308,44 @@ def test_inductor_compiles_symbols(device: str) -> None:
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+class Fixed(torch.nn.Module):
+    """A call beside buffers, whose sizes are numbers where those of x are symbols."""
+
+    def __init__(self, call: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call = call
+        self.register_buffer("bias", torch.randn(1, 4, 5, 5))
+        self.register_buffer("keys", torch.ones(2, 1, 1, 5).bool())
+        self.register_buffer("bools", torch.ones(5, 8).bool())
+        self.register_buffer("rows", torch.arange(5))
+        self.register_buffer("ids", torch.zeros(2, 5).int())
+        self.register_buffer("table", torch.ones(9, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self, x)
+
+
+SDPA = fp.scaled_dot_product_attention
+BESIDE_FIXED: dict[str, Callable[..., Tensor]] = {
+    "bias": lambda m, x, **o: SDPA(x, x, x, m.bias),
+    "keys": lambda m, x, **o: SDPA(x, x, x, m.keys, is_causal=True),
+    "documents": lambda m, x, **o: fp.attention(x, x, x, mask=fp.masks.documents(m.ids), **o),
+    "padding": lambda m, x, **o: fp.attention(x, x, x, mask=fp.masks.padding(m.ids[:, 0] + 3), **o),
+    "softmax": lambda m, x, **o: fp.softmax(x, mask=m.bools, **o),
+    "hook": lambda m, x, **o: fp.rms_norm(x, 8, prologue=hooks.call("multiply", m.bias[..., :1]), **o),
+    "rope": lambda m, x, **o: fp.rope(x, None, m.table, m.table, positions=m.rows, **o)[0],
+}
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+@pytest.mark.parametrize("name", BESIDE_FIXED)
+def test_fixed_sizes_beside_symbols(name: str, impl: str, device: str) -> None:
+    model = Fixed(lambda m, x: BESIDE_FIXED[name](m, x, impl=impl)).to(device)
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 4, 5, 8, device=device)
+    torch.testing.assert_close(compiled(x), model(x))
+
+
 def test_inductor_compiles_numbers(device: str) -> None:
     """Each call gets its own, also where a number is of several ops and of torch's."""
 

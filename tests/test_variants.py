@@ -11,6 +11,7 @@ import pytest
 import torch
 from attention_problem import Problem, draw
 from rows import poison
+from torch import Tensor
 from variant_problem import (
     FEATURES,
     PAIRS,
@@ -362,3 +363,18 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
         call()
     message = str(caught.value)
     assert "; it takes " in message and message.endswith(".") and "tensor(" not in message
+
+
+@pytest.mark.parametrize("impl", ["triton", "reference"])
+def test_statistics_may_go_unused(impl: str, device: str) -> None:
+    """A hook of a module's backward hands on no gradient for what nothing followed from."""
+
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor) -> tuple[Tensor, Tensor]:
+            return flashproto.attention(q, q, q, return_aux=("entropy",), impl=impl)
+
+    q, module = torch.randn(1, 1, 4, 16, device=device, requires_grad=True), Attend()
+    (wanted,) = torch.autograd.grad(module(q)[0].sum(), q)
+    module.register_full_backward_hook(lambda *_: None)
+    (made,) = torch.autograd.grad(module(q)[0].sum(), q)
+    assert torch.equal(made, wanted)

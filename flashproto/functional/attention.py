@@ -26,6 +26,7 @@ from ..checks import (
     check_scale,
     check_varlen,
     refuse,
+    spreads,
 )
 from ..mask_values import Band, joined
 from ..masks import check_bands, check_mask
@@ -377,7 +378,7 @@ def _intervals(operator, mask, q, k):
         return None, None
     check_on(operator, "mask", found[0], q.device)
     batch, heads, _ = found[0].shape
-    if batch not in (1, B) or heads not in (1, Hq):
+    if not (spreads(batch, B) and spreads(heads, Hq)):
         refuse(
             operator,
             "mask",
@@ -508,10 +509,13 @@ class NoGradient(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.name = inputs[1]
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, gradient):
-        raise NotImplementedError(NO_GRADIENT.format(ctx.name))
+        if gradient is not None:
+            raise NotImplementedError(NO_GRADIENT.format(ctx.name))
+        return None, None
 
 
 def _torch_attention(q, k, v, variant, scale):

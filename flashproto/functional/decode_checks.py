@@ -23,6 +23,7 @@ from ..checks import (
     converted,
     described,
     is_readable,
+    matches,
     refuse,
     watched,
 )
@@ -162,7 +163,7 @@ def _check_scales(k_cache, k_scale, v_scale):
             takes = "a float32 tensor, [Hkv], or [B, S, Hkv] as the cache lies"
             refuse(NAME, name, *converted(name, x, "float", "torch.float32", takes), TypeError)
         check_on(NAME, name, x, k_cache.device)
-        if x.shape not in (k_cache.shape[2:3], k_cache.shape[:3]) or x.ndim != k_scale.ndim:
+        if not any(matches(x.shape, k_cache.shape[d:3]) for d in (0, 2)) or x.ndim != k_scale.ndim:
             takes = lambda: f"{[k_cache.shape[2]]} or {list(k_cache.shape[:3])}, both alike"  # noqa: E731
             refuse(NAME, name, f"of shape {list(x.shape)}", takes, "Pass scales by head or by token.")
         if x.ndim == 1 and can_be_read(x) and (wrong := ~((x > 0) & x.isfinite())).any():

@@ -12,11 +12,13 @@ from ..backends import Reason
 from ..checks import (
     check_attention,
     check_flag,
+    check_mask_tensor,
     check_number,
     check_on,
     check_scale,
     check_tensor,
     refuse,
+    spreads,
 )
 from ..mask_values import ALWAYS
 from ..variant import Kind, Variant
@@ -73,7 +75,7 @@ def scaled_dot_product_attention(
     scale = check_scale(name, scale)
     q, k, v = autocast_low_precision(query, key, value)
     q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
-    if not enable_gqa and q.ndim > 2 and k_heads not in (1, q_heads):
+    if not enable_gqa and q.ndim > 2 and k_heads != 1 and k_heads != q_heads:
         refuse(
             name,
             "key",
@@ -134,16 +136,15 @@ def _check_mask(
 ) -> Tensor | None:
     """A boolean or floating-point tensor for scores [..., Sq, Sk], beside is_causal only if kernels
     take it.  Returns what they take, which keys are seen, [B | 1, H | 1, Sk]."""
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        check_tensor(operator, "attn_mask", mask)
+    check_mask_tensor(operator, "attn_mask", mask)
     check_on(operator, "attn_mask", mask, q.device)
     H, L, S = q.shape[1], q.shape[2], k.shape[2]
     scores = zip(mask.shape[::-1], (S, L), strict=False)
     outer = zip(mask.shape[:-2][::-1], (H, *lead[::-1]), strict=False)
     if (
         mask.ndim < 2
-        or any(n not in (1, size) for n, size in scores)
-        or any(n != size and 1 not in (n, size) for n, size in outer)
+        or any(not spreads(n, size) for n, size in scores)
+        or any(not spreads(n, size) and size != 1 for n, size in outer)
     ):
         refuse(
             operator,
@@ -173,9 +174,9 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
     keys = mask[..., 0, :]
     keys = keys if keys.ndim > 1 else keys[None]
     heads, batch = keys.shape[-2], keys.shape[:-2]
-    if heads not in (1, q.shape[1]):
+    if not spreads(heads, q.shape[1]):
         return None
-    if any(n not in (1, size) for n, size in zip(batch[::-1], lead[::-1], strict=False)):
+    if not all(map(spreads, batch[::-1], lead[::-1])):
         return None
     if all(n == 1 for n in batch):
         return keys.reshape(1, heads, keys.shape[-1]).expand(1, heads, S)
