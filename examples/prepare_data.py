@@ -30,7 +30,17 @@ from bars import bar
 from documents import Chunk, Source, Split, chunks, find_sources
 from errors import EXPECTED, DataError, OptionError, tell
 from settings import OneLineParser, positive
-from shards import AGAIN, FORMAT, INDEX, SPLITS, TOKENIZER, ShardWriter, left_over, token_dtype
+from shards import (
+    AGAIN,
+    FORMAT,
+    INDEX,
+    SPLITS,
+    TOKENIZER,
+    UNFINISHED,
+    ShardWriter,
+    left_over,
+    token_dtype,
+)
 from vocabulary import BPE, END_OF_TEXT, vocabulary_of
 
 VOCABULARY, SMALLEST, LARGEST = 32768, 257, 1 << 24  # of ids; each byte is one, and END_OF_TEXT
@@ -204,6 +214,7 @@ def prepare(options: argparse.Namespace) -> Path:
     checkpoint.make_folder(folder, AGAIN)
     for path in left_over(folder):
         path.unlink()
+    checkpoint.write_atomically(folder / UNFINISHED, b"", AGAIN)
     checkpoint.write_atomically(folder / TOKENIZER, bpe.tokenizer.encode(), AGAIN)
     writers = {name: ShardWriter(folder, name, dtype, options.shard_tokens) for name in SPLITS}
     n_bytes = write_tokens(split.parts(text("encoding", total)), bpe, writers)
@@ -223,6 +234,7 @@ def prepare(options: argparse.Namespace) -> Path:
         index[name] = {"bytes": n_bytes[name], "tokens": tokens, "shards": writer.entries}
     content = json.dumps(index, indent=1) + "\n"
     checkpoint.write_atomically(folder / INDEX, content.encode(), AGAIN)
+    (folder / UNFINISHED).unlink()
     for name in SPLITS:
         part = index[name]
         print(

@@ -29,6 +29,7 @@ from vocabulary import BPE
 
 INDEX, TOKENIZER, FORMAT = "index.json", "tokenizer.json", "flashproto-tokens-1"
 SPLITS = ("train", "validation")
+UNFINISHED = "unfinished"  # an empty file, there from before the first shard to behind the index
 BLOCK = 1 << 22  # bytes read at a time
 AGAIN = "run the same command again"  # what to do when a file could not be written
 
@@ -216,6 +217,9 @@ class ShardWriter:
 
 
 def left_over(folder: Path) -> Iterator[Path]:
-    """What a preparation that did not end has left in the folder."""
-    for pattern in (*(f"{split}-?????.bin" for split in SPLITS), TOKENIZER, f"{INDEX}.partial"):
+    """What a preparation that did not end has left in the folder; nothing where none began."""
+    if not (folder / UNFINISHED).is_file():
+        return
+    shards = (f"{split}-?????.bin" for split in SPLITS)
+    for pattern in (*shards, TOKENIZER, f"{TOKENIZER}.partial", f"{INDEX}.partial", UNFINISHED):
         yield from folder.glob(pattern)

@@ -231,6 +231,14 @@ def test_a_preparation_that_is_killed_is_not_finished_and_begins_again(tmp_path,
     assert "which is finished; it takes a new one" in said
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", SHARD, "index.json.partial"])
+def test_files_of_others_are_not_written_over(tmp_path, capsys, books, name):
+    (tmp_path / name).write_bytes(b"mine")
+    said = refused(capsys, "prepare_data", books, "--out", tmp_path, *PREPARED)
+    assert "which is there and not an empty folder" in said
+    assert files(tmp_path) == {name: b"mine"}
+
+
 def test_a_full_disk_is_named(tmp_path, capsys, books):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40000, hard))
