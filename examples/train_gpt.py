@@ -209,7 +209,8 @@ def prepare(given: dict, world: World = ALONE) -> Run:
         if resumed:
             checkpoint.restore_training(tensors, model, optimizer)
             run.step = run.saved = saved.facts["step"]
-            run.best = saved.facts["best"]
+            if settings.validate_tokens == began.validate_tokens:  # else of another text
+                run.best = saved.facts["best"]
             note_changes(run, began, saved.facts["machine"])
         else:
             checkpoint.restore_model(tensors, model)

@@ -216,9 +216,9 @@ def test_max_scores_are_those_of_the_layers(preset):
 
 
 def test_the_best_checkpoint_is_that_of_the_least_validation_loss(tmp_path, monkeypatch, text):
-    """Also over a stop: the run remembers the best so far."""
+    """Also over a stop: the run remembers the best so far, of validations of as many tokens."""
     train_gpt, checkpoint = module("train_gpt"), module("checkpoint")
-    folder, losses = tmp_path / "run", iter([3.0, 2.0, 2.5, 2.2, 1.5])
+    folder, losses = tmp_path / "run", iter([3.0, 2.0, 2.5, 2.2, 1.5, 1.8])
     seen = {}
 
     def validate(model, *_):
@@ -232,6 +232,7 @@ def test_the_best_checkpoint_is_that_of_the_least_validation_loss(tmp_path, monk
         ([*given, "--steps", "16"], 16, 2.0),
         (["--resume", "--steps", "32"], 16, 2.0),
         (["--resume", "--steps", "33"], 33, 1.5),
+        (["--resume", "--steps", "34", "--validate-tokens", "50"], 34, 1.8),
     ):
         called("train_gpt", *options, "--out", folder)
         tensors, facts = checkpoint.load(folder / BEST)
@@ -240,7 +241,7 @@ def test_the_best_checkpoint_is_that_of_the_least_validation_loss(tmp_path, monk
         assert all(torch.equal(tensors[f"model.{name}"], x) for name, x in seen[best].items())
     called("generate", "--run", folder / BEST, "--tokens", "3", "--device", "cpu")
     run = prepared("--data", text, *TINY, "--init-from", folder / BEST)
-    assert torch.equal(run.model.state_dict()["norm.weight"], seen[1.5]["norm.weight"])
+    assert torch.equal(run.model.state_dict()["norm.weight"], seen[1.8]["norm.weight"])
 
 
 def test_profile_and_max_scores_are_written(tmp_path, capsys, text):
