@@ -29,7 +29,7 @@ from vocabulary import BPE
 
 INDEX, TOKENIZER, FORMAT = "index.json", "tokenizer.json", "flashproto-tokens-1"
 SPLITS = ("train", "validation")
-UNFINISHED = "unfinished"  # an empty file, there from before the first shard to behind the index
+UNFINISHED = "unfinished"  # an empty file, made before all others and removed after the index
 BLOCK = 1 << 22  # bytes read at a time
 AGAIN = "run the same command again"  # what to do when a file could not be written
 

@@ -209,7 +209,7 @@ def prepare(given: dict, world: World = ALONE) -> Run:
         if resumed:
             checkpoint.restore_training(tensors, model, optimizer)
             run.step = run.saved = saved.facts["step"]
-            if settings.validate_tokens == began.validate_tokens:  # else of another text
+            if settings.validate_tokens == began.validate_tokens:  # else that is of another text
                 run.best = saved.facts["best"]
             note_changes(run, began, saved.facts["machine"])
         else:

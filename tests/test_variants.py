@@ -367,7 +367,7 @@ def test_what_does_not_fit_is_refused(case: str) -> None:
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 def test_statistics_may_go_unused(impl: str, device: str) -> None:
-    """A hook of a module's backward hands on no gradient for what nothing followed from."""
+    """A backward hook of a module passes None as the gradient of an output that is not used."""
 
     class Attend(torch.nn.Module):
         def forward(self, q: Tensor) -> tuple[Tensor, Tensor]:

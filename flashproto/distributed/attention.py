@@ -236,6 +236,6 @@ def gradient_of_sinks(rows: Rows, sinks: Tensor) -> Tensor:
     shared = torch.zeros_like(lse) if dlse is None else -dlse
     if dout is not None:
         shared = shared + (dout.to(lse.dtype) * out).sum(-1)
-    # Where lse is -inf there is no key, and the sink is -inf too: none of it.
+    # Where lse is -inf the row sees no key and its sink is -inf: the weight is 0.
     weight = torch.exp(sinks.to(lse.dtype)[:, None] - lse.masked_fill(lse.isneginf(), 0))
     return -(weight * shared).sum((0, 2)).to(sinks.dtype)
