@@ -386,10 +386,7 @@ def check_varlen(
                 "Begin with 0, and add the length of each sequence.",
             )
         shapes.append(x.shape[0])
-        if is_readable(x):
-            wrong = torch.cat([x[:1] != 0, x.diff() < 0]) | (x > tokens.shape[0])
-            takes = f"0 first, not less than before, at most the {tokens.shape[0]} tokens"
-            check_values(operator, name, x, wrong, takes, "Pass the cumulative sum of lengths.")
+        check_boundaries(operator, name, x, tokens.shape[0])
     if shapes[0] != shapes[1]:
         refuse(
             operator,
@@ -402,6 +399,14 @@ def check_varlen(
         if n is not None:
             takes = "an integer of 0 or more, or None"
             check_integer(operator, name, n, 0, 2**31 - 1, takes, "Pass None for any length.")
+
+
+def check_boundaries(operator: str, name: str, x: Tensor, tokens: int) -> None:
+    """The values of cu_seqlens x, where they can be looked at for nothing."""
+    if is_readable(x):
+        wrong = torch.cat([x[:1] != 0, x.diff() < 0]) | (x > tokens)
+        takes = f"0 first, not less than before, at most the {tokens} tokens"
+        check_values(operator, name, x, wrong, takes, "Pass the cumulative sum of lengths.")
 
 
 def check_states(operator: str, outs: object, lses: object) -> None:

@@ -3,6 +3,7 @@ queries that may see it, which is two vectors; made by the functions of masks.py
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,14 @@ class Intervals(NamedTuple):
     def __str__(self) -> str:
         return self.words
 
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return self.by_position, self.queries
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return "begin", "end"
+
     def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
         if not self.by_position:
             return self.begin, self.end
@@ -62,6 +71,14 @@ class Lengths(NamedTuple):
 
     def __str__(self) -> str:
         return f"{'prefix' if self.prefix else 'padding'}({described(self.lengths[:, 0])})"
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        return (self.prefix,)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        return ("lengths",)
 
     def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
         key = torch.arange(Sk, dtype=torch.int32, device=self.lengths.device)
@@ -91,13 +108,17 @@ class Mask:
         causal() & window(1023, 0)
     """
 
-    __slots__ = ("bands", "parts")
+    __slots__ = ("bands", "form", "names", "parts", "tensors")
 
     def __init__(
         self, bands: tuple[Band, ...] = (), parts: tuple[Intervals | Lengths, ...] = ()
     ) -> None:
         self.bands = bands
         self.parts = parts
+        # For the call cache: all but its tensors, and these.
+        self.form = bands, *[part.form for part in parts]
+        self.tensors = tuple([getattr(part, name) for part in parts for name in part.held])
+        self.names = tuple([f"mask[{i}]" for i in range(len(self.tensors))])
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -139,6 +160,24 @@ class Mask:
                 begin, end = torch.maximum(begin, found[0]), torch.minimum(end, found[1])
             found = begin, end
         return found
+
+    @property
+    def is_intervals(self) -> bool:
+        """Whether `tensors` are what `intervals` gives."""
+        part = self.parts[0] if len(self.parts) == 1 else None
+        return isinstance(part, Intervals) and not part.by_position
+
+    def computation(self, Sq: int, Sk: int) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
+        """intervals(Sq, Sk) as a function of `tensors`, of which it keeps none."""
+        parts: Any = self.parts
+        bare = [part._replace(**dict.fromkeys(part.held)) for part in parts]
+
+        def computed(tensors: Sequence[Tensor]) -> Any:
+            rest = iter(tensors)
+            parts = [part._replace(**{name: next(rest) for name in part.held}) for part in bare]
+            return Mask(parts=tuple(parts)).intervals(Sq, Sk)
+
+        return computed
 
     def visible(self, Sq: int, Sk: int, rows: range | None = None) -> Tensor:
         """Boolean, True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with intervals;

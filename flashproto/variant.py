@@ -109,6 +109,11 @@ class Variant(NamedTuple):
         pairs = zip(VARIABLES, self.variables, strict=len(self.variables) > 0)
         return {name: x for name, x in pairs if x is not None}
 
+    def with_tensors(self, named: dict[str, Any]) -> Variant:
+        """Itself with these in place of its own."""
+        own = self.named | named
+        return self._replace(variables=tuple(map(own.get, VARIABLES)) if own else ())
+
 
 def variant_of(
     causal: bool, offset: int, named: dict[str, Any], aux: Sequence[str] = (), exact: bool = False

@@ -17,9 +17,9 @@ import flashproto
 
 pytest.importorskip("triton")
 
-from flashproto import backends
+from flashproto import backends, masks
+from flashproto.functional.cached import Picker, cached, named, source
 from flashproto.ops import call, call_cache, private
-from flashproto.ops.call_cache import cached, source
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,10 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
+def kept_calls() -> int:
+    return sum(len(kind.functions) for kind in call_cache._kinds.values())
+
+
 # --- keys -------------------------------------------------------------------------------------------
 
 
@@ -66,16 +70,18 @@ def test_the_text_that_is_written() -> None:
     assert (
         source(sample, False)
         == f"""\
-def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=default_impl):
-    if w is None:
-        which, tensors = 1, (x,)
-    else:
-        which, tensors = 0, (x, w,)
-    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, which)
+def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=default_impl, **others):
+    if others:
+        refuse_names('sample', others, known)
+    if is_dynamo_compiling():
+        return function(x, shape, w, eps, on=on, impl=impl)
+    which = 1 | (w is not None) << 1
+    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, which,)
+    tensors = pick[which]((x, w,))
     call = find(kind, tensors)
     if call is not None:
         return call(*tensors)
-    return resolve(kind, tensors, function, x, shape, w, eps, on=on, impl=impl)"""
+    return resolve(kind, names(('x', 'w'), which), tensors, function(x, shape, w, eps, on=on, impl=impl))"""  # noqa: E501
     )
 
 
@@ -90,11 +96,12 @@ def test_help_shows_the_function() -> None:
 def kinds_of(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     seen: list[Any] = []
     scope: dict[str, Any] = {"find": lambda kind, tensors: seen.append((kind, tensors))}
-    scope |= {"resolve": lambda *_, **__: None, "function": sample}
+    scope |= {"resolve": lambda *_, **__: None, "function": sample, "names": named, "pick": Picker()}
+    scope |= {"is_dynamo_compiling": lambda: False}
     scope |= {f"default_{p.name}": p.default for p in inspect.signature(sample).parameters.values()}
     exec(source(sample, False), scope)
-    for given, named in calls:
-        scope["sample"](*given, **named)
+    for given, options in calls:
+        scope["sample"](*given, **options)
     return seen
 
 
@@ -168,8 +175,8 @@ def test_the_second_call_is_found_and_the_guards_find_the_fourth(
     for _ in range(5):
         flashproto.swiglu(x, x.clone(), impl="triton")
     assert looks == [False, True, True, True, True]
-    (recent,) = call_cache._recent.values()
-    assert len(recent.found) == int(private.GUARDED)
+    (kind,) = call_cache._kinds.values()
+    assert len(kind.functions) == 1 and len(kind.recent) == int(private.GUARDED)
 
 
 def test_by_key_alone_all_is_the_same(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +189,7 @@ def test_by_key_alone_all_is_the_same(device: str, monkeypatch: pytest.MonkeyPat
         found.append([y, *torch.autograd.grad(y.sum(), (x, u))])
     for again in found[1:]:
         assert all(map(torch.equal, again, found[0]))
-    assert all(not recent.found for recent in call_cache._recent.values())
+    assert all(not kind.recent for kind in call_cache._kinds.values())
 
 
 def test_keeps_no_tensor(device: str) -> None:
@@ -211,9 +218,9 @@ def test_is_bounded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         x = torch.randn(2, 2 * n, device=device)
         for _ in range(3):
             flashproto.swiglu(x, impl="triton")
-        assert len(call_cache._calls) <= 5
+        assert kept_calls() <= 5
         assert all(len(operator.kept) <= 5 for operator in call.OPERATORS.values())
-        assert all(len(recent.found) <= call_cache.RECENT for recent in call_cache._recent.values())
+        assert all(len(kind.recent) <= call_cache.RECENT for kind in call_cache._kinds.values())
 
 
 def test_follows_what_is_in_the_tensors_and_where_they_start(device: str) -> None:
@@ -232,7 +239,7 @@ def test_the_default_backend_may_change(device: str) -> None:
         try:
             for _ in range(3):
                 flashproto.swiglu(x)
-                kept = len(call_cache._calls)
+                kept = kept_calls()
         finally:
             backends.set_default(None)
         assert kept >= (impl in ("triton", None))
@@ -301,3 +308,141 @@ def test_what_is_private_was_tried_with_these_versions() -> None:
             assert not guards.check(other)
     assert private.dispatch_modes() == 0 and not private.transforms_active()
     assert private.allows_tf32() == (torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# --- values -----------------------------------------------------------------------------------------
+
+
+def test_the_text_grows_with_the_number_of_optional_tensors() -> None:
+    def lines(n: int) -> int:
+        scope: dict[str, Any] = {"Tensor": Tensor}
+        options = ", ".join(f"x{i}: Tensor | None = None" for i in range(n))
+        exec(f"from __future__ import annotations\ndef many(x: Tensor, {options}): ...", scope)
+        return len(source(scope["many"], True).splitlines())
+
+    assert lines(2) == lines(12) <= 20
+    longest = source(inspect.unwrap(flashproto.attention_with_kv_cache), True)
+    assert len(longest.splitlines()) <= 20
+
+
+def varlen(**given: Tensor) -> Any:
+    x = torch.randn(12, 2, 16)
+    cu = {"cu_seqlens_q": torch.tensor([0, 5, 12]), "cu_seqlens_k": torch.tensor([0, 5, 12])}
+    cu = {name: x.int() for name, x in cu.items()} | given
+    return lambda: flashproto.attention_varlen(x, x, x, *cu.values(), impl="triton")
+
+
+def cache(**given: Tensor) -> Any:
+    paged = "page_table" in given
+    k_cache, v_cache = (torch.zeros(4, 8, 2, 16) for _ in range(2))
+    options = {"lengths": torch.tensor([3, 5], dtype=torch.int32)}
+    options["cache_index"] = torch.tensor([1, 0], dtype=torch.int32)
+    if paged:
+        options["page_table"] = torch.tensor([[2, 3], [1, 0]], dtype=torch.int32)
+    options |= given
+    side_by_side = "cu_seqlens_q" in given
+    shape = (3, 2, 16) if side_by_side else (2, 2, 1, 16)
+    q, k, v = (torch.randn(shape) for _ in range(3))
+    if "k_scale" in given:
+        k_cache, v_cache = (x.to(torch.float8_e4m3fn) for x in (k_cache, v_cache))
+        options["v_scale"] = torch.ones(2)
+
+    def call() -> None:
+        flashproto.attention_with_kv_cache(q, k_cache, v_cache, k=k, v=v, **options, impl="triton")
+
+    return call
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's tensors are not looked at")
+@pytest.mark.parametrize(
+    "make, name, right, wrong",
+    [
+        (varlen, "cu_seqlens_q", [0, 5, 12], [0, 5, 13]),
+        (varlen, "cu_seqlens_k", [0, 5, 12], [0, 7, 6]),
+        (cache, "lengths", [3, 5], [3, 8]),
+        (cache, "starts", [1, 2], [1, 9]),
+        (cache, "cache_index", [1, 0], [1, 4]),
+        (cache, "page_table", [[2, 3], [1, 0]], [[2, 3], [4, 0]]),
+        (cache, "cu_seqlens_q", [0, 1, 3], [0, 4, 3]),
+        (cache, "k_scale", [1.0, 2.0], [1.0, 0.0]),
+    ],
+)
+def test_values_are_checked_at_every_call(
+    make: Callable[..., Any], name: str, right: Any, wrong: Any
+) -> None:
+    x = torch.tensor(right, dtype=torch.float32 if name == "k_scale" else torch.int32)
+    call = make(**{name: x})
+    for _ in range(10):
+        call()
+    assert kept_calls() == 1
+    x.copy_(torch.tensor(wrong))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"{name} is "):
+            call()
+    x.copy_(torch.tensor(right))
+    call()
+
+
+def test_what_is_written_lies_apart_at_every_call(device: str) -> None:
+    q, k, v = (torch.randn(1, 2, 1, 16, device=device) for _ in range(3))
+    memory = torch.zeros(2, 1, 8, 2, 16, device=device)
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def call(v_cache: Tensor) -> None:
+        flashproto.attention_with_kv_cache(
+            q, memory[0], v_cache, lengths=lengths, k=k, v=v, impl="triton"
+        )
+
+    for _ in range(5):
+        call(memory[1])
+    with pytest.raises(ValueError, match="v_cache is in the memory of k_cache"):
+        call(memory[0])
+
+
+def test_what_is_written_in_place_is_known_to_autograd(device: str) -> None:
+    q, k, v = (torch.randn(1, 2, 1, 16, device=device) for _ in range(3))
+    k_cache, v_cache = (torch.zeros(1, 8, 2, 16, device=device) for _ in range(2))
+    lengths = torch.zeros(1, dtype=torch.int32, device=device)
+    for n in range(1, 6):
+        flashproto.attention_with_kv_cache(
+            q, k_cache, v_cache, lengths=lengths, k=k, v=v, impl="triton"
+        )
+        assert (k_cache._version, v_cache._version) == (n, n)
+
+
+def test_masks_are_told_apart_and_follow_their_tensors(device: str) -> None:
+    """By their forms and tensors: of other objects alike one call is kept."""
+    q, k, v = (torch.randn(2, 2, 8, 16, device=device) for _ in range(3))
+    lengths = torch.tensor([3, 5], device=device)
+    ids = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2], device=device)
+    enter, leave = torch.arange(8, device=device), torch.full((8,), 8, device=device)
+    made = {
+        "documents": lambda: masks.documents(ids),
+        "causal documents": lambda: masks.causal() & masks.documents(ids),
+        "window": lambda: masks.window(2, first=1),
+        "padding": lambda: masks.padding(lengths),
+        "prefix": lambda: masks.prefix(lengths),
+        "tree": lambda: masks.tree(enter, leave),
+        "padded documents": lambda: masks.documents(ids) & masks.padding(lengths),
+    }
+    for n in range(6):
+        lengths.copy_(torch.tensor([1 + n % 3, 7 - n % 3]))
+        ids.copy_(ids.roll(n % 2))
+        for mask in made.values():
+            got, wanted = (
+                flashproto.attention(q, k, v, mask=mask(), impl=i) for i in ("triton", "reference")
+            )
+            torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    assert kept_calls() == len(made)
+
+
+OTHERS = {"attn_mask": "mask", "is_causal": "causal", "softmax_scale": "scale", "window_size": "window"}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_names_of_other_libraries_get_a_hint(name: str) -> None:
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(TypeError, match=rf"attention\(\) got .* '{name}'; .* is {OTHERS[name]}"):
+        flashproto.attention(x, x, x, **{name: None})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'; it takes q, k, v"):
+        flashproto.attention(x, x, x, nonsense=1)

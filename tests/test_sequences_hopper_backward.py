@@ -32,7 +32,7 @@ from variant_problem import (
 import flashproto
 from flashproto import configs
 from flashproto.bench import first_calls
-from flashproto.functional.attention import _band, _variant
+from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
 from flashproto.kernels.hopper import attention_backward as main
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
@@ -48,11 +48,11 @@ BRAIN = torch.bfloat16
 
 def variant_of(call: Call, q: Tensor, cu: Sequence[Tensor]) -> Variant:
     """As attention_varlen has it; q [1, Hq, T, D]."""
-    options = call.options
-    band = _band("attention", options["causal"], options.get("window"), options.get("mask"), 0, 0)
-    tensors = {n: x.detach() for n, x in call.parameters.items()}
-    tensors |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1]}
-    return _variant("attention", q, band, (options.get("softcap"),), tensors, ())
+    names = ("causal", "window", "mask", "softcap")
+    options = {n: x for n, x in call.options.items() if n in names}
+    options |= {n: x.detach() for n, x in call.parameters.items()}
+    options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "lengths": (0, 0)}
+    return attention_request("attention", q, q, q, **options).variant
 
 
 def backward_recipe(

@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashproto
 from flashproto import backends, hooks, nn
-from flashproto.functional.attention import _attention_reasons
+from flashproto.functional.attention_request import Request
 from flashproto.variant import Kind, Variant
 
 fp = flashproto
@@ -377,6 +377,10 @@ LAYOUTS: dict[str, Callable[[int], Tensor]] = {
 }
 
 
+def request_of(variant: Variant, q: Tensor, k: Tensor) -> Request:
+    return Request("attention", q, k, k, variant, None, (0,), {"q": q, "k": k, "v": k})
+
+
 @pytest.mark.parametrize("more_keys", [0, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_hopper_is_asked_without_fixing_sizes(
@@ -391,7 +395,7 @@ def test_hopper_is_asked_without_fixing_sizes(
             "attention",
             None,
             [q, k],
-            lambda b: _attention_reasons(b, causal(k.shape[2] - q.shape[2]), q, k, k, False),
+            request_of(causal(k.shape[2] - q.shape[2]), q, k).reasons,
         )
         return q.new_full((), backends.BACKENDS.index(backend))
 
@@ -606,7 +610,7 @@ def test_fake_tensors_of_a_gpu_choose_by_what_it_is(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(backends, "INTERPRETED", False)
     with FakeTensorMode():
         q = torch.empty(1, 1, 8, 16, device="cuda", dtype=torch.bfloat16)
-    reasons = lambda b: _attention_reasons(b, causal(0), q, q, q, False)  # noqa: E731
+    reasons = request_of(causal(0), q, q).reasons
     for capability, wanted in (
         ((9, 0), "hopper"),
         ((8, 0), "triton"),

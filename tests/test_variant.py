@@ -17,7 +17,7 @@ from torch import Tensor
 from variant_problem import drawn
 
 from flashproto import configs, masks, variant
-from flashproto.functional.attention import _band
+from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
 from flashproto.variant import Kind, Variant, pack, tensors_of, unpack, variant_of
 
@@ -266,10 +266,12 @@ class Ranges:
 
     def __init__(self, mask: masks.Mask, Sq: int, Sk: int, BLOCK_M: int, BLOCK_N: int) -> None:
         self.Sq, self.Sk, self.BLOCK_M, self.BLOCK_N = Sq, Sk, BLOCK_M, BLOCK_N
-        causal, self.offset, left, first = _band("attention", False, None, mask, Sq, Sk)
-        found = mask.intervals(Sq, Sk)
-        self.kind = Kind(causal, left is not None, first > 0, found is not None)
-        self.left = 0 if left is None else left
+        q, k = (torch.empty(1, 1, n, 1, device="meta") for n in (Sq, Sk))
+        bands = masks.Mask(mask.bands)
+        variant = attention_request("attention", q, k, k, mask=bands).variant
+        found, named, self.offset = mask.intervals(Sq, Sk), variant.named, variant.offset
+        self.kind = replace(variant.kind, INTERVALS=found is not None)
+        self.left, first = named.get("left", 0), named.get("first", 0)
         self.variables: tuple[Any, ...] = (self.left, first, 0.0, 0.0, 0.0)
         if found is not None:
             begin, end = (x.flatten().long() for x in found)

@@ -19,7 +19,7 @@ from torch import Tensor
 from variant_problem import Call, assert_within_bound, drawn, exact_and_eager, make, run
 
 from flashproto import configs
-from flashproto.functional.attention import _band, _intervals, _variant
+from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
@@ -280,12 +280,10 @@ def test_backends_of_gradients() -> None:
 
 def variant_of_call(call: Call, q: Tensor, k: Tensor) -> Variant:
     options = call.options
-    mask = options.get("mask")
-    causal, window = options["causal"], options.get("window")
-    band = _band("attention", causal, window, mask, q.shape[2], k.shape[2])
-    begin, end = (None, None) if mask is None else _intervals("attention", mask, q, k)
-    tensors = {"begin": begin, "end": end} | {n: x.detach() for n, x in call.parameters.items()}
-    return _variant("attention", q, band, (options.get("softcap"),), tensors, ())
+    names = ("causal", "window", "mask", "softcap")
+    options = {n: x for n, x in options.items() if n in names}
+    options |= {n: x.detach() for n, x in call.parameters.items()}
+    return attention_request("attention", q, k, k, **options).variant
 
 
 def backward_of(

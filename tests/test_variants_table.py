@@ -28,6 +28,7 @@ from variant_problem import (
 import flashproto
 from flashproto.bench import features
 from flashproto.bench.features import BY_NAME, SIZES, Feature
+from flashproto.functional.attention_request import Request
 from flashproto.variant import Variant
 
 ON_GPU = torch.cuda.is_available()
@@ -149,11 +150,11 @@ def test_kinds_are_those_of_calls(
     """Of the feature as the table has it, and as tests draw it."""
     feature, seen = BY_NAME[name], []
 
-    def note(backend: str, variant: Variant, *call: Any) -> list[str]:
-        seen.append(variant.kind)
+    def note(request: Request, backend: str) -> list[str]:
+        seen.append(request.variant.kind)
         return []
 
-    monkeypatch.setattr(sys.modules["flashproto.functional.attention"], "_attention_reasons", note)
+    monkeypatch.setattr(Request, "reasons", note)
     if features.refusal(feature, column):
         pytest.skip("attention_varlen does not take it")
     features.call((feature,), varlen=column == "varlen")

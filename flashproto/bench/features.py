@@ -19,7 +19,7 @@ import torch
 from .. import masks
 from ..backends import texts
 from ..functional import attention, attention_varlen, scaled_dot_product_attention
-from ..functional.attention import _attention_reasons
+from ..functional.attention_request import Request
 from ..masks import check_bands
 from ..variant import Kind, Variant, backward_backend
 from .speed import markdown
@@ -111,7 +111,9 @@ def against(feature: Feature, backend: str, column: str) -> list[str]:
     B, Hq, Hkv, Sq, Sk, D, Dv = (SIZES | feature.sizes).values()
     shapes = (B, Hq, Sq, D), (B, Hkv, Sk, D), (B, Hkv, Sk, Dv)
     q, k, v = (torch.empty(shape, dtype=feature.dtype, device="meta") for shape in shapes)
-    return texts(_attention_reasons(backend, Variant(feature.of(column)), q, k, v, True))
+    inputs = {"q": q, "k": k, "v": v}
+    request = Request("attention", q, k, v, Variant(feature.of(column)), None, (0, 1), inputs)
+    return texts(request.reasons(backend))
 
 
 def answer(feature: Feature, backend: str, column: str) -> str:

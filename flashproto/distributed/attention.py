@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import masks
-from ..checks import check_attention, check_by_head, check_choice, check_flag, check_scale, refuse
-from ..functional.attention import _band, _intervals
+from ..checks import check_attention, check_choice, refuse
+from ..functional.attention_request import NUMBERS, attention_request
 from ..functional.autocast import autocast_low_precision
 from ..mask_values import Diagonals
-from .call import NAME, Call, Needs, Rows, Tensors
+from .call import NAME, Call, Needs, Rows
 from .group import NOT_TRACED, check_plain, check_untransformed, group_of, once
 from .order import Part, Range, check_length, cut, ranges
 from .sums import Merged, Sum
@@ -105,74 +105,89 @@ def ring_attention(
     tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes}
     check_plain(name, **tensors)
     check_untransformed(name, **tensors)
-    (B, Hq, length, _), device = q.shape, q.device
+    length = q.shape[2]
     S = length * ranks.size
     if k.shape[2] != length:
         got, takes = f"of {k.shape[2]} tokens", f"those of q, {length}"
         refuse(name, "k", got, takes, "Shard queries and keys of the same sequence alike.")
     check_length(name, "the length of all shards", S, ranks.size)
-    causal = check_flag(name, "causal", causal)
-    return_lse = check_flag(name, "return_lse", return_lse)
     check_choice(name, "method", method, METHODS, "Pass 'ring' for long sequences.")
-    if sinks is not None:
-        check_by_head(name, "sinks", sinks, Hq, device)
+    request = attention_request(
+        name,
+        q,
+        k,
+        v,
+        lengths=(S, S),
+        causal=causal,
+        window=window,
+        mask=mask,
+        scale=scale,
+        return_lse=return_lse,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
     gather = method == "all_gather"
     if alibi_slopes is not None and not (causal and gather):
         takes = "None, unless causal=True and method='all_gather'"
         refuse(name, "alibi_slopes", alibi_slopes, takes, "Pass these two, or window=.")
-    begin, end = None, None
-    if mask is not None:
-        # Tensors of no elements, with the lengths of the whole sequence.
-        begin, end = _intervals(name, mask, q.new_empty(B, Hq, S, 0), k.new_empty(B, 1, S, 0))
-    is_causal, offset, left, first = _band(name, causal, window, mask, S, S)
-    scale = check_scale(name, scale)
+    (kind, offset, _), named, scale = request.variant, request.variant.named, request.scale
+    of_keys: dict[str, Tensor] = {n: x for n, x in named.items() if isinstance(x, Tensor)}
+    of_keys.pop("sinks", None)
     if scale is not None and scale < 0:
         q, scale = -q, -scale
     call = Call(
         ranks,
         [ranges(r, ranks.size, length) for r in range(ranks.size)],
-        Diagonals(offset if is_causal else None, None if left is None else offset - left, first),
+        Diagonals(
+            offset if kind.CAUSAL else None,
+            offset - named["left"] if kind.WINDOW else None,
+            named.get("first", 0),
+        ),
         gather,
-        softcap,
+        {n: x for n, x in named.items() if n in NUMBERS},
+        tuple(of_keys),
         scale,
         impl,
     )
-    call = call._replace(impl=call.backend(q, k, v, Tensors(alibi_slopes, begin, end)))
-    out, lse = RingAttention.apply(call, q, k, v, sinks, alibi_slopes, begin, end)
-    return (out, lse) if return_lse else out
+    call = call._replace(impl=call.backend(q, k, v, of_keys))
+    out, lse = RingAttention.apply(call, q, k, v, sinks, *of_keys.values())
+    return (out, lse) if len(request.results) > 1 else out
 
 
 class RingAttention(torch.autograd.Function):
     """(out, lse) of this rank's queries."""
 
     @staticmethod
-    def forward(ctx, call, q, k, v, sinks, slopes, begin, end):
+    def forward(ctx, call, q, k, v, sinks, *tensors):
         with torch.autocast(q.device.type, enabled=False):
-            out, lse = forward(call, q, k, v, sinks, Tensors(slopes, begin, end))
+            named = dict(zip(call.names, tensors, strict=True))
+            out, lse = forward(call, q, k, v, sinks, named)
         ctx.call = call
-        ctx.save_for_backward(q, k, v, out, lse, sinks, slopes, begin, end)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        _, q, k, v, sinks, slopes, *_ = ctx.needs_input_grad
-        needs = Needs(q, k or v, sinks, slopes)
-        q, k, v, out, lse, *others = ctx.saved_tensors
+        _, q, k, v, sinks, *tensors = ctx.needs_input_grad
+        needs = Needs(q, k or v, sinks, tuple(tensors))
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        named = dict(zip(ctx.call.names, tensors, strict=True))
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-            made = backward(ctx.call, needs, Rows(dout, dlse, out, lse), q, k, v, *others)
-        return None, *once(NAME, made), None, None
+            made = backward(ctx.call, needs, Rows(dout, dlse, out, lse), q, k, v, sinks, named)
+        return None, *once(NAME, made)
 
 
 def forward(
-    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensors: Tensors
+    call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     merged = Merged(q, v)
     for step, span, here in arriving(call, k, v):
         for part in call.parts(step):
-            queries, keys, values = of_part(part, span, q, *here)
-            variant = call.variant(part, step, q, tensors)
-            merged.add(part.queries, *call.attention(queries, keys, values, variant))
+            own = call.of_part(part, step, tensors)
+            request = call.request(part, *of_part(part, span, q, *here), own)
+            merged.add(part.queries, *call.attention(request))
     return merged.finish(sinks, q.dtype)
 
 
@@ -184,26 +199,23 @@ def backward(
     k: Tensor,
     v: Tensor,
     sinks: Tensor | None,
-    slopes: Tensor | None,
-    begin: Tensor | None,
-    end: Tensor | None,
+    tensors: dict[str, Tensor],
 ) -> list[Tensor | None]:
-    """The gradients of q, k, v, sinks and slopes."""
-    slopes = None if slopes is None else slopes.detach().requires_grad_()
-    tensors, dslopes = Tensors(slopes, begin, end), None
+    """The gradients of q, k, v, sinks and the variant's other tensors."""
+    dtensors: dict[str, Tensor] = {}
     dq, dkv = Sum(q), [Sum(k), Sum(v)]
     returning = at_hand()
     for step, span, here in arriving(call, k, v):
         sums = [Sum(x) for x in here]
         for part in call.parts(step):
-            queries, keys, values = of_part(part, span, q, *here)
-            variant = call.variant(part, step, q, tensors)
-            made = call.gradients(queries, keys, values, rows.of(part), variant, needs)
-            dq.add(part.queries, made[0])
-            for total, gradient in zip(sums, made[1:3], strict=True):
+            own = call.of_part(part, step, tensors)
+            request = call.request(part, *of_part(part, span, q, *here), own)
+            dq_part, *dkv_part, others = call.gradients(request, rows.of(part), needs)
+            dq.add(part.queries, dq_part)
+            for total, gradient in zip(sums, dkv_part, strict=True):
                 total.add((part.keys[0] - span[0], part.keys[1] - span[0]), gradient)
-            if made[3] is not None:
-                dslopes = made[3] if dslopes is None else dslopes + made[3]
+            for name, dx in others.items():
+                dtensors[name] = dtensors[name] + dx if name in dtensors else dx
         if needs.keys and call.gather:
             for total, x in zip(dkv, sums, strict=True):
                 pieces = [cut(x.finish().to(x.dtype), held, 2) for held in call.held]
@@ -215,13 +227,15 @@ def backward(
     add_all(dkv, returning)
     dsinks = gradient_of_sinks(rows, sinks) if needs.sinks and sinks is not None else None
     finished = [x.finish().to(x.like.dtype) for x in (dq, *dkv)]
-    return [*finished, dsinks, dslopes if needs.slopes else None]
+    return [*finished, dsinks, *map(dtensors.get, call.names)]
 
 
-def of_part(part: Part, span: Range, q: Tensor, *here: Tensor) -> list[Tensor]:
+def of_part(
+    part: Part, span: Range, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The queries of a part, and its keys and values from those that are here, a span of all."""
     start, stop = (x - span[0] for x in part.keys)
-    return [q[:, :, slice(*part.queries)], *(x[:, :, start:stop] for x in here)]
+    return q[:, :, slice(*part.queries)], k[:, :, start:stop], v[:, :, start:stop]
 
 
 def add_all(sums: Sequence[Sum], transfer: Transfer) -> None:

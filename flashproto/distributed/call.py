@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import backends, reference
 from ..backends import KERNELS
-
-# What flashproto.attention is made of, once its arguments are checked.
-from ..functional.attention import _attention_reasons, _variant, attention_by
+from ..functional.attention_request import Request
 from ..mask_values import Diagonals
-from ..variant import Variant, pack, tensors_of
+from ..variant import variant_of
 from .group import Group
 from .order import Part, Range, cut, parts, pieces
-
-if backends.HAS_TRITON:
-    from ..ops import attention as attention_op
 
 NAME = "ring_attention"
 
@@ -29,13 +24,15 @@ class Call(NamedTuple):
     """What a call is beside its tensors.
 
     held: of each rank the positions of its tokens.  seen: which queries see which keys, by positions.
+    numbers: options of attention that are numbers.  names: of the variant's tensors, but for sinks.
     """
 
     ranks: Group
     held: list[list[Range]]
     seen: Diagonals
     gather: bool
-    softcap: float | None
+    numbers: dict[str, float]
+    names: tuple[str, ...]
     scale: float | None
     impl: str | None
 
@@ -69,65 +66,64 @@ class Call(NamedTuple):
 
     # --- parts ---
 
-    def variant(self, part: Part, step: int, q: Tensor, tensors: Tensors) -> Variant:
-        slopes, begin, end = tensors
-        if begin is not None and end is not None:
-            at, own = pieces(self.keys(step), *part.keys), self.held[self.ranks.rank]
-            begin, end = (numbered(cut(x, at, -1), own, part) for x in (begin, end))
-        return self.variant_of(part, q, Tensors(slopes, begin, end))
+    def request(
+        self, part: Part, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]
+    ) -> Request:
+        """Attention of a part, whose tensors these are."""
+        causal, offset, left, first = part.band
+        named = {"left": left, "first": first or None, **self.numbers, **tensors}
+        variant = variant_of(causal, offset, named, exact=q.dtype in (torch.float32, torch.float64))
+        return Request(NAME, q, k, v, variant, self.scale, (0, 1), {"q": q, "k": k, "v": v})
 
-    def variant_of(self, part: Part, q: Tensor, tensors: Tensors) -> Variant:
-        """Of a part whose tensors are these."""
-        return _variant(NAME, q, part.band, (self.softcap,), tensors._asdict(), ())
+    def of_part(self, part: Part, step: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Of the variant's tensors those of a part."""
+        at, own = pieces(self.keys(step), *part.keys), self.held[self.ranks.rank]
+        by_key = (n for n in ("begin", "end") if n in tensors)
+        return tensors | {n: numbered(cut(tensors[n], at, -1), own, part) for n in by_key}
 
-    def backend(self, q: Tensor, k: Tensor, v: Tensor, tensors: Tensors) -> str:
+    def backend(self, q: Tensor, k: Tensor, v: Tensor, tensors: dict[str, Tensor]) -> str:
         """What runs all parts."""
         every = [part for step in self.steps for part in self.parts(step)]
-        variants = {part.band: self.variant_of(part, q, tensors) for part in every}.values()
+        by_band = {part.band: self.request(part, q, k, v, tensors) for part in every}
 
         def reasons(backend: str) -> Iterator[backends.Reason]:
-            for variant in variants:
-                yield from _attention_reasons(backend, variant, q, k, v, True)
+            for request in by_band.values():
+                yield from request.reasons(backend)
 
         return backends.choose(NAME, self.impl, (q, k, v), reasons)
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, variant: Variant) -> tuple[Tensor, Tensor]:
+    def attention(self, request: Request) -> tuple[Tensor, Tensor]:
         """(out, lse) of a part; by the reference out is not rounded."""
-        if self.impl not in KERNELS:
-            q, k, v = (x.to(reference.compute_dtype(x.dtype)) for x in (q, k, v))
-        return attention_by(self.impl, q, k, v, variant, self.scale, True, ())
+        if self.impl in KERNELS:
+            return request.made_by(str(self.impl))
+        q, k, v = (x.to(reference.compute_dtype(x.dtype)) for x in (request.q, request.k, request.v))
+        return request._replace(q=q, k=k, v=v).made_by(str(self.impl))
 
     def gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, variant: Variant, needs: Needs
-    ) -> tuple[Tensor | None, ...]:
-        """Those of q, k, v and alibi_slopes from a part."""
-        if self.impl not in KERNELS:
-            return self.defined_gradients(q, k, v, rows, variant)
-        tensors, ints, floats, text = pack(variant)
-        scale = q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
-        settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, str(self.impl))
-        names = tensors_of(text)
-        wanted = needs.q, needs.keys, needs.keys, *(needs.slopes and n == "alibi_slopes" for n in names)
-        given = rows.dout, rows.dlse, None, None, q, k, v, rows.out, rows.lse, *tensors
-        dq, dk, dv, *others = attention_op.attention.gradients_visibly(settings, wanted, given)
-        return dq, dk, dv, dict(zip(names, others, strict=True)).get("alibi_slopes")
+        self, request: Request, rows: Rows, needs: Needs
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, dict[str, Tensor]]:
+        """Those of q, k and v from a part, and of the variant's tensors by their names."""
+        wanted = dict(zip(self.names, needs.tensors, strict=True))
+        if self.impl in KERNELS:
+            return request.gradients(str(self.impl), rows, (needs.q, needs.keys, needs.keys), wanted)
+        return self.defined_gradients(request, rows, [name for name, need in wanted.items() if need])
 
-    def defined_gradients(
-        self, q: Tensor, k: Tensor, v: Tensor, rows: Rows, variant: Variant
-    ) -> tuple[Tensor | None, ...]:
+    def defined_gradients(self, request: Request, rows: Rows, names: list[str]) -> Any:
         """`gradients` by the reference's own: a part has the share exp(its lse - lse) of the whole."""
         dout, dlse, out, lse = rows
-        q, k, v = (x.detach().to(lse.dtype).requires_grad_() for x in (q, k, v))
-        slopes = variant.named.get("alibi_slopes")
+        q, k, v = (x.detach().to(lse.dtype).requires_grad_() for x in (request.q, request.k, request.v))
+        named = request.variant.named
+        leaves = {n: named[n].detach().requires_grad_() for n in names}
+        variant = request.variant.with_tensors(leaves)
         with torch.enable_grad():
-            part, part_lse = self.attention(q, k, v, variant)
+            part, part_lse = self.attention(request._replace(q=q, k=k, v=v, variant=variant))
         share = torch.where(part_lse == -math.inf, 0.0, torch.exp(part_lse - lse))
         dout = torch.zeros_like(part) if dout is None else dout.to(lse.dtype)
         d_lse = (dout * (part.detach() - out)).sum(-1)
         d_lse = d_lse if dlse is None else d_lse + dlse
-        leaves = [q, k, v] if slopes is None else [q, k, v, slopes]
-        made = torch.autograd.grad([part, part_lse], leaves, [share[..., None] * dout, share * d_lse])
-        return (*made, None)[:4]
+        grads = [share[..., None] * dout, share * d_lse]
+        made = torch.autograd.grad([part, part_lse], [q, k, v, *leaves.values()], grads)
+        return *made[:3], dict(zip(leaves, made[3:], strict=True))
 
 
 class Rows(NamedTuple):
@@ -149,21 +145,13 @@ class Needed(NamedTuple):
     parts: int
 
 
-class Tensors(NamedTuple):
-    """Those of a variant, by its names for them; of the whole sequence or of a part."""
-
-    alibi_slopes: Tensor | None
-    begin: Tensor | None
-    end: Tensor | None
-
-
 class Needs(NamedTuple):
-    """Of which gradients are wanted."""
+    """Of which gradients are wanted; tensors: the variant's, but for sinks."""
 
     q: bool
     keys: bool
     sinks: bool
-    slopes: bool
+    tensors: tuple[bool, ...]
 
 
 def numbered(x: Tensor, queries: list[Range], part: Part) -> Tensor:

@@ -1,14 +1,192 @@
-"""`cached` of ops/call_cache.py; without triton there are no kernels, and nothing to be kept."""
+"""The front of public functions: a look into the call cache (ops/call_cache.py), and errors for names
+of other libraries.  Without triton there are no kernels, and nothing is cached.
+
+`cached` writes a function from the signature of another one, as
+
+    def relu(x, mask=default_mask, scale=default_scale, *, impl=default_impl, **others):
+        if others:
+            refuse_names('relu', others, known)
+        if is_dynamo_compiling():
+            return function(x, mask, scale, impl=impl)
+        which = (mask is not None)
+        kind = ("functional.relu", scale, scale.__class__, impl, which)
+        tensors = pick[which]((x, mask))
+        call = find(kind, tensors)
+        if call is not None:
+            return call(*tensors)
+        return resolve(kind, names(which), tensors, function(x, mask, scale, impl=impl))
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from operator import itemgetter
+from typing import Any, NoReturn, ParamSpec, TypeVar
+
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .. import backends
+from ..mask_values import Mask
 
 if backends.HAS_TRITON:
-    from ..ops.call_cache import cached
-else:
+    from ..ops.call_cache import find, resolve
 
-    def cached(function: Any, *, alignment: bool = False) -> Any:  # type: ignore[misc]
-        return function
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# What options of other libraries are called here.
+OTHER_NAMES = {
+    "is_causal": "causal",
+    "attn_mask": "mask, a value of flashproto.masks; scaled_dot_product_attention takes attn_mask",
+    "attention_mask": "mask, a value of flashproto.masks",
+    "block_mask": "mask, a value of flashproto.masks",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "scaling": "scale",
+    "window_size": "window, (left, right) with None for no bound",
+    "sliding_window": "window: (sliding_window - 1, 0)",
+    "logits_soft_cap": "softcap",
+    "learnable_sink": "sinks",
+    "s_aux": "sinks",
+    "return_attn_probs": "return_lse",
+    "return_softmax_lse": "return_lse",
+    "block_table": "page_table",
+    "cache_seqlens": "lengths",
+    "cache_leftpad": "starts",
+    "cache_batch_idx": "cache_index",
+    "k_descale": "k_scale",
+    "v_descale": "v_scale",
+    "rotary_cos": "rope, (cos, sin)",
+    "rotary_sin": "rope, (cos, sin)",
+    "rotary_interleaved": "interleaved",
+    "variance_epsilon": "eps",
+    "epsilon": "eps",
+    "gamma": "weight",
+    "beta": "bias",
+    "input": "the first argument, without its name",
+    "target": "targets",
+    "labels": "targets",
+    "backend": "impl",
+}
+
+
+def refuse_names(operator: str, others: dict[str, Any], known: Sequence[str]) -> NoReturn:
+    """Raise Python's own TypeError for an unknown argument, with its name here where there is one."""
+    name = next(iter(others))
+    hint = OTHER_NAMES.get(name)
+    takes = f"flashproto's name for it is {hint}" if hint else f"it takes {', '.join(known)}"
+    raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}; {takes}")
+
+
+def cached(
+    function: Callable[Parameters, Result], *, alignment: bool = False
+) -> Callable[Parameters, Result]:
+    """The function, with a look into the cache first.
+
+    alignment: whether its choice of a backend depends on where tensors start, modulo 16 bytes.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    scope: dict[str, Any] = {"function": function, "is_dynamo_compiling": is_dynamo_compiling}
+    scope |= {"refuse_names": refuse_names, "known": [p.name for p in parameters]}
+    scope |= {f"default_{p.name}": p.default for p in parameters}
+    if backends.HAS_TRITON:
+        scope |= {"find": find, "resolve": resolve, "starts": starts, "held": held}
+        scope |= {"pick": Picker(), "names": named, "none": (None, (), ())}
+    exec(source(function, alignment), scope)
+    return functools.wraps(function)(scope[function.__name__])
+
+
+def source(function: Callable[..., Any], alignment: bool) -> str:
+    """The text of the function that looks into the cache.
+
+    Numbers, those in sequences too, are told from others that are equal to them, as 1 from True, by
+    their types.  Of a Mask and of a sequence of tensors the key has the form, and the call the tensors.
+    """
+    parameters = list(inspect.signature(function).parameters.values())
+    head, passed, options = [], [], [repr(f"{function.__module__}.{function.__qualname__}")]
+    tensors, optional, holders = [], [], []
+    for p in parameters:
+        keyword = p.kind is p.KEYWORD_ONLY
+        if keyword and "*" not in head:
+            head.append("*")
+        head.append(p.name if p.default is p.empty else f"{p.name}=default_{p.name}")
+        passed.append(f"{p.name}={p.name}" if keyword else p.name)
+        annotation = str(p.annotation)
+        if annotation in ("Tensor", "Tensor | None"):
+            tensors.append(p.name)
+            if annotation != "Tensor":
+                optional.append(p.name)
+        elif annotation in ("masks.Mask | None", "Sequence[Tensor] | None"):
+            holders.append(p.name)
+            options.append(f"form_{p.name}")
+        else:
+            elements = f"(*{p.name}, *map(type, {p.name})) if isinstance({p.name}, (list, tuple)) else "
+            options.append((elements if "Sequence" in annotation else "") + p.name)
+            if any(kind in annotation for kind in ("bool", "int", "float")):
+                options.append(f"{p.name}.__class__")
+    called = f"function({', '.join(passed)})"
+    lines = [
+        f"def {function.__name__}({', '.join([*head, '**others'])}):",
+        "    if others:",
+        f"        refuse_names({function.__name__!r}, others, known)",
+    ]
+    if not backends.HAS_TRITON:
+        return "\n".join([*lines, f"    return {called}"])
+    given = f"({', '.join(tensors)},)"
+    if optional:
+        bits = [f"({x} is not None) << {i}" for i, x in enumerate(tensors) if x in optional]
+        always = sum(1 << i for i, x in enumerate(tensors) if x not in optional)
+        given, names = f"pick[which]({given})", f"names({tuple(tensors)}, which)"
+        which = [f"    which = {' | '.join([str(always), *bits])}"]
+        options.append("which")
+    else:
+        which, names = [], str(tuple(tensors))
+    lines += ["    if is_dynamo_compiling():", f"        return {called}", *which]
+    for x in holders:
+        lines.append(f"    form_{x}, names_{x}, held_{x} = none if {x} is None else held({x!r}, {x})")
+        given, names = f"{given} + held_{x}", f"{names} + names_{x}"
+    return "\n".join(
+        [
+            *lines,
+            f"    kind = ({', '.join(options)},)",
+            f"    tensors = {given}",
+            *(["    kind = starts(kind, tensors)"] if alignment else []),
+            "    call = find(kind, tensors)",
+            "    if call is not None:",
+            "        return call(*tensors)",
+            f"    return resolve(kind, {names}, tensors, {called})",
+        ]
+    )
+
+
+class Picker(dict[int, Callable[..., Any]]):
+    """For each number a function that picks from a tuple those at the bits that the number has."""
+
+    def __missing__(self, which: int) -> Callable[..., Any]:
+        at = [i for i in range(which.bit_length()) if which >> i & 1]
+        self[which] = itemgetter(*at) if len(at) > 1 else lambda given: (given[at[0]],)
+        return self[which]
+
+
+def named(names: Sequence[str], which: int) -> tuple[str, ...]:
+    return tuple(name for i, name in enumerate(names) if which >> i & 1)
+
+
+def held(name: str, x: Any) -> tuple[Hashable, tuple[str, ...], tuple[Tensor, ...]]:
+    """(form, names, tensors) of what holds tensors: a Mask or a sequence of them."""
+    if isinstance(x, Mask):
+        return x.form, x.names, x.tensors
+    if isinstance(x, (list, tuple)):
+        return len(x), tuple(f"{name}[{i}]" for i in range(len(x))), tuple(x)
+    return x, (), ()  # which the function refuses
+
+
+def starts(kind: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+    """The kind with where in 8 elements tensors start."""
+    try:
+        return *kind, *[x.storage_offset() & 7 for x in tensors]
+    except (AttributeError, RuntimeError):  # what is no tensor, or has no memory
+        return kind

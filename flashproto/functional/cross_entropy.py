@@ -116,7 +116,7 @@ def cross_entropy(
         settings = op.settings_of(logits, options, reduction, return_lse, inplace_backward)
         returns = (0, *((1,) if return_lse else ()), *((2,) if return_z_loss else ()))
         # What is kept is of the tensors as they are given, and looks at none of them.
-        run = op.cross_entropy if looks or class_dim != -1 else op.cross_entropy.ready
+        run = op.cross_entropy if looks or class_dim != -1 else op.cross_entropy.bind
         return run((logits, targets, weight), settings, returns)
     results = _in_torch(
         backend,

@@ -10,17 +10,24 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
-from ..checks import FLOATS, check_flag, check_scale, check_states, refuse
-from ..variant import Variant, pack
-from .attention import _band, _variant, attention
+from ..checks import FLOATS, check_flag, check_states, refuse
+from ..variant import pack, tensors_of
+from .attention import attention
+from .attention_request import NUMBERS, Call, Request, attention_request
 from .autocast import without_autocast
+from .cached import cached
 from .decode_checks import (
+    Cache,
+    are_values_checked,
     check_apart,
     check_cache,
     check_constants,
-    check_lengths,
     check_prefix,
     check_rope,
+    check_values_of,
+    memory_check,
+    values_check,
+    written_apart,
 )
 from .rope import rope as turn
 
@@ -67,6 +74,7 @@ def merge_attention(
     return reference.merge_attention(list(outs), list(lses))
 
 
+@cached
 def attention_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -163,141 +171,125 @@ def attention_with_kv_cache(
     listed = isinstance(prefix, (tuple, list))
     q, k, v, *pair = _autocast(k_cache, q, k, v, *((prefix or ()) if listed else ()))
     prefix = pair if listed else prefix
-    check_cache(
-        q,
-        k_cache,
-        v_cache,
-        lengths,
-        k,
-        v,
-        page_table,
-        cache_index,
-        starts,
-        cu_seqlens_q,
-        k_scale,
-        v_scale,
+    cache = Cache(
+        k_cache, v_cache, lengths, k, v, page_table, cache_index, starts, cu_seqlens_q, k_scale, v_scale
     )
-    ragged = cu_seqlens_q is not None
-    heads, k_heads, v_heads = (
-        x.transpose(0, 1)[None] if ragged and x is not None else x for x in (q, k, v)
-    )
-    D = k_cache.shape[3]
+    check_cache(q, cache)
     interleaved = check_flag(name, "interleaved", interleaved)
-    causal = check_flag(name, "causal", causal)
-    return_lse = check_flag(name, "return_lse", return_lse)
-    scale = check_scale(name, scale)
-    band = _band(name, causal, window, None, 0, 0)
-    by_head = {"sinks": sinks, "alibi_slopes": alibi_slopes}
-    variant = _variant(name, heads, band, (softcap,), by_head, ())
-    is_causal, offset, left, _ = band
+    by_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
+    pairs = {"rope": rope, "prefix": prefix}
+    held = {f"{x}[{i}]": y for x in pairs for i, y in enumerate(pairs[x] or ())}
+    check_constants({"q": q, **cache._asdict(), **by_head, **held})
+    ragged = cu_seqlens_q is not None
+    request = attention_request(
+        name,
+        q.transpose(0, 1)[None] if ragged else q,
+        *(x.transpose(1, 2) for x in (k_cache, v_cache)),
+        inputs={"q": q},
+        lengths=(0, 0),
+        causal=causal,
+        window=window,
+        scale=scale,
+        return_lse=return_lse,
+        softcap=softcap,
+        **by_head,
+    )
+    variant = request.variant
+    left = variant.named.get("left")
     P = check_prefix(prefix, q, k_cache, v_cache, left is not None or alibi_slopes is not None)
-    cos, sin = check_rope(rope, D, P, q.device)
-    check_constants(
-        {
-            "q": q,
-            "k": k,
-            "v": v,
-            "k_cache": k_cache,
-            "v_cache": v_cache,
-            "k_scale": k_scale,
-            "v_scale": v_scale,
-            "rope[0]": cos,
-            "rope[1]": sin,
-            "sinks": sinks,
-            "alibi_slopes": alibi_slopes,
-            "lengths": lengths,
-            "page_table": page_table,
-            "cache_index": cache_index,
-            "starts": starts,
-            "cu_seqlens_q": cu_seqlens_q,
-            **{f"prefix[{i}]": x for i, x in enumerate(prefix or ())},
-        }
-    )
-    if k is not None:
-        check_apart("k_cache", k_cache, "v_cache", v_cache)
-        if k_scale is not None and v_scale is not None and k_scale.ndim > 1:
-            check_apart("k_scale", k_scale, "v_scale", v_scale)
+    cos, sin = check_rope(rope, k_cache.shape[3], P, q.device)
+    given: dict[str, Any] = {"q": q, **cache._asdict(), "rope[0]": cos, "rope[1]": sin}
+    apart = written_apart(cache)
+    for names in apart:
+        check_apart(names, *map(given.__getitem__, names))
     backend = backends.choose(
-        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, heads, k_cache, v_cache)
+        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request.q, k_cache, v_cache)
     )
-    new = 0 if k is None else 1 if ragged else k.shape[2]
-    where = (page_table, cache_index, starts, cu_seqlens_q)
-    behind = None if left is None else left - offset
-    rows = None if cos is None else cos.shape[0] - P
-    check_lengths(heads, k_cache, lengths, new, *where, behind, rows)
+    limits = (
+        None if left is None else left - variant.offset,
+        None if cos is None else cos.shape[0] - P,
+    )
+    check_values_of(q, cache, *limits)
     if backend == "reference":
         with without_autocast(q):
             out, lse = reference.attention_with_kv_cache(
                 q,
-                k_cache,
-                v_cache,
-                lengths,
-                k=k,
-                v=v,
-                page_table=page_table,
-                cache_index=cache_index,
-                starts=starts,
-                cu_seqlens_q=cu_seqlens_q,
-                k_scale=k_scale,
-                v_scale=v_scale,
+                **cache._asdict(),
                 prefix=prefix,
                 cos=cos,
                 sin=sin,
                 interleaved=interleaved,
-                causal=is_causal,
-                causal_offset=offset,
-                left=left,
-                scale=scale,
-                softcap=softcap,
-                **by_head,
+                causal=variant.kind.CAUSAL,
+                causal_offset=variant.offset,
+                scale=request.scale,
+                **variant.named,
             )
-        return (out, lse) if return_lse else out
-    if k is not None:
-        by_token = k_scale is not None and k_scale.ndim > 1
-        scales = (k_scale, v_scale, None, None) if by_token else (None, None, k_scale, v_scale)
-        torch.ops.flashproto.append_kv_cache_(
-            k_cache,
-            v_cache,
-            *scales[:2],
-            k_heads,
-            v_heads,
-            *scales[2:],
-            lengths,
-            *where,
-            cos,
-            sin,
-            P,
-            interleaved,
-            left is not None,
-        )
-    scale = D**-0.5 if scale is None else float(scale)
-    if scale < 0:
-        heads, scale = -heads, -scale
-    states: tuple[Tensor | None, Tensor | None] = (None, None)
-    if prefix is not None:
-        if cos is not None and sin is not None:
-            first = lengths + (P if ragged else P + new - heads.shape[2])
-            first = first if starts is None else first - starts
-            heads = _turned(heads, cos, sin, first, cu_seqlens_q, new, interleaved)
-            cos = sin = None
-        states = _of_prefix(heads, prefix, softcap, scale, impl)
-    made = _attend(
-        heads,
-        k_cache,
-        v_cache,
-        lengths,
-        where,
-        (cos, sin, k_scale, v_scale),
-        states,
-        variant,
-        (scale, new, P, interleaved),
-        return_lse,
-    )
-    if not ragged:
+        return (out, lse) if len(request.results) > 1 else out
+    place = (P, interleaved)
+    appended = None if k is None else _append(given, *place, left is not None)
+    scale = k_cache.shape[3] ** -0.5 if request.scale is None else float(request.scale)
+    if prefix is None and scale >= 0:
+        made = _attend(request, given, scale, cache.new, *place)
+        if isinstance(made, Call):
+            made = made if appended is None else made.behind(appended)
+            for names in apart:
+                made = made.checked(names, memory_check(names, *map(given.__getitem__, names)))
+            if are_values_checked(lengths):
+                present = ["q", *(x for x in Cache._fields if given[x] is not None)]
+                made = made.checked(present, values_check(present, limits))
         return made
-    if return_lse:
-        return made[0][0].transpose(0, 1), made[1][0]
-    return made[0].transpose(0, 1)
+    if isinstance(appended, Call):
+        appended(*map(given.__getitem__, appended.names or ()))
+    if prefix is not None:
+        heads = -request.q if scale < 0 else request.q
+        if cos is not None and sin is not None:
+            first = lengths + (P if ragged else P + cache.new - heads.shape[2])
+            first = first if starts is None else first - starts
+            heads = _turned(heads, cos, sin, first, cu_seqlens_q, cache.new, interleaved)
+        options = {n: x for n, x in variant.named.items() if n in NUMBERS}
+        states = _of_prefix(heads, prefix, abs(scale), impl, options)
+        q = heads[0].transpose(0, 1) if ragged else heads
+        if ragged:
+            states = states[0][0].transpose(0, 1), states[1][0]
+        given |= {"q": q, "rope[0]": None, "rope[1]": None}
+        given |= dict(zip(("prefix_out", "prefix_lse"), states, strict=True))
+    else:
+        given["q"] = -q
+    made = _attend(request, given, abs(scale), cache.new, *place)
+    return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
+
+
+WHERE = ("lengths", "page_table", "cache_index", "starts", "cu_seqlens_q", "rope[0]", "rope[1]")
+
+
+def _append(given: dict[str, Any], P: int, interleaved: bool, rolls: bool) -> Any:
+    """Puts the new tokens into the cache: a Call, or done."""
+    scales: tuple[Any, ...] = ("k_scale", "v_scale", None, None)
+    if given["k_scale"] is None or given["k_scale"].ndim == 1:
+        scales = (None, None, "k_scale", "v_scale")
+    names = ("k_cache", "v_cache", *scales[:2], "k", "v", *scales[2:], *WHERE)
+    settings = decode_op.AppendSettings(P, interleaved, rolls)
+    return _bind(decode_op.append_kv_cache, given, names, settings, ())
+
+
+def _attend(
+    request: Request, given: dict[str, Any], scale: float, new: int, P: int, interleaved: bool
+) -> Any:
+    """Attention to the cache: a Call, or its results."""
+    tensors, ints, floats, text = pack(request.variant)
+    settings = decode_op.Settings(tuple(ints), tuple(floats), text, scale, new, P, interleaved)
+    own = tensors_of(text)
+    names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
+    given |= dict(zip(own, tensors, strict=True))
+    return _bind(decode_op.attention_kv_cache, given, names, settings, request.results)
+
+
+def _bind(
+    operator: Any, given: dict[str, Any], names: Sequence[Any], settings: Any, returns: tuple[int, ...]
+) -> Any:
+    inputs = [given.get(name) for name in names]
+    there = [name for name, x in zip(names, inputs, strict=True) if x is not None]
+    return operator.bind(inputs, settings, returns, there)
 
 
 def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -347,31 +339,13 @@ def _turned(
 
 
 def _of_prefix(
-    q: Tensor, prefix: Sequence[Tensor], softcap: float | None, scale: float, impl: str | None
+    q: Tensor, prefix: Sequence[Tensor], scale: float, impl: str | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of all queries to keys that they share: one sequence of them all."""
     B, H, Sq, D = q.shape
     together = q.transpose(0, 1).reshape(1, H, B * Sq, D)
     k, v = (x.transpose(0, 1)[None] for x in prefix)
     with without_autocast(q):
-        out, lse = attention(together, k, v, softcap=softcap, scale=scale, return_lse=True, impl=impl)
+        out, lse = attention(together, k, v, scale=scale, return_lse=True, impl=impl, **options)
     out, lse = (x[0].unflatten(1, (B, Sq)).transpose(0, 1) for x in (out, lse))
     return out, lse
-
-
-def _attend(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    where: tuple[Tensor | None, ...],
-    tables: tuple[Tensor | None, ...],
-    states: tuple[Tensor | None, Tensor | None],
-    variant: Variant,
-    values: tuple[float, int, int, bool],
-    return_lse: bool,
-) -> Any:
-    tensors, ints, floats, text = pack(variant)
-    settings = decode_op.Settings(tuple(ints), tuple(floats), text, *values)
-    inputs = (q, k_cache, v_cache, lengths, *where, *tables, *states, *tensors)
-    return decode_op.attention_kv_cache(inputs, settings, (0, 1) if return_lse else (0,))

@@ -4,9 +4,9 @@ where it can be read for nothing, or in the checked mode."""
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,21 +47,37 @@ def check_int32(argument: str, x: object, device: torch.device, shape: Sequence[
         refuse(NAME, argument, f"of shape {list(x.shape)}", f"int32 of shape [{words}]", do)
 
 
-def check_cache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    page_table: Tensor | None,
-    cache_index: Tensor | None,
-    starts: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
+class Cache(NamedTuple):
+    """What attention_with_kv_cache is given beside q, by its names."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    lengths: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    page_table: Tensor | None
+    cache_index: Tensor | None
+    starts: Tensor | None
+    cu_seqlens_q: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+    @property
+    def capacity(self) -> int:
+        """How many keys of a sequence there is room for."""
+        return self.k_cache.shape[1] * (1 if self.page_table is None else self.page_table.shape[1])
+
+    @property
+    def new(self) -> int:
+        """How many keys each sequence gets; with cu_seqlens_q 1 if one for each query."""
+        if self.k is None:
+            return 0
+        return self.k.shape[2] if self.cu_seqlens_q is None else 1
+
+
+def check_cache(q: Tensor, cache: Cache) -> None:
     """Shapes, dtypes and devices of what says where queries and keys are."""
+    k_cache, v_cache, lengths, k, v, page_table, cache_index, starts, cu_seqlens_q, *scales = cache
     check_tensor(NAME, "q", q)
     ragged = cu_seqlens_q is not None
     if cu_seqlens_q is not None:
@@ -102,8 +118,8 @@ def check_cache(
     elif rows is not None and k_cache.shape[0] != rows:
         do = "Pass cache_index to say which rows they have."
         refuse(NAME, "k_cache", f"of {k_cache.shape[0]} rows", f"a row for each of {B} sequences", do)
-    _check_new(q, k_cache, v_cache, k, v, ragged, capacity_of(k_cache, page_table))
-    _check_scales(k_cache, k_scale, v_scale)
+    _check_new(q, k_cache, v_cache, k, v, ragged, cache.capacity)
+    _check_scales(k_cache, *scales)
 
 
 def _check_heads(q, k_cache, v_cache):
@@ -115,10 +131,6 @@ def _check_heads(q, k_cache, v_cache):
         refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}", takes, do)
     like = [x.new_empty((B, x.shape[2], 0, x.shape[3]), dtype=q.dtype) for x in (k_cache, v_cache)]
     check_attention(NAME, q, *like, ("q", "k_cache", "v_cache"))
-
-
-def capacity_of(k_cache: Tensor, page_table: Tensor | None) -> int:
-    return k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
 
 
 def _check_new(q, k_cache, v_cache, k, v, ragged, capacity):
@@ -166,7 +178,14 @@ def _check_scales(k_cache, k_scale, v_scale):
         if not any(matches(x.shape, k_cache.shape[d:3]) for d in (0, 2)) or x.ndim != k_scale.ndim:
             takes = lambda: f"{[k_cache.shape[2]]} or {list(k_cache.shape[:3])}, both alike"  # noqa: E731
             refuse(NAME, name, f"of shape {list(x.shape)}", takes, "Pass scales by head or by token.")
-        if x.ndim == 1 and can_be_read(x) and (wrong := ~((x > 0) & x.isfinite())).any():
+
+
+def check_scales(k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """The values of scales by head."""
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is None or x.ndim > 1 or not can_be_read(x):
+            continue
+        if (wrong := ~((x > 0) & x.isfinite())).any():
             at = int(wrong.nonzero()[0])
             takes, do = "positive finite numbers", "Pass 1 for a head whose keys are all 0."
             refuse(NAME, name, f"{float(x[at])} at [{at}]", takes, do)
@@ -213,10 +232,10 @@ def check_prefix(prefix: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor, other
     return prefix[0].shape[0]
 
 
-def check_constants(tensors: dict[str, Tensor | None]) -> None:
-    """No DTensor and no tensor that is differentiated; None for one that is not given."""
+def check_constants(tensors: dict[str, Any]) -> None:
+    """No DTensor and no tensor that is differentiated; what is no tensor is for other checks."""
     recording = torch.is_grad_enabled()
-    given = {name: x for name, x in tensors.items() if x is not None}
+    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
     for name, x in given.items():
         if backends.is_dtensor(x):
             refuse(NAME, name, "a DTensor", "a plain tensor", f"Pass {name}.to_local().", TypeError)
@@ -232,12 +251,34 @@ def check_constants(tensors: dict[str, Tensor | None]) -> None:
         refuse(NAME, name, "a tensor with a tangent", takes, do)
 
 
-def check_apart(name: str, x: Tensor, other: str, y: Tensor) -> None:
+def written_apart(cache: Cache) -> list[tuple[str, str]]:
+    """Names of what is written in pairs."""
+    if cache.k is None:
+        return []
+    by_token = cache.k_scale is not None and cache.k_scale.ndim > 1
+    return [("k_cache", "v_cache"), *([("k_scale", "v_scale")] if by_token else [])]
+
+
+def memory_check(names: tuple[str, str], x: Tensor, y: Tensor) -> Callable[[Tensor, Tensor], None]:
+    """check_apart for tensors like x and y, quick where one lies behind the other."""
+    x_bytes, y_bytes = (
+        z.element_size() * (1 + sum((n - 1) * s for n, s in zip(z.shape, z.stride(), strict=True)))
+        for z in (x, y)
+    )
+
+    def check(x: Tensor, y: Tensor) -> None:
+        if -y_bytes < y.data_ptr() - x.data_ptr() < x_bytes:
+            check_apart(names, x, y)
+
+    return check
+
+
+def check_apart(names: tuple[str, str], x: Tensor, y: Tensor) -> None:
     """That what is written into x and y lies apart: no element of x or y in the place of another.  What
     can be told from strides, in eager calls."""
     if is_compiling() or watched() or transforms_active():
         return
-    strides = x.stride(), y.stride()
+    (name, other), strides = names, (x.stride(), y.stride())
     for argument, z, own in zip((name, other), (x, y), strides, strict=True):
         if 0 in own and any(n > 1 and stride == 0 for n, stride in zip(z.shape, own, strict=True)):
             takes = "memory of its own for each element where tokens are written"
@@ -269,35 +310,41 @@ def can_be_read(x: Tensor) -> bool:
     return not transforms_active() and not torch.cuda.is_current_stream_capturing()
 
 
-def check_lengths(
-    q: Tensor,
-    k_cache: Tensor,
-    lengths: Tensor,
-    new: int,
-    page_table: Tensor | None,
-    cache_index: Tensor | None,
-    starts: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    left: int | None,
-    rows_of_rope: int | None,
-) -> None:
-    """That all keys and pages which the call reads or writes are there.
+def are_values_checked(x: Tensor) -> bool:
+    """Whether calls with tensors like x look at values, as far as they can be read."""
+    return x.is_cpu or CHECKED
 
-    q: [B, Hq, Sq, D], or with cu_seqlens_q [1, Hq, T, D].  new: tokens that are added, with
-    cu_seqlens_q 1 if one a query.  left: how far behind itself a query sees, None for all.
+
+def values_check(present: Sequence[str], limits: tuple[Any, Any]) -> Callable[..., None]:
+    """check_values_of as a function of q and those tensors of a Cache that are present."""
+    absent = dict.fromkeys(Cache._fields)
+
+    def check(*tensors: Tensor) -> None:
+        named: Any = absent | dict(zip(present, tensors, strict=True))
+        check_values_of(named.pop("q"), Cache(**named), *limits)
+
+    return check
+
+
+def check_values_of(q: Tensor, cache: Cache, left: int | None, rows_of_rope: int | None) -> None:
+    """That all keys and pages which the call reads or writes are there, and scales are positive.
+
+    left: how far behind itself a query sees, None for all.  rows_of_rope: behind those of a prefix.
     """
+    k_cache, _, lengths, _, _, page_table, cache_index, starts, cu_seqlens_q, *scales = cache
+    check_scales(*scales)
     if not can_be_read(lengths) or not lengths.shape[0]:
         return
+    new, capacity = cache.new, cache.capacity
     queries: Tensor | int = q.shape[2] if cu_seqlens_q is None else cu_seqlens_q.diff()
     if cu_seqlens_q is not None:
         wrong = torch.cat([cu_seqlens_q[:1] != 0, cu_seqlens_q.diff() < 0]) | (
-            cu_seqlens_q > q.shape[2]
+            cu_seqlens_q > q.shape[0]
         )
-        takes = f"0 first, not less than before, at most the {q.shape[2]} tokens"
+        takes = f"0 first, not less than before, at most the {q.shape[0]} tokens"
         check_values(NAME, "cu_seqlens_q", cu_seqlens_q, wrong, takes, "Pass the sum of lengths.")
     added = new * queries if cu_seqlens_q is not None else new
     keys = lengths + added
-    capacity = capacity_of(k_cache, page_table)
     do = "Count the keys that a sequence has before the call."
     check_values(NAME, "lengths", lengths, lengths < 0, "0 or more keys", do)
     wrong = keys > capacity

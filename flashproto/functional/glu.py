@@ -99,7 +99,7 @@ def _glu(operator: str, gate: Tensor, up: Tensor | None, activation: str, impl: 
     check_glu(operator, gate, up, halves=halves)
     backend = backends.choose(operator, impl, tensors, lambda b: float64_reasons(b, tensors))
     if backend == "triton":
-        return glu_op.ready((gate, up), Settings(activation, halves))
+        return glu_op.bind((gate, up), Settings(activation, halves))
     if halves:
         gate, up = gate.chunk(2, -1)
     if backend == "reference":

@@ -219,8 +219,8 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
         returns = (0,) if residual is None else (0, 1)
         if memory_efficient:
             inputs = x, residual, weight
-            return memory_efficient_op.memory_efficient_norm.ready(inputs, settings, returns)
-        return norm_op.norm.ready((x, residual, weight, bias), settings, returns)
+            return memory_efficient_op.memory_efficient_norm.bind(inputs, settings, returns)
+        return norm_op.norm.bind((x, residual, weight, bias), settings, returns)
     if backend == "torch":
         total = x if residual is None else x + residual
         y = _torch_norm(total, shape, weight, bias, eps, centered).to(x.dtype)
@@ -285,7 +285,7 @@ def _hooked_norm(operator, x, residual, shape, weight, bias, eps, centered, dtyp
         )
         # What is kept is found before a look at hooks, and at which gradients are wanted.
         at_once = prologue is not None or epilogue is not None or dtype in hooks.FLOAT8
-        call = hooked_norm_op.hooked_norm if at_once else hooked_norm_op.hooked_norm.ready
+        call = hooked_norm_op.hooked_norm if at_once else hooked_norm_op.hooked_norm.bind
         returns = (0,) if residual is None else (0, 1)
         return call((x, residual, weight, bias, *operands), settings, returns)
     given: dict[str, Any] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +21,19 @@ from ..checks import (
     refuse,
     spreads,
 )
-from ..mask_values import ALWAYS
-from ..variant import Kind, Variant
-from .attention import (
-    _attention,
-    _attention_reasons,
-    _variant,
-    _with_positive_scale,
-    attention_by,
+from ..mask_values import ALWAYS, Band
+from .attention import by_alignment
+from .attention_request import (
+    Call,
+    attention_request,
     check_dtensors,
     torch_attention,
+    with_positive_scale,
 )
 from .autocast import autocast_low_precision
 
 
+@by_alignment
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -97,32 +97,63 @@ def scaled_dot_product_attention(
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
     q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
     check_attention(name, q, k, v, ("query", "key", "value"))
-    check_dtensors(name, query, {"key": key, "value": value, "attn_mask": attn_mask}, "query")
+    check_dtensors(name, {"query": query}, {"key": key, "value": value, "attn_mask": attn_mask})
     keys = None
     if attn_mask is not None:
         keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
-    if attn_mask is not None and keys is not None:
-        end = torch.where(keys, ALWAYS, 0).to(torch.int32)
-        tensors = {"begin": torch.zeros_like(end), "end": end}
-        variant = _variant(name, q, (is_causal, 0, None, 0), (), tensors, ())
-        backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, variant, q, k, v))
-        if backend != "torch":
-            out = attention_by(backend, q, k, v, variant, scale, False, ())
-            return out.reshape((*lead, *query.shape[-3:-1], out.shape[-1]))
-        if is_causal:
-            shape = (q.shape[2], k.shape[2])
-            attn_mask = attn_mask & torch.ones(shape, dtype=torch.bool, device=q.device).tril()
-            is_causal = False
-    if attn_mask is not None or dropout_p > 0.0:
+    if dropout_p > 0.0 or (attn_mask is not None and keys is None):
         backends.choose(name, None, (query,), _mask_reasons)
-        query, scale = _with_positive_scale(query, scale)
-        return torch_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    variant = Variant(Kind(CAUSAL=is_causal))
-    out = _attention(name, q, k, v, variant, scale, False, None, ())
-    shape = (*lead, *query.shape[-3:-1], out.shape[-1])
-    return out.reshape(shape)
+        return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    given = {"query": query, "key": key, "value": value}
+    options: dict[str, Any] = {}
+    if attn_mask is not None:
+        given["attn_mask"] = attn_mask
+        options = dict(zip(("begin", "end"), _intervals_of(keys), strict=True))
+    request = attention_request(
+        name,
+        q,
+        k,
+        v,
+        inputs={"query": q, "key": k, "value": v},
+        bands=(Band(None, 0, 0, True),) if is_causal else (),
+        scale=scale,
+        **options,
+    )
+    if attn_mask is not None:
+        backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, request))
+        if backend == "torch":
+            if is_causal:
+                shape = (q.shape[2], k.shape[2])
+                attn_mask = attn_mask & torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+            return _by_torch(query, key, value, attn_mask, 0.0, False, scale, enable_gqa)
+    else:
+        backend = request.choose(None)
+    made: Any = request.run_by(backend)
+    if not isinstance(made, Call):
+        return made.reshape((*lead, *query.shape[-3:-1], made.shape[-1]))
+    if q.shape != query.shape or k.shape != key.shape or v.shape != value.shape:
+        return made(q, k, v, *options.values()).reshape((*lead, *query.shape[-3:-1], v.shape[-1]))
+    if attn_mask is None:
+        return made  # type: ignore[return-value]
+    S = k.shape[2]
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return q, k, v, *_intervals_of(_keys_of(mask, q, S, lead))
+
+    return made.after(list(given), (q, k, v, attn_mask), prepare)  # type: ignore[return-value]
+
+
+def _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa):
+    query, scale = with_positive_scale(query, scale)
+    return torch_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _intervals_of(keys: Any) -> tuple[Tensor, Tensor]:
+    """begin and end for keys [B | 1, H | 1, S] that all queries see, or none does."""
+    end = torch.where(keys, ALWAYS, 0).to(torch.int32)
+    return torch.zeros_like(end), end
 
 
 def _check_mask(
@@ -183,10 +214,10 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
     return keys.expand(*lead, heads, S).reshape(q.shape[0], heads, S)
 
 
-def _keys_reasons(backend, variant, q, k, v) -> Iterator[Reason]:
+def _keys_reasons(backend, request) -> Iterator[Reason]:
     """Of a mask of keys, which torch's own operator takes as a tensor."""
     if backend != "torch":
-        yield from _attention_reasons(backend, variant, q, k, v, False)
+        yield from request.reasons(backend)
 
 
 def _mask_reasons(backend: str) -> Iterator[Reason]:

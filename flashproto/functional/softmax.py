@@ -163,7 +163,7 @@ def softmax_topk(
     backend = backends.choose("softmax_topk", impl, [x], lambda b: _topk_reasons(b, x, k, dtype))
     if backend == "triton":
         settings = topk_op.Settings(k, renormalize, dtype)
-        return topk_op.softmax_topk.ready((x,), settings, (0, 1))
+        return topk_op.softmax_topk.bind((x,), settings, (0, 1))
     if backend == "reference":
         return reference.softmax_topk(x, k, renormalize, dtype)
     values, indices = torch_softmax(x, -1, dtype=reference.compute_dtype(x.dtype)).topk(k)
@@ -188,8 +188,8 @@ def _softmax(operator, x, dtype, impl):
     backend = backends.choose(operator, impl, [x], lambda b: float64_reasons(b, [x]))
     if backend == "triton":
         if operator == "logsumexp":
-            return softmax_op.logsumexp.ready((x,), softmax_op.LogsumexpSettings(dtype))
-        return softmax_op.softmax.ready((x,), softmax_op.Settings(operator == "log_softmax", dtype))
+            return softmax_op.logsumexp.bind((x,), softmax_op.LogsumexpSettings(dtype))
+        return softmax_op.softmax.bind((x,), softmax_op.Settings(operator == "log_softmax", dtype))
     if backend == "reference":
         return getattr(reference, operator)(x.to(dtype))
     if operator == "logsumexp":
@@ -230,7 +230,7 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
         log = operator == "log_softmax"
         inputs, settings = hooked_op.arguments_of(x, log, dtype, split_rows, prologue, epilogue)
         # A call that is kept takes the tensors of this function.
-        return (hooked_op.hooked_softmax.ready if as_given else hooked_op.hooked_softmax)(
+        return (hooked_op.hooked_softmax.bind if as_given else hooked_op.hooked_softmax)(
             inputs, settings
         )
     x = hooks.define(prologue, x.to(reference.compute_dtype(x.dtype)))

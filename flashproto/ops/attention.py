@@ -2,8 +2,9 @@
 attention_triton.py and attention_hopper.py.
 
 Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq, Dv]; lse, max_score and
-entropy [B, Hq, Sq]; qkv [B, S, (Hq + 2 Hkv) D], every token's heads of q, k and v side by side, with
-one gradient.
+entropy [B, Hq, Sq].  Of sequences side by side q [T, Hq, D], k [Tk, Hkv, D], v [Tk, Hkv, Dv], out
+[T, Hq, Dv], lse [Hq, T]: launches get views of them as heads, with B = 1.  qkv
+[B, S, (Hq + 2 Hkv) D], every token's heads of q, k and v side by side, with one gradient.
 """
 
 from __future__ import annotations
@@ -97,6 +98,28 @@ def like_heads(x: Any, head_dim: int) -> New:
     return New((B, H, S, head_dim), (H * S * head_dim, *inner, 1), x.dtype, x.device)
 
 
+def as_heads(x: Any) -> Any:
+    """A view [1, H, T, D] of [T, H, D]; what has 4 dimensions as it is."""
+    if x is None or x.ndim == 4:
+        return x
+    (T, H, D), (token, head, element) = x.shape, x.stride()
+    return x.as_strided((1, H, T, D), (H * head, head, token, element))
+
+
+def as_rows(x: Any) -> Any:
+    """A view [1, H, T] of [H, T]; what has 3 dimensions as it is."""
+    return x if x is None or x.ndim == 3 else x.as_strided((1, *x.shape), (x.shape[0], *x.stride()))
+
+
+def like_tensor(x: Any, head_dim: int) -> New:
+    """like_heads in x's dimensions, 4 or 3."""
+    new = like_heads(as_heads(x), head_dim)
+    if x.ndim == 4:
+        return new
+    (_, H, T, D), (_, head, token, element) = new.shape, new.strides
+    return new._replace(shape=(T, H, D), strides=(token, head, element))
+
+
 def split_heads(qkv: Any, q_heads: int, k_heads: int) -> tuple[Any, Any, Any]:
     """Views q [B, Hq, S, D], k and v [B, Hkv, S, D] of qkv."""
     B, S, width = qkv.shape
@@ -116,21 +139,24 @@ def split_heads(qkv: Any, q_heads: int, k_heads: int) -> tuple[Any, Any, Any]:
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New | None, ...]:
     """out, lse and the statistics of variant.AUX."""
-    rows = New.contiguous(q.shape[:3], torch.float32, q.device)
+    shape = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    rows = New.contiguous(shape, torch.float32, q.device)
     kind = settings.kind
     aux = (rows if wanted else None for wanted in (kind.MAX_SCORE, kind.ENTROPY))
-    return like_heads(q, v.shape[3]), rows, *aux
+    return like_tensor(q, v.shape[-1]), rows, *aux
 
 
 def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
     (q, k, v, *tensors), (out, lse, *aux) = inputs, outputs
-    if q.numel() == 0 or v.shape[3] == 0:
+    if q.numel() == 0 or v.shape[-1] == 0:
         return
     news = makes(settings, q, k, v)
-    out, lse, *aux = (
+    out, *rows = (
         recipe.make(new) if x is None and new is not None else x
         for x, new in zip((out, lse, *aux), news, strict=True)
     )
+    q, k, v, out = map(as_heads, (q, k, v, out))
+    lse, *aux = map(as_rows, rows)
     statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
     variant = settings.unpacked(tensors)
     settings.launches.forward(recipe, q, k, v, out, lse, variant, settings.scale, **statistics)
@@ -144,9 +170,9 @@ def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
 def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
     """dv lies in memory as dk does."""
     q, k, v, _, _, *tensors = saved
-    dq = like_heads(q, q.shape[3]) if needs[0] else None
+    dq = like_tensor(q, q.shape[-1]) if needs[0] else None
     need_dkv = needs[1] or needs[2]
-    dk, dv = (like_heads(k, x.shape[3]) if need_dkv else None for x in (k, v))
+    dk, dv = (like_tensor(k, x.shape[-1]) if need_dkv else None for x in (k, v))
     return [dq, dk, dv, *gradients_by_head(tensors, needs[3:])]
 
 
@@ -160,6 +186,8 @@ def gradients_by_head(tensors: Sequence[Any], needs: Sequence[bool]) -> list[Gra
 
 def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
     (q, k, v, out, lse, *tensors), (dq, dk, dv, *by_head) = saved, made
+    q, k, v, out, dout, dq, dk, dv = map(as_heads, (q, k, v, out, grads[0], dq, dk, dv))
+    grads, lse = (dout, *map(as_rows, grads[1:])), as_rows(lse)
     fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head)
 
 

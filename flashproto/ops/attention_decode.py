@@ -1,4 +1,5 @@
-"""Attention to a cache of keys and values: the operators.  Legend: attention_split.py."""
+"""Attention to a cache of keys and values: the operators.  Legend: attention_split.py; with cu_seqlens
+q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] are tokens of sequences side by side."""
 
 from __future__ import annotations
 
@@ -6,16 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from .. import configs
 from ..kernels.kv_cache import append_kernel
 from ..variant import Kind, Variant, kind_of, unpack
-from .attention import like_heads
+from .attention import as_heads, as_rows, like_tensor
 from .attention_split import Cache, launch, page_size
-from .call import Operator, steps
+from .call import Operator
 from .device import cdiv
-from .library import kernel_op
 from .recipe import New, Recipe
 from .rope import unit_columns
 
@@ -47,7 +46,8 @@ class Settings(NamedTuple):
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
     """out and lse."""
-    return like_heads(q, v.shape[3]), New.contiguous(q.shape[:3], torch.float32, q.device)
+    shape = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return like_tensor(q, v.shape[3]), New.contiguous(shape, torch.float32, q.device)
 
 
 def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
@@ -55,9 +55,12 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     if 0 in q.shape:
         return
     out, lse = (recipe.make(new) if x is None else x for x, new in zip(outputs, news, strict=True))
+    q, out, lse = as_heads(q), as_heads(out), as_rows(lse)
     where, (prefix_out, prefix_lse), tensors = rest[:9], rest[9:11], rest[11:]
     cache = cache_of(where, settings.new, settings.position, settings.interleaved)
-    prefix = None if prefix_out is None else (prefix_out, prefix_lse.contiguous())
+    prefix = None
+    if prefix_out is not None:
+        prefix = as_heads(prefix_out), as_rows(prefix_lse.contiguous())
     launch(recipe, q, k, v, out, lse, cache, settings.unpacked(tensors), settings.scale, prefix)
 
 
@@ -92,38 +95,21 @@ attention_kv_cache = Operator(
 # --- a cache, added to ------------------------------------------------------------------------------
 
 
-def append_in_place(
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_token_scale: Tensor | None,
-    v_token_scale: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    lengths: Tensor,
-    page_table: Tensor | None,
-    cache_index: Tensor | None,
-    starts: Tensor | None,
-    cu_seqlens: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    position: int,
-    interleaved: bool,
-    rolls: bool,
-) -> None:
-    """Put k [B, Hkv, S, D], turned, and v [B, Hkv, S, Dv] behind the keys that the cache holds, with
-    cu_seqlens [1, Hkv, T, D] of sequences side by side.  Scales of 8 bits: k_token_scale as the cache
-    lies are written, k_scale [Hkv] are read."""
-    given = (k_cache, v_cache, k_token_scale, v_token_scale, k, v, k_scale, v_scale)
-    where = (lengths, page_table, cache_index, starts, cu_seqlens, cos, sin)
-    steps(_append, [*given, *where], (position, interleaved, rolls))
+class AppendSettings(NamedTuple):
+    """position, interleaved: see Cache; rolls: whether keys go round in the room of a sequence."""
+
+    position: int
+    interleaved: bool
+    rolls: bool
 
 
-def _append(recipe, tensors, position, interleaved, rolls):
-    k_cache, v_cache, k_token, v_token, k, v, k_scale, v_scale, *where = tensors
+def append(recipe: Recipe, settings: AppendSettings, inputs: Any, outputs: Any) -> None:
+    """Put k, turned, and v behind the keys that the cache holds.  Scales of 8 bits: k_token_scale, as
+    the cache lies, are written; k_scale [Hkv] are read."""
+    k_cache, v_cache, k_token, v_token, k, v, k_scale, v_scale, *where = inputs
     scales = (k_scale, v_scale) if k_token is None else (k_token, v_token)
-    cache = cache_of([*where, *scales], 0, position, interleaved)
+    cache = cache_of([*where, *scales], 0, settings.position, settings.interleaved)
+    k, v = as_heads(k), as_heads(v)
     entries, Hkv, tokens, D = k.shape
     Dv, B = v.shape[3], cache.sequences(k)
     if 0 in k.shape or not B:
@@ -136,20 +122,20 @@ def _append(recipe, tensors, position, interleaved, rolls):
         k, v, k_cache, v_cache, cache.k_scale, cache.v_scale, *cache[:7],
         *k.stride(), *v.stride(), *k_cache.stride(), *v_cache.stride(),
         *cache.scale_strides(), *cache.table_strides(),
-        B, tokens, Hkv, cache.capacity(k_cache), position,
+        B, tokens, Hkv, cache.capacity(k_cache), settings.position,
         0 if cache.cos is None else cache.cos.shape[0],
         D=D, DV=Dv, BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h,
-        PAGE_SIZE=page_size(cache, k_cache), ROLLS=rolls, **constants, num_warps=4,
+        PAGE_SIZE=page_size(cache, k_cache), ROLLS=settings.rolls, **constants, num_warps=4,
     )  # fmt: skip
 
 
-append_op = kernel_op(
-    "flashproto::append_kv_cache_",
-    append_in_place,
-    "(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor(c!)? k_token_scale, Tensor(d!)? v_token_scale, "
-    "Tensor k, Tensor v, Tensor? k_scale, Tensor? v_scale, Tensor lengths, Tensor? page_table, "
-    "Tensor? cache_index, Tensor? starts, Tensor? cu_seqlens, Tensor? cos, Tensor? sin, "
-    "SymInt position, bool interleaved, bool rolls) -> ()",
-    lambda *_: None,
-    mutates_args=("k_cache", "v_cache", "k_token_scale", "v_token_scale"),
+append_kv_cache = Operator(
+    "append_kv_cache_",
+    inputs="k_cache, v_cache, k_token_scale?, v_token_scale?, k, v, k_scale?, v_scale?, lengths, "
+    "page_table?, cache_index?, starts?, cu_seqlens?, cos?, sin?",
+    outputs=0,
+    settings=AppendSettings,
+    makes=lambda settings, *inputs: (),
+    forward=append,
+    writes=("k_cache", "v_cache", "k_token_scale", "v_token_scale"),
 )

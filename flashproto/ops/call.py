@@ -17,12 +17,15 @@ FakeTensorMode), and for subclasses of Tensor.  What is saved for the backward i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch._C._functorch import unwrap_if_dead
+from torch.autograd.graph import increment_version
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -83,6 +86,7 @@ class Operator:
     gives_away: the number of what is saved that the first backward may write over; others get None.
     no_gradient: why there is no backward, for the error.
     backward_name: of the backward's op, by default NAME_backward.
+    writes: names of inputs that are written in place, of an operator without outputs.
     again(context, grads, saved): the gradients by calls that have gradients themselves, for an operator
         that can be differentiated more than once.
     """
@@ -104,6 +108,7 @@ class Operator:
     gives_away: int | None = None
     no_gradient: str = ""
     backward_name: str = ""
+    writes: tuple[str, ...] = ()
     again: Callable[..., tuple[Tensor | None, ...]] | None = None
     kept: dict[Any, Any] = field(default_factory=dict)
 
@@ -113,29 +118,64 @@ class Operator:
             object.__setattr__(self, "backward_name", f"{self.name}_backward")
         register(self)
 
-    def ready(
-        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...] = (0,)
+    def bind(
+        self,
+        inputs: Sequence[Tensor | None],
+        settings: Any,
+        returns: tuple[int, ...] = (0,),
+        names: Sequence[str] | None = None,
     ) -> Any:
-        """The outputs numbered `returns`, one or a tuple: a Call, ready to be made; or where the call
-        goes through the op or a transform of torch.func, the results themselves."""
+        """The outputs numbered `returns`, one or a tuple: a Call, to be made; or where the call goes
+        through the op or a transform of torch.func, the results themselves.
+
+        names: what the caller calls the inputs that are given; None: it has the same, in this order.
+        """
         if not torch.compiler.is_compiling():
             for watcher in watchers.all:
                 watcher(self, inputs, settings, returns)
-        if through_op(inputs):
+        if through_op(inputs) or (self.writes and transforms_active()):
             op = getattr(torch.ops.flashproto, self.name)
             results = op(*packed(self.inputs, inputs), *plain_values(settings))
             return picked((results,) if self.outputs == 1 else results, returns)
         if transforms_active() or private.forward_mode():
             return picked(OperatorFunction.apply(self, settings, *inputs), returns)
-        key = "call", settings, returns, metadata(inputs), facts()
-        return self.kept.get(key) or self.keep(key, Call(self, inputs, settings, returns))
+        there = [x is not None for x in inputs]
+
+        def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            given = iter(tensors)
+            inputs = [next(given) if x else None for x in there]
+            return self.function(inputs, settings, returns, recording)
+
+        return Call(names, [x.dtype for x in inputs if x is not None], function)
 
     def __call__(
         self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...] = (0,)
     ) -> Any:
-        """`ready`, and made."""
-        made = self.ready(inputs, settings, returns)
+        """`bind`, and made."""
+        made = self.bind(inputs, settings, returns)
         return made(*[x for x in inputs if x is not None]) if type(made) is Call else made
+
+    def function(
+        self,
+        inputs: Sequence[Tensor | None],
+        settings: Any,
+        returns: tuple[int, ...],
+        recording: bool,
+    ) -> Callable[..., Any]:
+        """The outputs numbered `returns` as a function of those inputs that are given, for inputs of
+        this metadata; recording: for autograd to record."""
+        key = "call", settings, returns, recording, metadata(inputs), facts()
+        if (found := self.kept.get(key)) is not None:
+            return found
+        given, count = [i for i, x in enumerate(inputs) if x is not None], len(inputs)
+        if recording and self.saved is not None:
+            return self.keep(key, recorded(self, inputs, settings, returns, given))
+        plain = self.run(inputs, settings, returns, False).function
+        if self.writes:
+            names = self.inputs.split(", ")
+            plain = marking_writes(plain, [name.rstrip("?") in self.writes for name in names])
+        plain = plain if len(given) == count else fill_missing(plain, count, given)
+        return self.keep(key, refusing(self, plain) if recording and self.no_gradient else plain)
 
     def keep(self, key: Any, made: Any) -> Any:
         if len(self.kept) >= CAPACITY:
@@ -311,63 +351,93 @@ def picked(results: Sequence[Any], returns: tuple[int, ...]) -> Any:
     return results[returns[0]] if len(returns) == 1 else tuple(results[i] for i in returns)
 
 
+@dataclass(frozen=True, slots=True)
 class Call:
-    """A call made ready: `function` gives it as a function of those of its inputs that are given."""
+    """A call whose checks are done, as a function of its tensors.
 
-    __slots__ = ("dtypes", "functions", "make")
+    names: of these, None: those of the public function, in its order.  function(recording, *tensors):
+    what gives the results for tensors like these; recording: for autograd to record.
+    """
 
-    def __init__(
-        self,
-        operator: Operator,
-        inputs: Sequence[Tensor | None],
-        settings: Any,
-        returns: tuple[int, ...],
-    ) -> None:
-        given = [i for i, x in enumerate(inputs) if x is not None]
-        self.dtypes = [x.dtype for x in inputs if x is not None]
-        self.functions: dict[bool, Callable[..., Any]] = {}
-
-        def make(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
-            by_place = dict(zip(given, tensors, strict=True))
-            inputs = [by_place.get(i) for i in range(count)]
-            if recording and operator.saved is not None:
-                return recorded(operator, inputs, settings, returns, given)
-            plain = operator.run(inputs, settings, returns, False).function
-            plain = plain if len(given) == count else spread(plain, count, given)
-            return refusing(operator, plain) if recording and operator.no_gradient else plain
-
-        count, self.make = len(inputs), make
-
-    def function(self, recording: bool, tensors: Sequence[Tensor]) -> Callable[..., Any]:
-        """The call of tensors like these; recording: for autograd to record."""
-        found = self.functions.get(recording)
-        if found is None:
-            found = self.functions[recording] = self.make(recording, *tensors)
-        return found
+    names: Sequence[str] | None
+    dtypes: Sequence[torch.dtype]
+    function: Callable[..., Callable[..., Any]]
 
     def __call__(self, *tensors: Tensor) -> Any:
-        return self.function(wants_grad(tensors), tensors)(*tensors)
+        return self.function(wants_grad(tensors), *tensors)(*tensors)
 
-    def after_casts(self, given: Sequence[Tensor]) -> Call:
-        """The call of `given`, which autocast made the call's tensors from."""
-        dtypes = self.dtypes
-        if dtypes == [x.dtype for x in given]:
+    def after(
+        self, names: Sequence[str], tensors: Sequence[Tensor], prepare: Callable[..., Sequence[Tensor]]
+    ) -> Call:
+        """The call of tensors of these names, of which `prepare` makes this one's."""
+
+        def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            run = self.function(recording, *prepare(*tensors))
+            return lambda *tensors: run(*prepare(*tensors))
+
+        return Call(names, [x.dtype for x in tensors], function)
+
+    def checked(self, names: Sequence[str], check: Callable[..., None]) -> Call:
+        """The call behind check(*tensors of these names), of what no metadata says."""
+        assert self.names is not None
+        pick = itemgetter(*map(self.names.index, names))
+
+        def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            run = self.function(recording, *tensors)
+
+            def checked(*tensors: Tensor) -> Any:
+                check(*pick(tensors))
+                return run(*tensors)
+
+            return checked
+
+        return replace(self, function=function)
+
+    def behind(self, first: Call) -> Call:
+        """This call, once another one is made, as a call of the tensors of both."""
+        assert self.names is not None and first.names is not None
+        dtypes = dict(zip((*first.names, *self.names), (*first.dtypes, *self.dtypes), strict=True))
+        names = list(dtypes)
+        picks = [itemgetter(*map(names.index, call.names or ())) for call in (first, self)]
+
+        def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
+            (pick_first, pick), found = picks, zip((first, self), picks, strict=True)
+            run_first, run = (call.function(recording, *pick(tensors)) for call, pick in found)
+
+            def both(*tensors: Tensor) -> Any:
+                run_first(*pick_first(tensors))
+                return run(*pick(tensors))
+
+            return both
+
+        return Call(names, list(dtypes.values()), function)
+
+    def of(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Call:
+        """The call of tensors of these names, from which autocast may have made this one's."""
+        order = list(range(len(tensors)) if self.names is None else map(names.index, self.names))
+        dtypes = [tensors[i].dtype for i in order]
+        if order == [*range(len(tensors))] and dtypes == self.dtypes:
             return self
-
-        def make(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
-            function = self.function(recording, tuple(map(Tensor.to, tensors, dtypes)))
-            return lambda *tensors: function(*map(Tensor.to, tensors, dtypes))
-
-        call = Call.__new__(Call)
-        call.dtypes, call.functions, call.make = [x.dtype for x in given], {}, make
-        return call
+        wanted = [*zip(order, self.dtypes, strict=True)]
+        return self.after(names, tensors, lambda *given: [given[i].to(dtype) for i, dtype in wanted])
 
 
-def spread(run: Callable[..., Any], count: int, given: list[int]) -> Callable[..., Any]:
+def fill_missing(run: Callable[..., Any], count: int, given: list[int]) -> Callable[..., Any]:
     """run(*inputs) as a function of the given ones; the others of the `count` inputs are None."""
     names = [f"t{i}" if i in given else "None" for i in range(count)]
     text = f"lambda {', '.join(f't{i}' for i in given)}: run({', '.join(names)})"
     return eval(text, {"run": run})
+
+
+def marking_writes(run: Callable[..., Any], written: Sequence[bool]) -> Callable[..., Any]:
+    """run, which writes to inputs, so that autograd knows of it."""
+
+    def function(*inputs: Tensor | None) -> Any:
+        made = run(*inputs)
+        increment_version([x for x in compress(inputs, written) if x is not None])
+        return made
+
+    return function
 
 
 RECORDED = """

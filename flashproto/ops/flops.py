@@ -6,6 +6,7 @@ only, and all scores, causal or not.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ ops = torch.ops.flashproto
 @register_flop_formula(ops.attention_forward)
 def attention_forward_flops(q: Shape, k: Shape, v: Shape, *_: Any, **__: Any) -> int:
     """q k^T and p v."""
-    return _scores(q, k) * (q[3] + v[3])
+    return _scores(q, k) * (q[-1] + v[-1])
 
 
 @register_flop_formula(ops.attention_backward)
@@ -37,7 +38,7 @@ def attention_backward_flops(
     **_: Any,
 ) -> int:
     """q k^T again and dout v^T; then ds k for dq, and p^T dout and ds^T q for dv and dk."""
-    D, Dv, (need_dq, need_dk, need_dv, *_) = q[3], v[3], rest[-1]
+    D, Dv, (need_dq, need_dk, need_dv, *_) = q[-1], v[-1], rest[-1]
     return _scores(q, k) * (D + Dv + need_dq * D + (need_dk or need_dv) * (D + Dv))
 
 
@@ -68,7 +69,7 @@ def attention_kv_cache_flops(
 ) -> int:
     """With all keys that a sequence has room for: lengths are not read."""
     room = k_cache[1] * (1 if page_table is None else page_table[1])
-    return _scores(q, (1, 1, room, 1)) * (q[3] + v_cache[3])
+    return 2 * math.prod(q[:-1]) * room * (q[-1] + v_cache[3])
 
 
 @register_flop_formula(ops.linear_cross_entropy)
@@ -87,8 +88,9 @@ def linear_cross_entropy_backward_flops(
 
 
 def _scores(q: Shape, k: Shape) -> int:
-    """Operations of a product over all scores for each dimension of a head."""
-    return 2 * q[0] * q[1] * q[2] * k[2]
+    """Operations of a product over all scores for each dimension of a head; of sequences side by side
+    with all tokens of all, as their lengths are not read."""
+    return 2 * q[0] * q[1] * k[0] if len(q) == 3 else 2 * q[0] * q[1] * q[2] * k[2]
 
 
 def _heads(qkv: Shape, q_heads: int, k_heads: int) -> tuple[Shape, Shape, Shape]:

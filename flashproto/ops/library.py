@@ -32,14 +32,16 @@ SCHEMA_TYPES = {
 }
 
 
-def schema_of_tensors(names: str) -> list[str]:
-    """Arguments of a schema for "x, weight?, *operands"."""
+def schema_of_tensors(names: str, writes: Sequence[str] = ()) -> list[str]:
+    """Arguments of a schema for "x, weight?, *operands", of which some are written in place."""
     arguments = []
     for name in filter(None, names.split(", ")):
         if name.startswith("*"):
             arguments.append(f"Tensor[] {name[1:]}")
-        else:
-            arguments.append(f"Tensor{'?' if name.endswith('?') else ''} {name.rstrip('?')}")
+            continue
+        name, optional = name.rstrip("?"), "?" if name.endswith("?") else ""
+        alias = f"({chr(ord('a') + writes.index(name))}!)" if name in writes else ""
+        arguments.append(f"Tensor{alias}{optional} {name}")
     return arguments
 
 
@@ -79,9 +81,9 @@ def values_of(kind: type, arguments: Sequence[Any]) -> Any:
 def register(operator: Any) -> None:
     """Make torch.ops.flashproto.NAME and, where there is a backward, NAME_backward."""
     names, everything = operator.inputs, tuple(range(operator.outputs))
-    arguments = [*schema_of_tensors(names), *schema_of_values(operator.settings)]
+    arguments = [*schema_of_tensors(names, operator.writes), *schema_of_values(operator.settings)]
     results = ", ".join(["Tensor"] * operator.outputs)
-    results = f"({results})" if operator.outputs > 1 else results
+    results = results if operator.outputs == 1 else f"({results})"
 
     def tensors_or_empty(made: Sequence[Any], like: Tensor) -> Any:
         made = [
@@ -100,9 +102,16 @@ def register(operator: Any) -> None:
         made = operator.makes(values_of(operator.settings, values), *inputs)
         return tensors_or_empty(made, first(inputs))
 
-    op = kernel_op(
-        f"flashproto::{operator.name}", forward, f"({', '.join(arguments)}) -> {results}", fake
-    )
+    schema = f"({', '.join(arguments)}) -> {results}"
+    if operator.writes:
+
+        def write(*args: Any) -> None:
+            inputs, values = unpacked(names, args)
+            operator.run(inputs, values_of(operator.settings, values), (), False).function(*inputs)
+
+        kernel_op(f"flashproto::{operator.name}", write, schema, lambda *_: None, operator.writes)
+        return
+    op = kernel_op(f"flashproto::{operator.name}", forward, schema, fake)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors, values = unpacked(names, inputs)

@@ -1,0 +1,377 @@
+"""A request for attention: what every public function of attention makes of its arguments, once, and
+what reasons, the choice of a backend and the operators read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# As it is before anybody puts flashproto's in its place.
+from torch.nn.functional import scaled_dot_product_attention as torch_attention
+
+from .. import backends, reference
+from ..backends import KERNELS, Reason
+from ..checks import (
+    check_aux,
+    check_by_head,
+    check_flag,
+    check_number,
+    check_on,
+    check_scale,
+    refuse,
+    spreads,
+)
+from ..mask_values import Band, Mask, joined
+from ..masks import check_mask, window_band
+from ..ops.attention_hopper_reasons import hopper_attention_reasons
+from ..variant import (
+    AUX,
+    DIFFERENTIABLE,
+    NO_GRADIENT,
+    Packed,
+    Variant,
+    pack,
+    reasons,
+    tensors_of,
+    variant_of,
+)
+from .autocast import without_autocast
+
+if backends.HAS_TRITON:
+    from ..ops import attention as attention_op
+    from ..ops.call import Call
+else:
+    Call = ()  # type: ignore[assignment, misc]  # of which nothing is an instance
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+# Options that are numbers: what they may be.
+NUMBERS = {
+    "softcap": (1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
+}
+INTERVALS = ("begin", "end")
+
+
+class Request(NamedTuple):
+    """Attention of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv] for an operator, whom
+    errors name.  Its arguments are checked.
+
+    results: numbers of the kernels' outputs: 0 out, 1 lse, then those of variant.AUX.
+    inputs: what the kernels take for q, k and v, by the caller's names: these, [T, H, D] of sequences
+        side by side, or a fused projection with `heads` query and key heads.
+    mask: of which the variant's intervals are.
+    """
+
+    operator: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    variant: Variant
+    scale: float | None
+    results: tuple[int, ...]
+    inputs: dict[str, Tensor]
+    heads: tuple[int, int] | None = None
+    mask: Mask | None = None
+
+    def reasons(self, backend: str) -> Iterator[Reason]:
+        """Why a backend does not take it."""
+        q, k, v = self.q, self.k, self.v
+        yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
+        if backend == "torch" and backends.has_tangents((q, k, v)):
+            yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
+        if backend == "torch" and backends.has_dtensors((q, k, v)):
+            fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] == v.shape[3]
+            if q.device.type != "cuda" or not fused:
+                yield "PyTorch shards its fused attention on a GPU alone, in 16 bits and with Dv = D"
+        if backend == "hopper":
+            yield from hopper_attention_reasons(q, k, v)
+
+    def choose(self, impl: str | None) -> str:
+        return backends.choose(self.operator, impl, tuple(self.inputs.values()), self.reasons)
+
+    def run(self, impl: str | None) -> Any:
+        """Its results by the backend chosen for it; of kernels a Call where there can be one."""
+        return self.run_by(self.choose(impl))
+
+    def run_by(self, backend: str) -> Any:
+        """Its results by a backend that takes it."""
+        negative_projection = self.heads is not None and self.scale_given < 0
+        if backend in KERNELS and not negative_projection:
+            return self.bind(backend)
+        if backend in KERNELS:
+            made: tuple[Any, ...] = (self.by_heads().made_by(backend),)
+        else:
+            made = (self._by_torch(),) if backend == "torch" else self._by_reference()
+        if self.heads is not None:
+            made = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in made)
+        if self.variant.kind.VARLEN:
+            # A squeeze is a view backward too; the gradient of made[0] is written into zeros.
+            made = (made[0].squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in made[1:]))
+        return made[0] if len(made) == 1 else made
+
+    def by_heads(self) -> Request:
+        """Itself on q, k and v in place of a fused projection."""
+        return self._replace(heads=None, inputs={"q": self.q, "k": self.k, "v": self.v})
+
+    def made_by(self, backend: str) -> Any:
+        """run_by, and where that is a Call, made."""
+        made = self.run_by(backend)
+        return made(*self._tensors(pack(self.variant)).values()) if isinstance(made, Call) else made
+
+    # --- kernels ---
+
+    @property
+    def scale_given(self) -> float:
+        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+
+    def _tensors(self, packed: Packed) -> dict[str, Tensor]:
+        """The kernels' inputs by name."""
+        return self.inputs | dict(zip(tensors_of(packed[3]), packed[0], strict=True))
+
+    def _settings(self, packed: Packed, backend: str) -> tuple[Any, Any]:
+        """(operator, settings) of the kernels."""
+        operator = attention_op.attention if self.heads is None else attention_op.attention_qkv
+        _, ints, floats, text = packed
+        values = tuple(ints), tuple(floats), text, abs(self.scale_given), backend
+        return operator, operator.settings(*values, *(self.heads or ()))
+
+    def bind(self, backend: str) -> Any:
+        """A Call of the caller's tensors; or the results themselves, see Operator.bind."""
+        packed = pack(self.variant)
+        (operator, settings), inputs = self._settings(packed, backend), self._tensors(packed)
+        negative, first = self.scale_given < 0, next(iter(inputs))
+        if negative:
+            inputs[first] = -inputs[first]
+        made = operator.bind(tuple(inputs.values()), settings, self.results, list(inputs))
+        if isinstance(made, Call):
+            return self._of_given(made, inputs, negative)
+        if self.results[-1] >= 2 and torch.compiler.is_compiling():
+            # What is traced has a gradient of everything that might have one: it may not raise.
+            made = tuple(x if i < 2 else x.detach() for i, x in zip(self.results, made, strict=True))
+        return made
+
+    def _of_given(self, call: Any, inputs: dict[str, Tensor], negative: bool) -> Any:
+        """The call of what is passed to the caller: of a mask's tensors in place of its intervals."""
+        if self.mask is None and not negative:
+            return call
+        given = {name: x for name, x in inputs.items() if self.mask is None or name not in INTERVALS}
+        n, intervals = len(given), None
+        if self.mask is not None:
+            given |= dict(zip(self.mask.names, self.mask.tensors, strict=True))
+            if self.mask.is_intervals:
+                call = replace(call, names=list(given))
+            else:
+                intervals = self.mask.computation(self.q.shape[2], self.k.shape[2])
+
+        def prepare(*tensors: Tensor) -> list[Tensor]:
+            first, *others = tensors if intervals is None else tensors[:n]
+            first = -first if negative else first
+            return [first, *others, *(() if intervals is None else intervals(tensors[n:]))]
+
+        if intervals is None and not negative:
+            return call
+        return call.after(list(given), list(given.values()), prepare)
+
+    def gradients(
+        self, backend: str, rows: Sequence[Any], needs: tuple[bool, ...], wanted: dict[str, bool]
+    ) -> Any:
+        """The gradients of q, k and v, and of the variant's tensors by their names.
+
+        rows: gradients of out and lse, out and lse of all keys.  wanted: by names of tensors.
+        """
+        packed = pack(self.variant)
+        operator, settings = self._settings(packed, backend)
+        dout, dlse, out, lse = rows
+        inputs = self._tensors(packed)
+        names = list(inputs)[3:]
+        needs = *needs, *(wanted.get(name, False) for name in names)
+        q, k, v, *tensors = inputs.values()
+        given = dout, dlse, *[None] * len(AUX), q, k, v, out, lse, *tensors
+        dq, dk, dv, *others = operator.gradients_visibly(settings, needs, given)
+        return dq, dk, dv, {n: x for n, x in zip(names, others, strict=True) if x is not None}
+
+    # --- other backends ---
+
+    def _by_reference(self) -> tuple[Tensor, ...]:
+        """The definition; statistics have no gradient, as on other backends."""
+        q, k, v, variant = self.q, self.k, self.v, self.variant
+        statistics = self.results[-1] >= 2
+        with without_autocast(q):
+            made = reference.attention(
+                q,
+                k,
+                v,
+                causal=variant.kind.CAUSAL,
+                causal_offset=variant.offset,
+                scale=self.scale,
+                return_aux=statistics,
+                **variant.named,
+            )
+        if not statistics:
+            return made[: len(self.results)]
+
+        def without_gradient(i: int) -> Tensor:
+            if torch.compiler.is_compiling():
+                return made[i].detach()
+            return NoGradient.apply(made[i], AUX[i - 2])
+
+        return tuple(made[i] if i < 2 else without_gradient(i) for i in self.results)
+
+    def _by_torch(self) -> Tensor:
+        q, k, v = self.q, self.k, self.v
+        gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210, a bool of sizes that are symbols
+        q, scale = with_positive_scale(q, self.scale)
+        return torch_attention(q, k, v, is_causal=self.variant.kind.CAUSAL, scale=scale, enable_gqa=gqa)
+
+
+class NoGradient(torch.autograd.Function):
+    """x; whoever asks for its gradient is told that there is none."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, name):
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if gradient is not None:
+            raise NotImplementedError(NO_GRADIENT.format(ctx.name))
+        return None, None
+
+
+def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
+    """(q, scale) with the same scores: on a CPU torch multiplies the -inf of its causal mask by scale,
+    in float32."""
+    if scale is None or scale >= SMALLEST_SCALE:
+        return q, scale
+    return (-q, -scale) if scale <= -SMALLEST_SCALE else (q * scale, 1.0)
+
+
+# --- from arguments -------------------------------------------------------------------------------
+
+
+def attention_request(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    inputs: dict[str, Tensor] | None = None,
+    heads: tuple[int, int] | None = None,
+    lengths: tuple[int, int] | None = None,
+    causal: object = False,
+    bands: Sequence[Band] = (),
+    window: object = None,
+    mask: object = None,
+    scale: float | None = None,
+    return_lse: object = False,
+    return_aux: object = (),
+    **options: Any,
+) -> Request:
+    """A Request of arguments, which are checked, but for q, k and v.
+
+    lengths: Sq and Sk by which bands and masks go, if not q's and k's.  options: those of
+    variant.VARIABLES that are given by themselves.
+    """
+    Sq, Sk = (q.shape[2], k.shape[2]) if lengths is None else lengths
+    results: tuple[int, ...] = (0, 1) if check_flag(operator, "return_lse", return_lse) else (0,)
+    aux = check_aux(operator, return_aux)
+    results += tuple(2 + AUX.index(name) for name in aux)
+    bands = (*bands, Band(None, 0, 0, False)) if check_flag(operator, "causal", causal) else (*bands,)
+    if window is not None:
+        bands += (check_window(operator, window),)
+    found = None
+    if mask is not None:
+        mask = check_mask(operator, mask)
+        bands += mask.bands
+        found = check_intervals(operator, mask, q, Sq, Sk)
+        options |= dict(zip(INTERVALS, found or (), strict=found is not None))
+    high, low, first = joined(operator, bands, Sk - Sq)
+    offset = Sk - Sq if high is None else high
+    inputs = {"q": q, "k": k, "v": v} if inputs is None else inputs
+    check_dtensors(operator, inputs, options)
+    for name in DIFFERENTIABLE:
+        if options.get(name) is not None:
+            check_by_head(operator, name, options[name], q.shape[1], q.device)
+    for name, bounds in NUMBERS.items():
+        if options.get(name) is not None:
+            number = check_number(operator, name, options[name], *bounds, "Pass None for none.")
+            options[name] = float(number)
+    named = {"left": None if low is None else offset - low, "first": first or None, **options}
+    exact = q.dtype in (torch.float32, torch.float64)
+    variant = variant_of(high is not None, offset, named, aux, exact)
+    scale = check_scale(operator, scale)
+    shown = mask if found is not None else None
+    return Request(operator, q, k, v, variant, scale, results, inputs, heads, shown)
+
+
+def check_window(operator: str, window: object) -> Band:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        refuse(
+            operator,
+            "window",
+            window,
+            "(left, right), integers of 0 or more, or None",
+            "Pass (1023, 0), say, or None for no bound.",
+            TypeError,
+        )
+    return window_band(operator, window[0], window[1], 0, "window")
+
+
+def check_intervals(
+    operator: str, mask: Mask, q: Tensor, Sq: int, Sk: int
+) -> tuple[Tensor, Tensor] | None:
+    """begin and end of a mask for q [B, Hq, .., D]; None where it is a band."""
+    found = mask.intervals(Sq, Sk, operator)
+    if found is None:
+        return None
+    B, Hq = q.shape[:2]
+    check_on(operator, "mask", found[0], q.device)
+    batch, heads, _ = found[0].shape
+    if not (spreads(batch, B) and spreads(heads, Hq)):
+        refuse(
+            operator,
+            "mask",
+            f"{mask!r}, for a batch of {batch} and {heads} heads",
+            lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads",
+            "Expand what it is made of.",
+        )
+    return found
+
+
+def check_dtensors(operator: str, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
+    """That all tensors are DTensors, or none of them."""
+    name, *_ = inputs
+    distributed = backends.has_dtensors((inputs[name],))
+    for other, x in (inputs | options).items():
+        if not isinstance(x, Tensor) or backends.has_dtensors((x,)) == distributed:
+            continue
+        if not distributed:
+            got = f"a DTensor beside a plain {name}"
+            refuse(operator, other, got, "a plain tensor", f"Pass {other}.to_local().", TypeError)
+        if other in INTERVALS:
+            refuse(
+                operator,
+                "mask",
+                f"made of plain tensors beside a DTensor {name}",
+                "bands, causal() and window(...), beside DTensors",
+                "Pass the .to_local() of all DTensors.",
+                TypeError,
+            )
+        refuse(
+            operator,
+            other,
+            f"a plain tensor beside a DTensor {name}",
+            "a DTensor",
+            f"Pass torch.distributed.tensor.distribute_tensor({other}, {name}.device_mesh).",
+            TypeError,
+        )
