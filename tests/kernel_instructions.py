@@ -1,12 +1,13 @@
-"""Compares the attention kernels of this tree with those of another one, without a GPU.
+"""Compares the kernels of attention, decode and norms of this tree with another's, without a GPU.
 
     git worktree add --detach ../other COMMIT
     python tests/kernel_instructions.py ../other              every kernel
     python tests/kernel_instructions.py ../other --only 'backward-128.*' --code
+    python tests/kernel_instructions.py ../other --only '^decode'
 
 For a change that must cost nothing: names, arguments that nobody uses, code behind a constant.  The
-kernels are every case of compile_cases_attention.py (sm_80, sm_90, sm_100) and of
-compile_cases_hopper.py (sm_90), forward and backward, each as its own tree lists it.
+kernels are every case of FAMILIES (compile_worker.py) for sm_80, sm_90 and sm_100, forward and
+backward, each as its own tree lists it; compile_cases_hopper.py has cases for sm_90 alone.
 
 First each is compiled up to Triton's own representation with all calls inlined and all constants
 folded, from which the rest follows: where it and the options are the same in both trees, character by
@@ -48,7 +49,8 @@ from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent.parent
-JOBS = (("attention", 80), ("attention", 90), ("attention", 100), ("hopper", 90))
+FAMILIES = ("attention", "decode", "hopper", "norm", "norm_features")
+ARCHES = (80, 90, 100)
 # An instruction's line: where it is, its text, and the first half of its code.
 INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?;)\s+/\* (0x[0-9a-f]{16}) \*/")
 REST = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/")
@@ -164,7 +166,7 @@ def show(tree: str, only: str, code: bool) -> None:
         import compile_worker
 
         assert Path(compile_worker.__file__).resolve().parent == path / "tests"
-        for family, arch in JOBS:
+        for family, arch in itertools.product(FAMILIES, ARCHES):
             for case in compile_worker.cases_of(family, arch):
                 name = f"{family} {arch} {case.name}"
                 if "control: " not in name and re.search(only, name):
