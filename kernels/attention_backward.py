@@ -33,8 +33,6 @@ from .schedule import (
     query_range,
 )
 from .scores import (
-    SINK,
-    SLOPE_SUMS,
     counts,
     distance,
     modified,
@@ -77,7 +75,7 @@ def attention_backward_rows_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_lb, stride_lh, stride_ls,
     Hq, Sq,
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr,
     HAS_DLSE: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
@@ -87,7 +85,7 @@ def attention_backward_rows_kernel(
     With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.
     """
     if KIND.VARLEN:
-        _, Sq, _ = counts(variables)
+        _, Sq, _ = counts(given)
     ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
@@ -115,8 +113,8 @@ def attention_backward_rows_kernel(
         tl.store(delta_ptr + row, delta, i < Sq)
         if SLOPES:
             if KIND.SINKS:
-                ds_sum += delta * sink_probability(variables[SINK] + h, lse2)
-            tl.store(variables[SLOPE_SUMS] + row, ds_sum, i < Sq)
+                ds_sum += delta * sink_probability(given.sinks + h, lse2)
+            tl.store(given.slope_sums + row, ds_sum, i < Sq)
 
 
 @triton.jit
@@ -129,7 +127,7 @@ def attention_backward_keys_kernel(
     stride_dkb, stride_dkh, stride_dks, stride_dkd,
     stride_dvb, stride_dvh, stride_dvs, stride_dvd,
     Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
@@ -144,7 +142,6 @@ def attention_backward_keys_kernel(
     of its lines, the mask on every tile and the clamped loads are what Triton 3.6 and 3.9 compile
     without spilling, pipelined.
     """
-    given = variables
     head, j0, Sq, Sk, offset, token, key, rows = problem_of_keys(Sq, Sk, offset, given, BLOCK_N, KIND)
     Hkv = Hq // GROUP
     b = (head // Hkv).to(tl.int64)
@@ -160,9 +157,8 @@ def attention_backward_keys_kernel(
     dk_low = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     dv_low = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-    variables = of_head(given, b, h * GROUP, Sq, Sk, BLOCK_N, KIND)
     unit = unit_of(scale, KIND)
-    begin, end = query_range(j0, Sq, offset, variables, BLOCK_M, KIND, BLOCK_N)
+    begin, end = query_range(j0, Sq, offset, given, BLOCK_M, KIND, BLOCK_N)
     if KIND.INTERVALS:
         low, high = Sq, 0
         for member in range(GROUP):
@@ -264,14 +260,13 @@ def attention_backward_queries_kernel(
     stride_gb, stride_gh, stride_gs, stride_gd,
     stride_dqb, stride_dqh, stride_dqs, stride_dqd,
     Hq, GROUP, Sq, Sk, offset, scale, scale_natural,
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
     the gradient of its head's slope, where that is wanted."""
-    given = variables
     head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
     )
@@ -300,7 +295,7 @@ def attention_backward_queries_kernel(
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
     none = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none
-    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
     if KIND.INTERVALS:
         tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
@@ -322,7 +317,7 @@ def attention_backward_queries_kernel(
             tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     else:
         if KIND.FIRST:
-            first = first_tiles(begin, variables, BLOCK_N, KIND)
+            first = first_tiles(begin, given, BLOCK_N, KIND)
             sums = query_gradients_from_tiles(
                 sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
@@ -348,7 +343,7 @@ def attention_backward_queries_kernel(
     store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
     if SLOPES:
         # delta is of O as it was rounded: dS lacks P * off, which the distances would weigh too much.
-        slope_sums_ptr = given[SLOPE_SUMS] + row + i
+        slope_sums_ptr = given.slope_sums + row + i
         off = tl.load(slope_sums_ptr, i < Sq, 0.0) - ds_sums
         tl.store(slope_sums_ptr, slope_sums + off * distances, i < Sq)
 
@@ -362,7 +357,7 @@ def attention_backward_heads_kernel(
     Hq,
     B,
     Sq,
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     KIND: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -372,7 +367,7 @@ def attention_backward_heads_kernel(
     Of the sink, rows are delta, weighted by its probability; of the slope, the sums of dS * distance.
     """
     if KIND.VARLEN:
-        _, Sq, _ = counts(variables)
+        _, Sq, _ = counts(given)
     h = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.float32)
     for b in range(B):

@@ -32,13 +32,8 @@ from .online_softmax import (
     online_softmax_start,
     online_softmax_update,
 )
-from .scores import BEGIN, END, LEFT, SINK, SLOPE, SOFTCAP, modified, unit_of, visible
+from .scores import Variables, modified, unit_of, visible
 from .tiles import dot
-
-# In what a kernel is given, behind the intervals: which row of these a head has.
-ROW_OF_BATCH = tl.constexpr(7)
-ROW_OF_HEAD = tl.constexpr(8)
-
 
 # --- sequences -----------------------------------------------------------------------------------
 
@@ -140,22 +135,18 @@ def program_of(step, programs, total):
 
 @triton.jit
 def head_variables(given, b, h, g, diagonal, Sk, KIND: tl.constexpr, BY_HEAD: tl.constexpr):
-    """`variables` of scores.py for the rows [BM, 1] of heads h * GROUP + g; h: of query heads."""
-    left, softcap, slope, begin, end = 0, 0.0, 0.0, 0, 0
+    """Variables of scores.py for the rows [BM, 1] of heads h * GROUP + g; h: of query heads."""
+    slope, begin, end = 0.0, 0, 0
     head = (h + g)[:, None]
-    if KIND.WINDOW:
-        left = given[LEFT]
-    if KIND.SOFTCAP:
-        softcap = given[SOFTCAP]
     if KIND.ALIBI:
-        slope = tl.load(given[SLOPE] + head).to(tl.float32)
+        slope = tl.load(given.alibi_slopes + head).to(tl.float32)
     if KIND.INTERVALS:
-        row = b * given[ROW_OF_BATCH]
+        row = b * given.row_of_batch
         if BY_HEAD:
-            row = row + head * given[ROW_OF_HEAD]
-        begin = given[BEGIN] + row * Sk
-        end = given[END] + row * Sk
-    return left, 0, softcap, 0.0, slope, begin, end, diagonal, 0
+            row = row + head * given.row_of_head
+        begin = given.begin + row * Sk
+        end = given.end + row * Sk
+    return Variables(given, 0.0, slope, begin, end, diagonal)
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -190,7 +181,7 @@ def attention_decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     left = 0
     if KIND.WINDOW:
-        left = given[LEFT]
+        left = given.left
     query_tiles, tiles, work = plan(
         lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, SPLIT,
@@ -346,7 +337,7 @@ def attention_decode_kernel(
         if SPLIT:
             whole = False if PREFIX else count == own_tiles
         if KIND.SINKS:
-            sink = tl.load(given[SINK] + head).to(tl.float32) * LOG2E / unit
+            sink = tl.load(given.sinks + head).to(tl.float32) * LOG2E / unit
             sink = tl.where(whole, sink, -float("inf"))
             ms, ls, alpha, _ = online_softmax_merge(ms, ls, sink, 1.0, unit)
             acc *= alpha[:, None]
@@ -387,7 +378,7 @@ def merge_kernel(
     """
     left = 0
     if KIND.WINDOW:
-        left = given[LEFT]
+        left = given.left
     query_tiles, tiles, work = plan(
         lengths_ptr, cu_seqlens_ptr, starts_ptr, B, Hkv, Sq, Sk, new, capacity, offset, left,
         GROUP, BLOCK_M, BLOCK_N, BLOCK_B, KIND, ROLLS, True,
@@ -446,7 +437,7 @@ def merge_kernel(
             m, l, w1, w2 = online_softmax_merge(m, l, x, 1.0, LOG2E)
             acc = acc * w1[:, None] + values * w2[:, None]
         if KIND.SINKS:
-            x = tl.load(given[SINK] + head, exists, 0.0).to(tl.float32)
+            x = tl.load(given.sinks + head, exists, 0.0).to(tl.float32)
             m, l, w1, _ = online_softmax_merge(m, l, x, 1.0, LOG2E)
             acc *= w1[:, None]
         lse, normaliser = online_softmax_finish(m, l, LOG2E)

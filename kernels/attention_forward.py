@@ -31,7 +31,7 @@ from .online_softmax import (
     online_softmax_update,
 )
 from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
-from .scores import ENTROPY, MAX_SCORE, SINK, modified, of_head, unit_of, visible
+from .scores import modified, of_head, unit_of, visible
 from .tiles import dot, load_tile, store_tile
 
 
@@ -89,14 +89,13 @@ def attention_forward_kernel(
     stride_vb, stride_vh, stride_vs, stride_vd,
     stride_ob, stride_oh, stride_os, stride_od,
     Hq, GROUP, Sq, Sk, offset, scale,
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
-    given = variables
     head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
         Hq, Sq, Sk, offset, given, BLOCK_M, KIND
     )
@@ -117,7 +116,7 @@ def attention_forward_kernel(
     m, l = online_softmax_start(BLOCK_M)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     state = m, l, acc, m, l
-    ranges = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
     if KIND.INTERVALS:
         tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
@@ -139,7 +138,7 @@ def attention_forward_kernel(
         if KIND.FIRST:
             state = attend_to_tiles(
                 state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
-                i0, 0, first_tiles(begin, variables, BLOCK_N, KIND), Sk, offset, scale, variables,
+                i0, 0, first_tiles(begin, given, BLOCK_N, KIND), Sk, offset, scale, variables,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
             )  # fmt: skip
         state = attend_to_tiles(
@@ -163,7 +162,7 @@ def attention_forward_kernel(
     if KIND.ENTROPY:
         entropy = entropy_finish(weighted, l)
     if KIND.SINKS:
-        m, l, alpha, _ = online_softmax_merge(m, l, variables[SINK] * LOG2E / unit, 1.0, unit)
+        m, l, alpha, _ = online_softmax_merge(m, l, variables.sink * LOG2E / unit, 1.0, unit)
         acc *= alpha[:, None]
     lse, normaliser = online_softmax_finish(m, l, unit)
     store_tile(
@@ -175,6 +174,6 @@ def attention_forward_kernel(
     i = i0 + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + row + i, lse, i < Sq)
     if KIND.MAX_SCORE:
-        tl.store(given[MAX_SCORE] + row + i, top * (scale * LN2), i < Sq)
+        tl.store(given.max_score + row + i, top * (scale * LN2), i < Sq)
     if KIND.ENTROPY:
-        tl.store(given[ENTROPY] + row + i, entropy, i < Sq)
+        tl.store(given.entropy + row + i, entropy, i < Sq)

@@ -14,17 +14,7 @@ next tiles that are visited.
 import triton
 import triton.language as tl
 
-from .scores import (
-    BEGIN,
-    CU_SEQLENS_K,
-    CU_SEQLENS_Q,
-    END,
-    FIRST,
-    LEFT,
-    TILES,
-    TILES_OF_ALL,
-    counts,
-)
+from .scores import Variables, counts
 
 LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
 NEVER = tl.constexpr(2**31 - 1)
@@ -49,9 +39,7 @@ def query_tile_order(index, n_tiles, KIND: tl.constexpr):
 
 
 @triton.jit
-def key_ranges(
-    i0, Sk, offset, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
-):
+def key_ranges(i0, Sk, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     """Key tiles for the queries i0 ... i0 + BLOCK_M - 1: (begin, clear_begin, clear_end, end).
 
     No query sees a key of the tiles before `begin`, but for `first_tiles`, and from `end` on; all see
@@ -64,7 +52,7 @@ def key_ranges(
         clear_end = Sk // BLOCK_N
         end = tl.cdiv(Sk, BLOCK_N)
     if KIND.WINDOW:
-        lowest = i0 + offset - variables[LEFT]  # that the first query sees
+        lowest = i0 + offset - given.left  # that the first query sees
         begin = tl.minimum(clamp(lowest, 0, Sk) // BLOCK_N, end)
         clear_begin = clamp(tl.cdiv(clamp(lowest + BLOCK_M - 1, 0, Sk), BLOCK_N), begin, end)
         clear_end = clamp(clear_end, clear_begin, end)
@@ -74,17 +62,17 @@ def key_ranges(
 
 
 @triton.jit
-def first_tiles(begin, variables, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
+def first_tiles(begin, given, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
     """The end of the key tiles from 0 on that are visited beside those from `begin` on."""
     if KIND.FIRST:
-        return tl.minimum(tl.cdiv(variables[FIRST], BLOCK_N), begin)
+        return tl.minimum(tl.cdiv(given.first, BLOCK_N), begin)
     else:
         return 0
 
 
 @triton.jit
 def query_range(
-    j0, Sq, offset, variables, BLOCK_M: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr = 1
+    j0, Sq, offset, given, BLOCK_M: tl.constexpr, KIND: tl.constexpr, BLOCK_N: tl.constexpr = 1
 ):
     """Query tiles for the keys j0 ... j0 + BLOCK_N - 1: (begin, end); no other sees any of them."""
     if KIND.CAUSAL:
@@ -93,9 +81,9 @@ def query_range(
         begin = 0
     end = tl.cdiv(Sq, BLOCK_M)
     if KIND.WINDOW:
-        last = tl.cdiv(clamp(j0 + BLOCK_N - offset + variables[LEFT], 0, Sq), BLOCK_M)
+        last = tl.cdiv(clamp(j0 + BLOCK_N - offset + given.left, 0, Sq), BLOCK_M)
         if KIND.FIRST:
-            last = tl.where(j0 < variables[FIRST], end, last)
+            last = tl.where(j0 < given.first, end, last)
         end = tl.maximum(last, begin)
     return begin, end
 
@@ -139,8 +127,8 @@ def visits(
     """
     begin, clear_begin, clear_end, end = ranges
     inside = tile < end
-    some = inside & ((tile >= begin) | (tile < first_tiles(begin, variables, BLOCK_N, KIND)))
-    at = variables[TILES] + tile
+    some = inside & ((tile >= begin) | (tile < first_tiles(begin, variables.given, BLOCK_N, KIND)))
+    at = variables.tiles + tile
     some = some & (tl.load(at, inside, NEVER) < i0 + BLOCK_M)
     some = some & (tl.load(at + n_tiles, inside, 0) > i0)
     clear = some & (tile >= clear_begin) & (tile < clear_end)
@@ -199,21 +187,15 @@ def visits_kernel(
     left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that
     needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
 
-    given[TILES_OF_ALL]: what intervals_kernel made.  turns [1]: set to 0, if there is one.
+    given.work: what intervals_kernel made.  turns [1]: set to 0, if there is one.
     """
     if turns_ptr is not None:
         tl.store(turns_ptr, 0, tl.program_id(0) == 0)
     query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
     row = (tl.program_id(0) // query_tiles).to(tl.int64)
     i0 = tl.program_id(0) % query_tiles * BLOCK_M
-    left, first = 0, 0
-    if KIND.WINDOW:
-        left = given[LEFT]
-    if KIND.FIRST:
-        first = given[FIRST]
-    tiles = given[TILES_OF_ALL] + row * (4 * n_tiles)
-    variables = left, first, 0, 0, 0, 0, 0, 0, tiles
-    begin, _, _, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
+    variables = Variables(given, tiles=given.work + row * (4 * n_tiles))
+    begin, _, _, end = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     ranges = begin, 0, end, end
     to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
     count = 0
@@ -233,8 +215,8 @@ def visits_kernel(
 def queries_of_keys(j0, Sk, variables, BLOCK_N: tl.constexpr):
     """(begin, end): outside of it no query sees one of the keys j0 ... j0 + BLOCK_N - 1."""
     j = j0 + tl.arange(0, BLOCK_N)
-    begin = tl.load(variables[BEGIN] + j, j < Sk, NEVER)
-    end = tl.load(variables[END] + j, j < Sk, 0)
+    begin = tl.load(variables.begin + j, j < Sk, NEVER)
+    end = tl.load(variables.end + j, j < Sk, 0)
     some = begin < end
     return tl.min(tl.where(some, begin, NEVER), 0), tl.max(tl.where(some, end, 0), 0)
 
@@ -279,9 +261,9 @@ def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: t
         slots = queries // BLOCK_M + sequences + 1
         head = tl.program_id(0) // slots
         slot = query_tile_order(tl.program_id(0) % slots, slots, KIND)
-        s, tile = sequence_of(slot, given[CU_SEQLENS_Q], sequences, BLOCK_M)
-        token, Sq = tokens_of(s, given[CU_SEQLENS_Q], sequences, queries, True)
-        key, Sk = tokens_of(s, given[CU_SEQLENS_K], sequences, keys, False)
+        s, tile = sequence_of(slot, given.cu_seqlens_q, sequences, BLOCK_M)
+        token, Sq = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
+        key, Sk = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
         i0 = tile * BLOCK_M
         offset += Sk - Sq
         Sk = tl.where(i0 < Sq, Sk, 0)
@@ -304,9 +286,9 @@ def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.const
         sequences, queries, keys = counts(given)
         slots = keys // BLOCK_N + sequences + 1
         head = tl.program_id(0) // slots
-        s, tile = sequence_of(tl.program_id(0) % slots, given[CU_SEQLENS_K], sequences, BLOCK_N)
-        token, Sq = tokens_of(s, given[CU_SEQLENS_Q], sequences, queries, False)
-        key, Sk = tokens_of(s, given[CU_SEQLENS_K], sequences, keys, True)
+        s, tile = sequence_of(tl.program_id(0) % slots, given.cu_seqlens_k, sequences, BLOCK_N)
+        token, Sq = tokens_of(s, given.cu_seqlens_q, sequences, queries, False)
+        key, Sk = tokens_of(s, given.cu_seqlens_k, sequences, keys, True)
         j0, rows = tile * BLOCK_N, queries
         offset += Sk - Sq
         Sq = tl.where(j0 < Sk, Sq, 0)
@@ -330,14 +312,8 @@ def slots_kernel(
 ):
     """Program: of one slot of queries, its record.  slots [slots, RECORD]."""
     _, i0, Sq, Sk, offset, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
-    left, first = 0, 0
-    if KIND.WINDOW:
-        left = given[LEFT]
-    if KIND.FIRST:
-        first = given[FIRST]
-    variables = left, first
-    begin, _, _, end = key_ranges(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, KIND)
-    tiles = tl.maximum(end - begin + first_tiles(begin, variables, BLOCK_N, KIND), 1)
+    begin, _, _, end = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
+    tiles = tl.maximum(end - begin + first_tiles(begin, given, BLOCK_N, KIND), 1)
     to = slots_ptr + tl.program_id(0) * RECORD
     tl.store(to, tl.where(i0 < Sq, tiles, 0))
     tl.store(to + 1, i0)
@@ -356,16 +332,11 @@ def key_slots_kernel(
 
     Keys that no query sees visit one query tile, the first of a sequence without queries."""
     sequences, _, _ = counts(given)
-    s, _ = sequence_of(tl.program_id(0), given[CU_SEQLENS_K], sequences, BLOCK_N)
+    s, _ = sequence_of(tl.program_id(0), given.cu_seqlens_k, sequences, BLOCK_N)
     _, j0, Sq, Sk, offset, token, key, _ = problem_of_keys(0, 0, offset, given, BLOCK_N, KIND)
-    left, first = 0, 0
-    if KIND.WINDOW:
-        left = given[LEFT]
-    if KIND.FIRST:
-        first = given[FIRST]
-    begin, end = query_range(j0, Sq, offset, (left, first), BLOCK_M, KIND, BLOCK_N)
+    begin, end = query_range(j0, Sq, offset, given, BLOCK_M, KIND, BLOCK_N)
     begin = tl.minimum(begin, tl.maximum(tl.cdiv(Sq, BLOCK_M) - 1, 0))
-    slot = tl.load(given[CU_SEQLENS_Q] + s) // BLOCK_M + s
+    slot = tl.load(given.cu_seqlens_q + s) // BLOCK_M + s
     to = slots_ptr + tl.program_id(0) * RECORD
     tl.store(to, tl.where(j0 < Sk, tl.maximum(end - begin, 1), 0))
     tl.store(to + 1, j0)

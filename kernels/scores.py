@@ -5,12 +5,14 @@ nowhere else: a mask is a condition in `visible` (and, to skip work, a range in 
 of score is a line in `modified`, with its derivative in `modified_gradient`.
 
 KIND, of flashproto/variant.py, says at compile time what the variant has.  A kernel gets its numbers
-and tensors as one tuple, None where it has none, which `of_head` makes into the `variables` that all
-other functions take.  Nothing reads what its KIND has not, so that the plain kinds may pass ().
+and tensors as `given`, of which `of_head` makes the `variables` that all other functions take.  Nothing
+reads what its KIND has not, so that the plain kinds may pass ().
 
 Everything is given with broadcast indices, so that the same code serves a tile [BM, BN] and the
 transposed tile [BN, BM] of the backward pass: i is [BM, 1] or [1, BM], j is [1, BN] or [BN, 1].
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -19,63 +21,68 @@ from .cross_entropy import tanh as exact_tanh
 from .interpreter import INTERPRETED
 from .online_softmax import LN2, LOG2E
 
-# Places in what a kernel is given, which begins with VARIABLES of flashproto/variant.py, and in
-# `variables`, where they are those of one head: numbers, the sink and the slope, and pointers to the
-# vectors of intervals.
-LEFT = tl.constexpr(0)
-FIRST = tl.constexpr(1)
-SOFTCAP = tl.constexpr(2)
-SINK = tl.constexpr(3)
-SLOPE = tl.constexpr(4)
-BEGIN = tl.constexpr(5)
-END = tl.constexpr(6)
-CU_SEQLENS_Q = tl.constexpr(7)  # in what a kernel is given alone
-CU_SEQLENS_K = tl.constexpr(8)
-DIAGONAL = tl.constexpr(7)  # in `variables` alone, in their place: Sk - Sq
-TILES = tl.constexpr(8)  # pointer to what intervals_kernel says of the key tiles
-GIVEN = 9
-# In what a kernel is given alone, added by the launch behind these.
-TILES_OF_ALL = tl.constexpr(GIVEN)
-# In its place in the Hopper forward: what visits_kernel says of them, or order_kernel of slots.
-VISITS = tl.constexpr(GIVEN)
-SLOTS = tl.constexpr(GIVEN)
-ROW_OF_BATCH = tl.constexpr(GIVEN + 1)  # which row of the intervals a head has
-ROW_OF_HEAD = tl.constexpr(GIVEN + 2)
-COUNTS = tl.constexpr(GIVEN + 3)  # of sequences, queries and keys, see `counts`
-MAX_SCORE = tl.constexpr(GIVEN + 6)  # pointers to what is made, as lse
-ENTROPY = tl.constexpr(GIVEN + 7)
-SLOPE_SUMS = tl.constexpr(GIVEN + 8)
-QUERIES = tl.constexpr(GIVEN + 9)  # for the Hopper backward: Sq, as `counts` has it
+
+class Given(NamedTuple):
+    """What a kernel is given of a variant; a field that is None is no argument."""
+
+    left: Any = None  # numbers
+    first: Any = None
+    softcap: Any = None
+    sinks: Any = None  # pointers to [Hq]
+    alibi_slopes: Any = None
+    begin: Any = None  # pointers to the intervals, [B|1, H|1, Sk]
+    end: Any = None
+    cu_seqlens_q: Any = None  # pointers to [sequences + 1]
+    cu_seqlens_k: Any = None
+    work: Any = None  # pointer to what intervals_kernel, visits_kernel or order_kernel made
+    row_of_batch: Any = None  # which row of the intervals a head has: their sum
+    row_of_head: Any = None
+    sequences: Any = None  # how many, see `counts`
+    queries: Any = None
+    keys: Any = None
+    max_score: Any = None  # pointers to what is made, [B, Hq, Sq] as lse
+    entropy: Any = None
+    slope_sums: Any = None
+    rows: Any = None  # Sq, as `counts` has it, for the Hopper backward
+
+
+class Variables(NamedTuple):
+    """What of_head makes of it for one head.
+
+    given: itself, for the numbers that all heads share.  sink, slope: numbers.  begin, end: pointers to
+    [Sk].  diagonal: Sk - Sq.  tiles: pointer to what intervals_kernel says of the head's key tiles.
+    """
+
+    given: Any
+    sink: Any = 0.0
+    slope: Any = 0.0
+    begin: Any = 0
+    end: Any = 0
+    diagonal: Any = 0
+    tiles: Any = 0
 
 
 @triton.jit
 def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """`variables` for query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N."""
-    left, first, softcap, sink, slope = 0, 0, 0.0, 0.0, 0.0
-    begin, end, tiles = 0, 0, 0
-    if KIND.WINDOW:
-        left = given[LEFT]
-    if KIND.FIRST:
-        first = given[FIRST]
-    if KIND.SOFTCAP:
-        softcap = given[SOFTCAP]
+    """Variables of query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N."""
+    sink, slope, begin, end, tiles = 0.0, 0.0, 0, 0, 0
     if KIND.SINKS:
-        sink = tl.load(given[SINK] + h).to(tl.float32)
+        sink = tl.load(given.sinks + h).to(tl.float32)
     if KIND.ALIBI:
-        slope = tl.load(given[SLOPE] + h).to(tl.float32)
+        slope = tl.load(given.alibi_slopes + h).to(tl.float32)
     if KIND.INTERVALS:
-        row = b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]
-        begin = given[BEGIN] + row * Sk
-        end = given[END] + row * Sk
-        tiles = given[TILES_OF_ALL] + row * (4 * tl.cdiv(Sk, BLOCK_N))
-    return left, first, softcap, sink, slope, begin, end, Sk - Sq, tiles
+        row = b * given.row_of_batch + h * given.row_of_head
+        begin = given.begin + row * Sk
+        end = given.end + row * Sk
+        tiles = given.work + row * (4 * tl.cdiv(Sk, BLOCK_N))
+    return Variables(given, sink, slope, begin, end, Sk - Sq, tiles)
 
 
 @triton.jit
 def counts(given):
     """How many sequences, queries and keys there are.  As arguments they are odd and above 1, since
     Triton compiles anew for an integer that is 1, or a multiple of 16 where another was none."""
-    return given[COUNTS] >> 1, given[COUNTS + 1] >> 1, given[COUNTS + 2] >> 1
+    return given.sequences >> 1, given.queries >> 1, given.keys >> 1
 
 
 # --- which pairs meet ----------------------------------------------------------------------------
@@ -91,13 +98,13 @@ def visible(i, j, Sk, offset, variables, KIND: tl.constexpr):
     else:
         seen = (j < Sk) & (i >= 0)
     if KIND.WINDOW:
-        near = j >= i + offset - variables[LEFT]
+        near = j >= i + offset - variables.given.left
         if KIND.FIRST:
-            near = near | (j < variables[FIRST])
+            near = near | (j < variables.given.first)
         seen = seen & near
     if KIND.INTERVALS:
-        begin = tl.load(variables[BEGIN] + j, j < Sk, 0)
-        end = tl.load(variables[END] + j, j < Sk, 0)
+        begin = tl.load(variables.begin + j, j < Sk, 0)
+        end = tl.load(variables.end + j, j < Sk, 0)
         seen = seen & (begin <= i) & (i < end)
     return seen
 
@@ -129,12 +136,12 @@ def unit_of(scale, KIND: tl.constexpr):
 def modified(s, scale, variables, KIND: tl.constexpr, i=None, j=None):
     """Raw scores as the variant changes them, before the mask, in units of unit_of(scale)."""
     if KIND.SOFTCAP:
-        cap = variables[SOFTCAP]
+        cap = variables.given.softcap
         s = (cap * LOG2E) * tanh(s * (scale * LN2 / cap), KIND.SOFTCAP == 2)
     elif KIND.ALIBI:
         s = s * scale
     if KIND.ALIBI:
-        s -= (variables[SLOPE] * LOG2E) * distance(i, j, variables)
+        s -= (variables.slope * LOG2E) * distance(i, j, variables)
     return s
 
 
@@ -142,7 +149,7 @@ def modified(s, scale, variables, KIND: tl.constexpr, i=None, j=None):
 def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
     """Gradient of the scaled raw scores from ds, that of the modified ones; s: raw scores."""
     if KIND.SOFTCAP:
-        t = tanh(s * (scale * LN2 / variables[SOFTCAP]), KIND.SOFTCAP == 2)
+        t = tanh(s * (scale * LN2 / variables.given.softcap), KIND.SOFTCAP == 2)
         ds *= 1.0 - t * t
     return ds
 
@@ -150,7 +157,7 @@ def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
 @triton.jit
 def distance(i, j, variables):
     """From query i's position to key j, as a float."""
-    return tl.abs(i + variables[DIAGONAL] - j).to(tl.float32)
+    return tl.abs(i + variables.diagonal - j).to(tl.float32)
 
 
 @triton.jit

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashproto.kernels.scores import Given
 from flashproto.variant import VARIABLES, Kind
 
 # Of VARIABLES, but for pointers to integers.
@@ -40,27 +41,27 @@ class Case:
     hgmma: bool = False
 
 
-def variables_of(
-    kernel: Any, kind: Kind, slots: bool = False, slopes: bool = False, queries: bool = False
-) -> tuple[tuple[str, ...], dict[Any, None]]:
-    """The types of what an attention kernel of this kind is given, in the order of kernels/scores.py,
-    and the places of what it is not given.
+def given_of(
+    kernel: Any, kind: Kind, work: bool = False, slopes: bool = False, rows: bool = False
+) -> tuple[Any, dict[Any, None]]:
+    """The types of what an attention kernel of this kind is given, and the places of what it is not
+    given.
 
-    slots: whether sequences have a table of them; slopes: whether sums for their gradient are made;
-    queries: whether the number of these is there.
+    work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
+    whether the number of these is there.
     """
     if kind.TUNED:
         return (), {}
-    given = (
-        *[(TYPES.get(name, "*i32"), getattr(kind, of)) for name, of in VARIABLES.items()],
-        ("*i32", kind.INTERVALS or slots),
-        *[("i32", kind.INTERVALS)] * 2,
-        *[("i32", kind.VARLEN)] * 3,
-        ("*fp32", kind.MAX_SCORE),
-        ("*fp32", kind.ENTROPY),
-        ("*fp32", slopes),
-        *[("i32", True)] * queries,
-    )
-    place = kernel.arg_names.index("variables" if "variables" in kernel.arg_names else "given")
-    absent: dict[Any, None] = {(place, i): None for i, (_, used) in enumerate(given) if not used}
-    return tuple(t if used else "constexpr" for t, used in given), absent
+    types = {name: TYPES.get(name, "*i32") for name, of in VARIABLES.items() if getattr(kind, of)}
+    if kind.INTERVALS or work:
+        types["work"] = "*i32"
+    if kind.INTERVALS:
+        types |= dict.fromkeys(("row_of_batch", "row_of_head"), "i32")
+    if kind.VARLEN:
+        types |= dict.fromkeys(("sequences", "queries", "keys"), "i32")
+    made = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes}
+    types |= {name: "*fp32" for name, used in made.items() if used}
+    types |= {"rows": "i32"} if rows else {}
+    given = Given(**dict.fromkeys(Given._fields, "constexpr") | types)
+    place = kernel.arg_names.index("given")
+    return given, {(place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"}

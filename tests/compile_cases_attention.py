@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from compile_case import Case, variables_of
+from compile_case import Case, given_of
 from kinds import covering
 
 from flashproto import configs
@@ -33,12 +33,12 @@ def case(
     config,
     constexprs: dict,
     max_stack: int,
-    variables: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
 ) -> Case:
     signature, aligned, values = {}, [], dict(constexprs)
     for argument in kernel.arg_names:
-        if argument == "variables":
-            signature[argument] = variables
+        if argument == "given":
+            signature[argument] = given
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
@@ -94,7 +94,7 @@ def variant_cases(
                 {"SLOPES": of_gradients.ALIBI},
             ),
         ):
-            variables, absent = variables_of(kernel, kind, slopes=bool(extra.get("SLOPES")))
+            given, absent = given_of(kernel, kind, slopes=bool(extra.get("SLOPES")))
             constexprs = {
                 "D": D,
                 "DV": Dv,
@@ -116,7 +116,7 @@ def variant_cases(
                 config,
                 constexprs | extra | absent,
                 VARIANT_STACK[arch],
-                variables,
+                given,
             )
 
 
@@ -124,11 +124,9 @@ def small_cases() -> Iterator[Case]:
     """The gradients of sinks and slopes, and what says which queries meet a tile of keys."""
     one_warp, four = configs.AttentionConfig(0, 0, 1, 1), configs.AttentionConfig(0, 0, 4, 3)
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
-        variables, absent = variables_of(attention_backward_heads_kernel, kind, slopes=not sinks)
+        given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
         constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent
-        yield case(
-            attention_backward_heads_kernel, f"heads-{kind}", "fp32", four, constexprs, 0, variables
-        )
+        yield case(attention_backward_heads_kernel, f"heads-{kind}", "fp32", four, constexprs, 0, given)
     for BN in (16, 64, 128):
         signature = dict.fromkeys(("begin_ptr", "end_ptr", "tiles_ptr"), "*i32") | {"Sk": "i32"}
         aligned = ("begin_ptr", "end_ptr", "tiles_ptr")
@@ -142,12 +140,12 @@ def one_query_cases(arch: int) -> Iterator[Case]:
     Triton 3.6 divided by zero."""
     kind, kernel = Kind(INTERVALS=True), attention_backward_keys_kernel
     keys, _ = configs.attention_backward(divmod(arch, 10), 2, 64, 64, kind)
-    variables, absent = variables_of(kernel, kind)
+    given, absent = given_of(kernel, kind)
     constexprs = {
         "D": 64, "DV": 64, "BLOCK_D": 64, "BLOCK_DV": 64, "BLOCK_M": keys.block_m,
         "BLOCK_N": keys.block_n, "KIND": kind, "TF32": False, "WIDE": False, "Sq": 1,
     }  # fmt: skip
-    yield case(kernel, "keys-one-query", "bf16", keys, constexprs | absent, 0, variables)
+    yield case(kernel, "keys-one-query", "bf16", keys, constexprs | absent, 0, given)
 
 
 def attention_cases(arch: int) -> Iterator[Case]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from compile_case import Case
+from compile_case import Case, given_of
 
 from flashproto import configs
 from flashproto.kernels.attention_decode import attention_decode_kernel, merge_kernel
@@ -20,15 +20,13 @@ CAUSAL = Kind(CAUSAL=True)
 
 @dataclass(frozen=True)
 class Call:
-    """group: query heads of a key head; tokens: queries.  given: the variant's numbers and tensors, by
-    type.  pages: their size."""
+    """group: query heads of a key head; tokens: queries.  pages: their size."""
 
     D: int
     group: int
     tokens: int = 1
     element: str = "bf16"
     kind: Kind = CAUSAL
-    given: tuple[Any, ...] = ()
     pages: int = 0
     scales: int = 0
     rope: bool = False
@@ -44,8 +42,6 @@ class Call:
 
 
 VARIANT = Kind(CAUSAL=True, WINDOW=True, SOFTCAP=1, ALIBI=True, SINKS=True)
-# left, first, softcap, sinks, slopes, begin, end and the rows of intervals
-GIVEN = ("i32", "constexpr", "fp32", "*bf16", "*fp32", *["constexpr"] * 4)
 BATCH = ("lengths_ptr", "cache_index_ptr", "starts_ptr", "cu_seqlens_ptr")
 CALLS = (
     Call(128, 4),
@@ -62,7 +58,7 @@ CALLS = (
     Call(64, 8),
     Call(96, 1, element="fp16"),
     Call(256, 8),
-    Call(128, 4, 4, kind=VARIANT, given=GIVEN),
+    Call(128, 4, 4, kind=VARIANT),
     Call(128, 4, element="fp32"),
 )
 
@@ -96,12 +92,9 @@ def case(
         if argument in optional and argument not in given:
             values[argument] = None
         elif argument == "given":
-            signature[argument] = c.given
-            values |= {
-                (kernel.arg_names.index(argument), i): None
-                for i, kind in enumerate(c.given)
-                if kind == "constexpr"
-            }
+            types_given, absent = given_of(kernel, c.kind)
+            signature[argument] = types_given._replace(sinks="*bf16") if c.kind.SINKS else types_given
+            values |= absent
         elif argument.endswith("_ptr"):
             kind = "i32" if argument in INT32 else types.get(argument, element)
             signature[argument] = f"*{kind}"

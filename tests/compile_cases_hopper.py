@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import triton
-from compile_case import Case, variables_of
+from compile_case import Case, given_of
 from kinds import covering
 from triton.experimental.gluon.language import NVMMASharedLayout
 
@@ -112,12 +112,12 @@ def case(
     max_stack: int = 0,
     hgmma: bool = True,
     max_registers: int | None = None,
-    variables: tuple[str, ...] = (),
+    given: tuple[str, ...] = (),
 ) -> Case:
     signature: dict[str, Any] = dict(descriptors or {})
     for argument in kernel.arg_names:
-        if argument == "variables":
-            signature[argument] = variables
+        if argument == "given":
+            signature[argument] = given
         elif argument in constexprs or argument in signature:
             continue
         elif argument in INT32:
@@ -162,7 +162,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    variables, absent = variables_of(attention_forward_kernel, config.KIND, slots=config.KIND.VARLEN)
+    given, absent = given_of(attention_forward_kernel, config.KIND, work=config.KIND.VARLEN)
     return case(
         config.name,
         attention_forward_kernel,
@@ -172,7 +172,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
         (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.TUNED else VARIANT_STACK,
         max_registers=config.max_registers,
-        variables=variables,
+        given=given,
     )
 
 
@@ -194,7 +194,7 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
     boxes = heads_of_sequences if config.KIND.VARLEN else heads
     queries, keys = (boxes(element, rows, config.D) for rows in (config.BM, config.BN))
     kernel, kind = attention_backward_kernel, config.KIND
-    variables, absent = variables_of(kernel, kind, slots=kind.VARLEN, queries=True)
+    given, absent = given_of(kernel, kind, work=kind.VARLEN, rows=True)
     return case(
         config.name,
         attention_backward_kernel,
@@ -209,7 +209,7 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
             "dq_desc": float32(128, 32),
         },
         64 if config.KIND.TUNED else BACKWARD_VARIANT_STACK,
-        variables=variables,
+        given=given,
     )
 
 
@@ -233,7 +233,7 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         (key_slots_kernel, Kind(VARLEN=True)),
         (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
     ):
-        given, absent = variables_of(kernel, kind)
+        given, absent = given_of(kernel, kind)
         names = kernel.arg_names[: kernel.arg_names.index("given")]
         pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
@@ -288,8 +288,6 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             ("preprocess", preprocess_kernel, rows),
             ("postprocess", postprocess_kernel, sums),
         ):
-            variables, absent = variables_of(kernel, Kind(VARLEN=True))
+            given, absent = given_of(kernel, Kind(VARLEN=True))
             constants = constants | {"VARLEN": True} | absent
-            yield case(
-                f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, variables=variables
-            )
+            yield case(f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, given=given)

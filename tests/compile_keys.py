@@ -30,7 +30,7 @@ def key_of(x: Any, specialize: bool, align: bool) -> Any:
         return str(x.operand.dtype), tuple(first.block_shape), str(first.layout)
     if isinstance(x, Table):
         return "a table"
-    if type(x) is tuple:  # of which Triton looks at every number
+    if isinstance(x, tuple):  # of which Triton looks at every number
         return tuple(key_of(y, True, True) for y in x)
     return native_specialize_impl(CUDABackend, x, False, specialize, align)
 

@@ -29,7 +29,7 @@ from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
-from flashproto.kernels.scores import ROW_OF_BATCH, ROW_OF_HEAD, VISITS
+from flashproto.kernels.scores import Given
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper, call_cache, recipe
 from flashproto.variant import VARIABLES, Kind, Variant
@@ -108,10 +108,10 @@ def test_parts_visit_each_key_tile_of_an_item_once(
     offset = Sk - Sq + shift if kind.CAUSAL or kind.WINDOW else Sk
     query_tiles, key_tiles = -(-Sq // config.BQ), -(-Sk // config.BN)
     rows = random.Random(seed)
-    given = [left, first, *[None] * 20]
+    given = Given(left, first)
     if kind.INTERVALS:
-        given[VISITS.value] = Pointer(visits(rows, B * heads, query_tiles, key_tiles))
-        given[ROW_OF_BATCH.value], given[ROW_OF_HEAD.value] = heads, 1
+        work_of_all = Pointer(visits(rows, B * heads, query_tiles, key_tiles))
+        given = given._replace(work=work_of_all, row_of_batch=heads, row_of_head=1)
     items = query_tiles * B * heads
 
     def tiles(

@@ -559,9 +559,10 @@ class Played:
         if isinstance(like, Tensor):
             assert type(x) is int and (x % 16 == 0) == (like.data_ptr() % 16 == 0)
             return self.at(x, like.dtype)
-        if type(like) is tuple:
-            assert type(x) is tuple
-            return tuple(self.real(a, b) for a, b in zip(x, like, strict=True))
+        if isinstance(like, tuple):
+            assert isinstance(x, tuple)
+            made = [self.real(a, b) for a, b in zip(x, like, strict=True)]
+            return type(like)(*made) if hasattr(like, "_fields") else tuple(made)
         assert type(x) is type(like) and x == like
         return x
 

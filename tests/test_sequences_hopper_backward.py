@@ -110,8 +110,8 @@ def device_code_as_python() -> Iterator[None]:
         yield
 
 
-def pointers(given: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple(Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in given)
+def pointers(given: scores.Given) -> scores.Given:
+    return scores.Given(*(Pointer(x.view(-1)) if isinstance(x, Tensor) else x for x in given))
 
 
 def box(descriptor: Any, at: Sequence[int], memory: Sequence[tuple[int, int]]) -> Tensor:
@@ -139,7 +139,7 @@ class Item:
     """What the producer and the consumers make of work item t of the main kernel's arguments."""
 
     def __init__(self, t: int, given: dict[str, Any]) -> None:
-        config, variables = given["CFG"], given["variables"]
+        config, variables = given["CFG"], given["given"]
         NB, M, H, GROUP, BH, HG = (given[n] for n in ("NB", "M", "H", "GROUP", "BH", "HG"))
         place, hk, col, m0, m1, up = work.key_tile.fn(
             t, NB, M, H // GROUP, GROUP, BH, HG, given["offset"], variables, config
@@ -192,8 +192,8 @@ class Host:
         self.launched.append(name)
         if name == "attention_backward_kernel":
             with device_code_as_python():
-                given = given | {"variables": pointers(given["variables"])}
-                self.total = int(work.key_tiles(given["NB"], given["variables"], given["CFG"]))
+                given = given | {"given": pointers(given["given"])}
+                self.total = int(work.key_tiles(given["NB"], given["given"], given["CFG"]))
                 self.total *= given["BH"]
                 assert 0 < self.total <= given["NB"] * given["BH"] and programs >= 1
                 for t in range(self.total):
@@ -236,16 +236,16 @@ class Host:
             i, j = place + torch.arange(BM)[:, None], torch.arange(BN)[None, :]
             x = (q @ k.mT + lse[:, None]) * scale
             seen = tile_masks.as_seen_from.fn(
-                item.col, 0, h, given["variables"], item.keys, item.diagonal, given["offset"], 0, config
+                item.col, 0, h, given["given"], item.keys, item.diagonal, given["offset"], 0, config
             )
             if kind.ALIBI:
-                x = x - seen[scores.SLOPE.value] * (i + seen[scores.DIAGONAL.value] - j).abs()
+                x = x - seen.slope * (i + seen.diagonal - j).abs()
             mask = j < there
             if kind.CAUSAL:
                 mask = mask & (j <= i)
             if kind.WINDOW:
-                near = j >= i - seen[scores.LEFT.value]
-                mask = mask & (near | (j < seen[scores.FIRST.value]) if kind.FIRST else near)
+                near = j >= i - seen.given.left
+                mask = mask & (near | (j < seen.first) if kind.FIRST else near)
             p = torch.exp(x).masked_fill(~mask, 0.0)
             ds = p * (do @ v.mT + delta[:, None])
             dv += p.mT @ do
@@ -258,7 +258,7 @@ class Host:
 
     def store(self, given: dict[str, Any]) -> None:
         BM, out = given["BM"], given["out_ptr"]
-        variables = pointers(given["variables"])
+        variables = pointers(given["given"])
         sums = given["dq_ptr"].view(given["H"], given["tiles"], 64, -1)
         for tile in range(given["tiles"]):
             first = tile * 64

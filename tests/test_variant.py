@@ -19,6 +19,7 @@ from variant_problem import drawn
 from flashproto import configs, masks, variant
 from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
+from flashproto.kernels.scores import Given, Variables
 from flashproto.variant import Kind, Variant, pack, tensors_of, unpack, variant_of
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
@@ -94,12 +95,8 @@ def test_what_is_given_makes_the_kind() -> None:
     assert not variant_of(False, 0, {}, ("max_score",)).variables
 
 
-def test_kernels_have_the_variables_in_this_order() -> None:
-    """What the launch adds is behind all of them."""
-    names = [f.upper() for f in ("left", "first", "softcap", "sink", "slope", "begin", "end")]
-    names += ["CU_SEQLENS_Q", "CU_SEQLENS_K"]
-    assert [getattr(scores, name).value for name in names] == list(range(len(names)))
-    assert len(variant.VARIABLES) == scores.GIVEN == scores.TILES_OF_ALL.value
+def test_kernels_are_given_all_variables() -> None:
+    assert variant.VARIABLES.keys() <= set(scores.Given._fields)
 
 
 # --- ranges of tiles -----------------------------------------------------------------------------
@@ -127,7 +124,7 @@ def host() -> Iterator[None]:
 
 
 def seen(
-    kind: Kind, queries: range, keys: range, Sk: int, offset: int, variables: tuple[Any, ...]
+    kind: Kind, queries: range, keys: range, Sk: int, offset: int, variables: scores.Variables
 ) -> Tensor:
     """`visible` [queries, keys]."""
     i, j = torch.tensor(queries)[:, None], torch.tensor(keys)[None, :]
@@ -139,10 +136,10 @@ def test_ranges_of_keys(
     kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
     """No visible pair outside, no hidden one where it is clear, no tile more than needed at an edge."""
-    i0, variables = tile * BLOCK_M, (left, first)
-    ranges = schedule.key_ranges.fn(i0, S, offset, variables, BLOCK_M, BLOCK_N, kind)
+    i0, variables = tile * BLOCK_M, Variables(Given(left, first))
+    ranges = schedule.key_ranges.fn(i0, S, offset, variables.given, BLOCK_M, BLOCK_N, kind)
     begin, clear_begin, clear_end, end = ranges
-    early = schedule.first_tiles(begin, variables, BLOCK_N, kind)
+    early = schedule.first_tiles(begin, variables.given, BLOCK_N, kind)
     assert 0 <= early <= begin <= clear_begin <= clear_end <= end <= -(-S // BLOCK_N)
     queries = range(i0, i0 + BLOCK_M)
     for t in range(-(-S // BLOCK_N) + 1):
@@ -164,9 +161,9 @@ def test_ranges_of_queries(
     kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
     """No query that sees one of the keys outside, at most one tile more than needed at an edge."""
-    j0, variables = tile * BLOCK_N, (left, first)
+    j0, variables = tile * BLOCK_N, Variables(Given(left, first))
     Sk = j0 + BLOCK_N
-    begin, end = schedule.query_range.fn(j0, S, offset, variables, BLOCK_M, kind, BLOCK_N)
+    begin, end = schedule.query_range.fn(j0, S, offset, variables.given, BLOCK_M, kind, BLOCK_N)
     tiles = -(-S // BLOCK_M)
     assert 0 <= begin <= end <= tiles
     for t in range(tiles):
@@ -214,9 +211,9 @@ def test_runs_of_tiles_of_intervals_and_bands(
     kind = replace(kind, INTERVALS=True)
     pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
     begin_, end_, tiles = pointers
-    variables = (left, first, 0.0, 0.0, 0.0, begin_, end_, 0, tiles)
+    variables = Variables(Given(left, first), begin=begin_, end=end_, tiles=tiles)
     i0, Sk = tile * BLOCK_M, torch.tensor(S)
-    ranges = schedule.key_ranges.fn(i0, Sk, offset, variables, BLOCK_M, BLOCK_N, kind)
+    ranges = schedule.key_ranges.fn(i0, Sk, offset, variables.given, BLOCK_M, BLOCK_N, kind)
     found: dict[int, bool] = {}
     at = torch.tensor(0)
     while True:
@@ -272,20 +269,20 @@ class Ranges:
         found, named, self.offset = mask.intervals(Sq, Sk), variant.named, variant.offset
         self.kind = replace(variant.kind, INTERVALS=found is not None)
         self.left, first = named.get("left", 0), named.get("first", 0)
-        self.variables: tuple[Any, ...] = (self.left, first, 0.0, 0.0, 0.0)
+        self.variables = Variables(Given(self.left, first))
         if found is not None:
             begin, end = (x.flatten().long() for x in found)
             pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
             begin_, end_, tiles = pointers
-            self.variables += begin_, end_, Sk - Sq, tiles
+            self.variables = self.variables._replace(begin=begin_, end=end_, tiles=tiles)
 
     def of_queries(self, i0: int) -> dict[int, bool]:
         """The key tiles that the queries from i0 on visit, and whether each is clear."""
         Sk, sizes = torch.tensor(self.Sk), (self.BLOCK_M, self.BLOCK_N, self.kind)
-        ranges = schedule.key_ranges.fn(i0, Sk, self.offset, self.variables, *sizes)
+        ranges = schedule.key_ranges.fn(i0, Sk, self.offset, self.variables.given, *sizes)
         begin, clear_begin, clear_end, end = map(int, ranges)
         if not self.kind.INTERVALS:
-            early = int(schedule.first_tiles(begin, self.variables, self.BLOCK_N, self.kind))
+            early = int(schedule.first_tiles(begin, self.variables.given, self.BLOCK_N, self.kind))
             assert 0 <= early <= begin <= clear_begin <= clear_end <= end
             return {t: clear_begin <= t < clear_end for t in (*range(early), *range(begin, end))}
         found: dict[int, bool] = {}
@@ -301,7 +298,7 @@ class Ranges:
     def of_keys(self, j0: int) -> range:
         """The query tiles that the keys from j0 on visit, as attention_backward_keys_kernel has it."""
         begin, end = schedule.query_range.fn(
-            j0, self.Sq, self.offset, self.variables, self.BLOCK_M, self.kind, self.BLOCK_N
+            j0, self.Sq, self.offset, self.variables.given, self.BLOCK_M, self.kind, self.BLOCK_N
         )
         if self.kind.INTERVALS:
             low, high = schedule.queries_of_keys(j0, self.Sk, self.variables, self.BLOCK_N)
@@ -388,8 +385,9 @@ def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int)
     of_queries, of_keys = ([n[side] for n in lengths] for side in (0, 1))
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys))
     totals = [int(cu[-1]) + more for cu, more in zip((cu_q, cu_k), behind, strict=True)]
-    given: list[Any] = [None] * scores.COUNTS.value + [2 * n + 1 for n in (len(lengths), *totals)]
-    given[scores.CU_SEQLENS_Q.value], given[scores.CU_SEQLENS_K.value] = Pointer(cu_q), Pointer(cu_k)
+    names = "sequences", "queries", "keys"
+    counts = {x: 2 * n + 1 for x, n in zip(names, (len(lengths), *totals), strict=True)}
+    given = Given(cu_seqlens_q=Pointer(cu_q), cu_seqlens_k=Pointer(cu_k), **counts)
     kind = Kind(VARLEN=True, CAUSAL=True)
     own = [
         ([*of_queries, behind[0]], [*of_keys, 0], totals[0], schedule.problem_of_queries),

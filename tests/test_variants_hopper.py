@@ -35,18 +35,16 @@ from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.kernels.schedule import intervals_kernel, order_kernel, slots_kernel, visits_kernel
-from flashproto.kernels.scores import COUNTS, TILES_OF_ALL
+from flashproto.kernels.scores import Given
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
 # --- which key tiles are visited --------------------------------------------------------------------
 
 
-def visited(
-    config: configs.HopperForward, row: int, Sk: int, offset: int, variables: tuple[Any, ...]
-) -> list[int]:
+def visited(config: configs.HopperForward, row: int, Sk: int, offset: int, given: Given) -> list[int]:
     """The key tiles of the work item with queries from `row` on, in the kernels' order."""
-    _, _, _, end = schedule.key_ranges.fn(row, Sk, offset, variables, config.BQ, config.BN, config.KIND)
-    walk = work.walk_of.fn(0, 0, row, 0, Sk, offset, variables, config)
+    _, _, _, end = schedule.key_ranges.fn(row, Sk, offset, given, config.BQ, config.BN, config.KIND)
+    walk = work.walk_of.fn(0, 0, row, 0, Sk, offset, given, config)
     n = max(end - walk[1], 1)
     return [int(work.tile_at.fn(n - 1 - i, walk, config)) for i in range(n)]
 
@@ -71,10 +69,10 @@ def test_an_item_visits_the_tiles_in_its_range_from_right_to_left(
         config = configs.attention_forward_hopper(D, Sk, kind, Sq)
         for row in range(0, Sq, config.BQ):
             begin, _, _, end = schedule.key_ranges.fn(
-                row, Sk, offset, (left, first), config.BQ, config.BN, kind
+                row, Sk, offset, Given(left, first), config.BQ, config.BN, kind
             )
-            early = schedule.first_tiles(begin, (left, first), config.BN, kind)
-            tiles = visited(config, row, Sk, offset, (left, first))
+            early = schedule.first_tiles(begin, Given(left, first), config.BN, kind)
+            tiles = visited(config, row, Sk, offset, Given(left, first))
             assert tiles == [*range(end - 1, begin - 1, -1), *range(early - 1, -1, -1)] or (
                 begin == end and early == 0 and len(tiles) == 1
             )
@@ -86,7 +84,7 @@ def test_a_window_visits_no_more_tiles_than_it_needs(host: None) -> None:
         kind = Kind(CAUSAL=True, WINDOW=True)
         config = configs.attention_forward_hopper(D, S, kind)
         for row in range(0, S, config.BQ):
-            assert len(visited(config, row, S, 0, (left,))) <= most
+            assert len(visited(config, row, S, 0, Given(left))) <= most
 
 
 @pytest.mark.parametrize("band", [Kind(), Kind(CAUSAL=True), Kind(True, True), Kind(True, True, True)])
@@ -110,11 +108,10 @@ def test_lists_of_the_tiles_that_intervals_visit(
     tiles = torch.zeros(rows, 4, key_tiles, dtype=torch.int32, device=device)
     intervals_kernel[(rows * key_tiles,)](*vectors, tiles, Sk, BLOCK_N=BN)
     made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
-    given = [left if kind.WINDOW else None, first if kind.FIRST else None]
-    given += [*[None] * (TILES_OF_ALL.value - 2), tiles]
+    given = Given(left if kind.WINDOW else None, first if kind.FIRST else None, work=tiles)
     turns = torch.full((2,), 7, dtype=torch.int32, device=device)
     visits_kernel[(rows * query_tiles,)](
-        made, turns, Sq, Sk, offset, (*given, *[None] * 8), BLOCK_M=BM, BLOCK_N=BN, KIND=kind
+        made, turns, Sq, Sk, offset, given, BLOCK_M=BM, BLOCK_N=BN, KIND=kind
     )
     assert turns.tolist() == [0, 7]
     i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
@@ -150,13 +147,20 @@ def test_slots_of_sequences_come_longest_first(
     BM, BN, left, first = 64, 32, 70, 40
     cu = starts(lengths, device)
     totals = [int(x[-1]) + more for x, more in zip(cu, behind, strict=True)]
-    given = [left if kind.WINDOW else None, first if kind.FIRST else None, *[None] * 5, *cu]
-    counts = [2 * n + 1 for n in (len(lengths), *totals)]
+    sequences, queries, keys = (2 * n + 1 for n in (len(lengths), *totals))
+    given = Given(
+        left=left if kind.WINDOW else None,
+        first=first if kind.FIRST else None,
+        cu_seqlens_q=cu[0],
+        cu_seqlens_k=cu[1],
+        sequences=sequences,
+        queries=queries,
+        keys=keys,
+    )
     slots = totals[0] // BM + len(lengths) + 1
     made = torch.full((slots, 8), -7, dtype=torch.int32, device=device)
     ordered = torch.full((1 + slots, 8), -7, dtype=torch.int32, device=device)
-    arguments = (*given, *[None] * (COUNTS.value - len(given)), *counts, None, None, None)
-    slots_kernel[(slots,)](made, 0, arguments, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
+    slots_kernel[(slots,)](made, 0, given, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
     turns = torch.full((2,), 7, dtype=torch.int32, device=device)
     order_kernel[(slots,)](made, ordered, turns, slots, BLOCK=4)
     assert turns.tolist() == [0, 7]
@@ -203,7 +207,7 @@ def test_costs_of_items_under_a_window_are_their_tiles(
         ranges_on_the_host(monkeypatch)
         for tile, cost in enumerate(reversed(costs)):
             begin, _, _, end = schedule.key_ranges.fn(
-                tile * config.BQ, Sk, offset, (left,), config.BQ, config.BN, kind
+                tile * config.BQ, Sk, offset, Given(left), config.BQ, config.BN, kind
             )
             assert cost == max(end - begin, 1) + 1
 

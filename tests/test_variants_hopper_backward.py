@@ -20,9 +20,10 @@ from variant_problem import Call, assert_within_bound, drawn, exact_and_eager, m
 
 from flashproto import configs
 from flashproto.functional.attention_request import attention_request
-from flashproto.kernels import schedule, scores
+from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
+from flashproto.kernels.scores import Given
 from flashproto.ops import attention as attention_op
 from flashproto.variant import (
     Kind,
@@ -59,14 +60,9 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def given_of(
     kind: Kind, left: int, first: int, begin: Tensor | None, end: Tensor | None, BN: int, heads: int
-) -> tuple[Any, ...]:
-    """What the kernel of this kind is given, in the order of kernels/scores.py; begin, end: [B, H | 1,
-    Sk]."""
-    given: list[Any] = [None] * (scores.QUERIES.value + 1)
-    if kind.WINDOW:
-        given[0] = left
-    if kind.FIRST:
-        given[1] = first
+) -> Given:
+    """What the kernel of this kind is given; begin, end: [B, H | 1, Sk]."""
+    given = Given(left if kind.WINDOW else None, first if kind.FIRST else None)
     if begin is not None and end is not None:
         B, H, Sk = begin.shape
         n_tiles = -(-Sk // BN)
@@ -78,10 +74,9 @@ def given_of(
             tiles[row, 0, t] = torch.where(some, b, 2**31 - 1).min()
             tiles[row, 1, t] = torch.where(some, e, 0).max()
             tiles[row, 2, t], tiles[row, 3, t] = b.max(), e.min()
-        given[scores.TILES_OF_ALL.value] = Pointer(tiles.view(-1))
-        given[scores.ROW_OF_BATCH.value] = H if B > 1 else 0
-        given[scores.ROW_OF_HEAD.value] = 1 if H > 1 else 0
-    return tuple(given)
+        rows = {"row_of_batch": H if B > 1 else 0, "row_of_head": 1 if H > 1 else 0}
+        given = given._replace(work=Pointer(tiles.view(-1)), **rows)
+    return given
 
 
 def walks(
@@ -202,7 +197,7 @@ def test_masks_and_distances_of_a_tile(
     monkeypatch.setattr(tile_masks, "EVERYWHERE", tile_masks.EVERYWHERE.value)
     monkeypatch.setattr(tile_masks, "clamp", lambda x, low, high: torch.clamp(x, low, high))
     monkeypatch.setattr(tile_masks, "tile_of_intervals", work.tile_of_intervals)
-    monkeypatch.setattr(tile_masks, "modified", lambda s, scale, v, kind, i, j: s + (i - j + v[7]))
+    monkeypatch.setattr(tile_masks, "modified", lambda s, _, v, kind, i, j: s + (i - j + v.diagonal))
     for name in ("mask", "mask_keys", "of_keys"):
         monkeypatch.setattr(tile_masks, name, getattr(tile_masks, name).fn)
     kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, INTERVALS=intervals, ALIBI=True)
@@ -220,16 +215,14 @@ def test_masks_and_distances_of_a_tile(
             end = torch.randint(Sq // 2 if short else Sq, Sq + 2, (1, 1, Sk))
         config = configs.attention_backward_hopper(64 if BM == 128 else 128, 4096, kind)
         assert config.BM == BM
-        given = list(given_of(kind, left, first, begin, end, config.BN, 1))
+        given = given_of(kind, left, first, begin, end, config.BN, 1)
         if begin is not None and end is not None:
-            given[5], given[6] = Pointer(begin.view(-1)), Pointer(end.view(-1))
-        given[4], given[scores.QUERIES.value] = Pointer(torch.tensor([0.5])), 2 * Sq + 1
+            given = given._replace(begin=Pointer(begin.view(-1)), end=Pointer(end.view(-1)))
+        given = given._replace(alibi_slopes=Pointer(torch.tensor([0.5])), rows=2 * Sq + 1)
         row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
         NB = -(-Sk // config.BN)
-        given[scores.ROW_OF_BATCH.value] = given[scores.ROW_OF_HEAD.value] = torch.tensor(0)
-        seen = tile_masks.as_seen_from.fn(
-            row, torch.tensor(0), 0, tuple(given), Sk, offset, 0, NB, config
-        )
+        given = given._replace(row_of_batch=torch.tensor(0), row_of_head=torch.tensor(0))
+        seen = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, given, Sk, offset, 0, NB, config)
         i, j = i0 + torch.arange(BM)[None, :], row + torch.arange(64)[:, None]
         wanted = (j < Sk) & (i > -1)
         if kind.CAUSAL:

@@ -20,9 +20,9 @@ from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_ST
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from ..kernels.hopper.items import MOST_PROGRAMS, TURNS
 from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, slots_kernel, visits_kernel
-from ..kernels.scores import COUNTS, CU_SEQLENS_K, CU_SEQLENS_Q, TILES_OF_ALL, VISITS
+from ..kernels.scores import Given
 from ..variant import Variant, main_backward
-from .attention_triton import LOG2E, SMALLEST_SCALE, variables
+from .attention_triton import LOG2E, SMALLEST_SCALE, given_to
 from .descriptors import UNUSED_STRIDE, boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
 from .recipe import New, Operand, Recipe, Table
@@ -118,22 +118,17 @@ def slots_of(variant: Variant, tokens: int, block: int) -> int:
     return tokens // block + variant.named["cu_seqlens_q"].shape[0]
 
 
-def with_work(given: tuple[Any, ...], work: Operand) -> tuple[Any, ...]:
-    """What a kernel is given, with the order of its work."""
-    return (*given[: VISITS.value], work, *given[VISITS.value + 1 :])
-
-
 def ordered_slots(
     recipe: Recipe,
     kernel: Any,
     slots: int,
     device: torch.device,
     variant: Variant,
-    given: tuple[Any, ...],
+    given: Given,
     BM: int,
     BN: int,
     turns: Operand | None = None,
-) -> tuple[Any, ...]:
+) -> Given:
     """What a kernel is given, with the records that slots_kernel or key_slots_kernel makes, in order,
     and the steps that make them."""
     made, work = (
@@ -151,7 +146,7 @@ def ordered_slots(
         num_warps=1,
     )
     recipe.launch(order_kernel, slots, made, work, turns, slots, BLOCK=256, num_warps=1)
-    return with_work(given, work)
+    return given._replace(work=work)
 
 
 def work_on_device(
@@ -162,14 +157,14 @@ def work_on_device(
     k: Operand,
     max_score: Operand | None,
     turns: Operand | None,
-) -> tuple[Any, ...]:
+) -> Any:
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
     visited, where intervals or lengths on the device say so; they begin to count `turns`."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
-    given = variables(recipe, variant, q, k, BN, max_score, None, None)
+    given = given_to(recipe, variant, q, k, BN, max_score=max_score)
     Sq, Sk = q.shape[2], k.shape[2]
     if kind.INTERVALS:
-        rows, tiles = given[TILES_OF_ALL.value].shape[0], cdiv(Sq, BM)
+        rows, tiles = given.work.shape[0], cdiv(Sq, BM)
         work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
         recipe.launch(
             visits_kernel,
@@ -185,7 +180,7 @@ def work_on_device(
             KIND=kind,
             num_warps=1,
         )
-        return with_work(given, work)
+        return given._replace(work=work)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
         return ordered_slots(recipe, slots_kernel, slots, q.device, variant, given, BM, BN, turns)
@@ -381,15 +376,15 @@ def backward(
     sums = scratch.part(0, torch.float32, words[0] // 32, 32)
     terms = scratch.part(4 * words[0], torch.bfloat16, rows, LD)
     counts = scratch.part(4 * sum(words[:3]), torch.int32, words[3])
-    given = variables(recipe, variant, q, k, BN, None, None, None)
-    lengths: tuple[Any, ...] = ()  # what other kernels than the main one are given
+    given = given_to(recipe, variant, q, k, BN)
+    lengths: Given | tuple[()] = ()  # what other kernels than the main one are given
     if varlen:
-        here = {CU_SEQLENS_Q.value, CU_SEQLENS_K.value, *range(COUNTS.value, COUNTS.value + 3)}
-        lengths = tuple(x if i in here else None for i, x in enumerate(given))
+        names = "cu_seqlens_q", "cu_seqlens_k", "sequences", "queries", "keys"
+        lengths = Given(**{name: getattr(given, name) for name in names})
         slots = key_tiles, q.device, variant
         given = ordered_slots(recipe, key_slots_kernel, *slots, given, BM, BN)
-    if given:
-        given = (*given, 2 * Sq + 1)  # as `counts` of kernels/scores.py has it
+    if not variant.kind.TUNED:
+        given = given._replace(rows=2 * Sq + 1)  # as `counts` of kernels/scores.py has it
     lse2, delta = None, None
     if sinks is not None:
         lse2, delta = (recipe.make(New.contiguous(lse.shape, lse.dtype, lse.device)) for _ in range(2))
@@ -399,7 +394,7 @@ def backward(
         Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
         1 / LOG2E if variant.kind.SOFTCAP else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
-        lse2_ptr=lse2, delta_ptr=delta, variables=lengths, VARLEN=varlen, num_warps=4,
+        lse2_ptr=lse2, delta_ptr=delta, given=lengths, VARLEN=varlen, num_warps=4,
     )  # fmt: skip
     queries, keys = ((x, D, varlen) for x in (BM, BN))
     recipe.launch(

@@ -14,7 +14,8 @@ import torch
 
 from .. import configs
 from ..kernels.attention_decode import attention_decode_kernel, merge_kernel
-from ..variant import VARIABLES, Variant
+from ..kernels.scores import Given
+from ..variant import Variant
 from .device import capability, cdiv, has_dependent_launches, multiprocessors
 from .private import allows_tf32
 from .recipe import New, Operand, Recipe
@@ -92,16 +93,18 @@ def page_size(cache: Cache, k: Operand) -> int:
     return 0 if cache.page_table is None else k.shape[1]
 
 
-def given_to(variant: Variant) -> tuple[Any, ...]:
-    """What the kernels take of a variant, in the order of kernels/scores.py."""
+def given_of(variant: Variant) -> Any:
+    """What kernels take of a variant, but for what launches make: Given, or () of a plain kind."""
     if variant.kind.TUNED:
         return ()
     named = {name: x.contiguous() if isinstance(x, Operand) else x for name, x in variant.named.items()}
-    rows: tuple[int | None, int | None] = (None, None)
+    given = Given(**named)
     if variant.kind.INTERVALS:
-        batch, heads, _ = named["begin"].shape
-        rows = heads if batch > 1 else 0, 1 if heads > 1 else 0
-    return (*tuple(map(named.get, VARIABLES))[:7], *rows)
+        batch, heads, _ = given.begin.shape
+        given = given._replace(
+            row_of_batch=heads if batch > 1 else 0, row_of_head=1 if heads > 1 else 0
+        )
+    return given
 
 
 def splits_keys(q: Any, k: Any, variant: Variant) -> bool:
@@ -130,8 +133,8 @@ def launch(
     B, group, room = cache.sequences(q), Hq // Hkv, cache.capacity(k)
     tokens = Sq if cache.cu_seqlens is None else cdiv(Sq, max(B, 1))
     paged = cache.page_table is not None
-    given = given_to(variant)
-    by_head = kind.INTERVALS and bool(given[8])
+    given = given_of(variant)
+    by_head = kind.INTERVALS and bool(given.row_of_head)
     config = configs.attention_decode(
         capability(q.device), q.element_size(), k.element_size(), D, Dv, group * tokens, paged, by_head
     )

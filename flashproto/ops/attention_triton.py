@@ -19,9 +19,9 @@ from ..kernels.attention_backward import (
 )
 from ..kernels.attention_forward import attention_forward_kernel
 from ..kernels.schedule import intervals_kernel
-from ..variant import VARIABLES, Kind, Variant
+from ..variant import Kind, Variant
 from . import attention_split, private
-from .attention_split import LOG2E, SMALLEST_SCALE
+from .attention_split import LOG2E, SMALLEST_SCALE, given_of
 from .device import capability, cdiv
 from .recipe import New, Operand, Recipe
 
@@ -56,32 +56,29 @@ def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) 
     }
 
 
-def variables(
-    recipe: Recipe, variant: Variant, q: Operand, k: Operand, block_n: int, *made: Operand | None
-) -> tuple[Any, ...]:
-    """What the kernels with key tiles of block_n take, in the order of kernels/scores.py, and the steps
-    that make it.  made: max_score, entropy and the sums for the slopes' gradients, where wanted."""
+def given_to(
+    recipe: Recipe, variant: Variant, q: Operand, k: Operand, block_n: int, **made: Operand | None
+) -> Any:
+    """given_of for kernels with key tiles of block_n, what they make included, and the steps before."""
+    given = given_of(variant)
     if variant.kind.TUNED:
-        return ()
-    named = variant.named
-    tiles, row_of_batch, row_of_head = None, None, None
-    counts: tuple[int | None, ...] = (None, None, None)
+        return given
+    given = given._replace(**made)
     if variant.kind.INTERVALS:
-        begin, end = named["begin"], named["end"]
-        batch, heads, Sk = begin.shape
+        batch, heads, Sk = given.begin.shape
         n_tiles, rows = cdiv(Sk, block_n), batch * heads
-        row_of_batch, row_of_head = heads if batch > 1 else 0, 1 if heads > 1 else 0
         tiles = recipe.make(New.contiguous((rows, 4, n_tiles), torch.int32, q.device))
         if rows * n_tiles:
+            pair = given.begin, given.end
             recipe.launch(
-                intervals_kernel, rows * n_tiles, begin, end, tiles, Sk, BLOCK_N=block_n, num_warps=1
+                intervals_kernel, rows * n_tiles, *pair, tiles, Sk, BLOCK_N=block_n, num_warps=1
             )
+        given = given._replace(work=tiles)
     if variant.kind.VARLEN:
-        sequences = named["cu_seqlens_q"].shape[0] - 1
-        # See `counts` of kernels/scores.py.
-        counts = tuple(2 * n + 1 for n in (sequences, q.shape[2], k.shape[2]))
-    given = tuple(map(named.get, VARIABLES))
-    return (*given, tiles, row_of_batch, row_of_head, *counts, *made)
+        sizes = given.cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2]
+        sequences, queries, keys = (2 * n + 1 for n in sizes)  # see `counts` of kernels/scores.py
+        given = given._replace(sequences=sequences, queries=queries, keys=keys)
+    return given
 
 
 def programs(variant: Variant, tokens: int, block: int, heads: int) -> int:
@@ -118,7 +115,7 @@ def forward(
         attention_split.launch(recipe, q, k, v, out, lse, attention_split.Cache(), variant, scale)
         return
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
-    given = variables(recipe, variant, q, k, config.block_n, max_score, entropy, None)
+    given = given_to(recipe, variant, q, k, config.block_n, max_score=max_score, entropy=entropy)
     recipe.launch(
         attention_forward_kernel,
         programs(variant, Sq, config.block_m, B * Hq),
@@ -184,7 +181,7 @@ def backward(
     )
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, dq, dk, dv)
-    given = variables(recipe, variant, q, k, for_queries.block_n, None, None, slope_sums)
+    given = given_to(recipe, variant, q, k, for_queries.block_n, slope_sums=slope_sums)
     recipe.launch(
         attention_backward_rows_kernel,
         cdiv(Sq, ROWS_BLOCK_M) * B * Hq,

@@ -379,7 +379,10 @@ class Recipe:
                 return x.make()
             if isinstance(x, Exchange):
                 return used if x.used else words
-            return tuple(map(real, x)) if type(x) is tuple else x
+            if isinstance(x, tuple):
+                made = map(real, x)
+                return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
+            return x
 
         arguments = {name: real(x) for name, x in step.arguments.items()}
         compiled = launch(step.kernel, step.programs, arguments, step.options)
@@ -399,7 +402,7 @@ def operands_in(x: Any) -> list[Operand]:
         return [x]
     if isinstance(x, Boxed):
         return [x.operand]
-    if type(x) is tuple:
+    if isinstance(x, tuple):
         return [operand for y in x for operand in operands_in(y)]
     return []
 

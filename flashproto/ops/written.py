@@ -192,7 +192,7 @@ def _launch_source(
     def nested(x: Any) -> str:
         if isinstance(x, Operand):
             return address(x)
-        if type(x) is tuple:
+        if isinstance(x, tuple):
             return f"({''.join(nested(y) + ', ' for y in x)})"
         return constant(x)
 

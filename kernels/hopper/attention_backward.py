@@ -159,14 +159,14 @@ def load_keys(
     BH,
     HG,
     offset,
-    variables,
+    given,
     CFG: gl.constexpr,
 ):
     """Fetch keys and values of item t, the program's r-th."""
     at = r % CFG.KV
     if t < NB * BH:
-        b, h, col, _, _, _ = key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG)
-        b, _, _, stop, count = rows_at(b, variables, CFG)
+        b, h, col, _, _, _ = key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG)
+        b, _, _, stop, count = rows_at(b, given, CFG)
         mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
         load_rows(k_desc, b, h, col, stop, count, k_full.index(at), ks.index(at), CFG)
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
@@ -197,7 +197,7 @@ def producer(args, CFG: gl.constexpr):
     (
         q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
         lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
-        BH, HG, offset, variables,
+        BH, HG, offset, given,
     ) = args  # fmt: skip
     # steps after the last item that still need a buffer for dQ: in pairs each of the last two steps has
     # its own
@@ -210,7 +210,7 @@ def producer(args, CFG: gl.constexpr):
     fence_async_shared()
     wait_for_launch_before()
     if KIND.VARLEN:  # which launches before have counted
-        total = key_tiles(NB, variables, CFG) * BH
+        total = key_tiles(NB, given, CFG) * BH
     static_sync(CFG.OB, 384)
     g = 0
     r = 0  # items whose keys have been asked for
@@ -228,9 +228,9 @@ def producer(args, CFG: gl.constexpr):
     while more == 1:
         more = gl.where(t < total, 1, 0)
         b, hk, col, m0, m1, up = key_tile(
-            gl.minimum(t, total - 1), NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG
+            gl.minimum(t, total - 1), NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG
         )
-        b, stop, count, _, _ = rows_at(b, variables, CFG)
+        b, stop, count, _, _ = rows_at(b, given, CFG)
         n = col // CFG.BN
         h0 = hk * GROUP
         h1 = first_head(h0, col, GROUP, CFG)
@@ -338,7 +338,7 @@ def producer(args, CFG: gl.constexpr):
                     BH,
                     HG,
                     offset,
-                    variables,
+                    given,
                     CFG,
                 )
                 r += 1
@@ -401,7 +401,7 @@ def attention_backward_kernel(
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale,
     scale_log2,  # of the scores, and times log2(e)
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperBackward
 ):
     BM: gl.constexpr = CFG.BM
@@ -447,13 +447,13 @@ def attention_backward_kernel(
     produce = (
         q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
         lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
-        BH, HG, offset, variables,
+        BH, HG, offset, given,
     )  # fmt: skip
     consume = (
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
-        variables,
+        given,
     )  # fmt: skip
     if D == 256:
         gl.warp_specialize(

@@ -279,7 +279,7 @@ def outer_loop(
     end,
     last_key,
     scale_log2,
-    variables,
+    given,
     CFG: gl.constexpr,
 ):
     """The outer loop of a walk from step `start` to `stop`.  MASK: what is known of its steps' masks.
@@ -289,10 +289,10 @@ def outer_loop(
     KIND: gl.constexpr = CFG.KIND
     for i in range(start, stop):
         if KIND.TUNED:
-            seen = variables
+            seen = given
         else:  # whose walk goes head by head
             row = col + 64 * c
-            seen = as_seen_from(row, b, h0 + i, variables, limit + 1 + row, offset, moved, NB, CFG)
+            seen = as_seen_from(row, b, h0 + i, given, limit + 1 + row, offset, moved, NB, CFG)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -369,7 +369,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
-        variables,
+        given,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -391,8 +391,8 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         mbarrier.wait(do_full.index(0), 0)
     t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
     while t < NB * BH:
-        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
-        b, _, keys, diagonal = keys_at(b, Sk, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
+        b, _, keys, diagonal = keys_at(b, Sk, offset, given, CFG)
         row = col + 64 * c
         at = r % CFG.KV
         if CFG.ONCE:
@@ -436,7 +436,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
                     end,
                     last_key,
                     scale_log2,
-                    variables,
+                    given,
                     CFG,
                 )
             dk, dv, it, tile, last_key = outer_loop(
@@ -455,7 +455,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
                 end,
                 last_key,
                 scale_log2,
-                variables,
+                given,
                 CFG,
             )
             dk, dv, it, tile, last_key = outer_loop(
@@ -474,7 +474,7 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
                 end,
                 last_key,
                 scale_log2,
-                variables,
+                given,
                 CFG,
             )
         else:
@@ -494,14 +494,14 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
                 end,
                 last_key,
                 scale_log2,
-                variables,
+                given,
                 CFG,
             )
         following = get_item(turns_ptr, r + 1)
         # Read and worked out again, so that they take no registers in the loop.
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else get_item(turns_ptr, r)
-        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
-        b, key, keys, _ = keys_at(b, Sk, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
+        b, key, keys, _ = keys_at(b, Sk, offset, given, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + row).to(gl.int64) * s_s) * 8
         store_rows(dv_ptr + base, dv.to(dt), keys - row, s_s, D_out, D)
@@ -529,7 +529,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
-        variables,
+        given,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     D: gl.constexpr = CFG.D
@@ -545,8 +545,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     t = get_item(turns_ptr, 0)
     mbarrier.wait(k_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
-        b, _, keys, diagonal = keys_at(b, Sk, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
+        b, _, keys, diagonal = keys_at(b, Sk, offset, given, CFG)
         dsw = dss.index(2)
         dk = gl.zeros([64, N], gl.float32, AC)
         dv = gl.zeros([64, N], gl.float32, AC)
@@ -559,10 +559,10 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, diagonal, CFG)
             if KIND.TUNED:
-                seen = variables
+                seen = given
             else:  # whose walk goes head by head
                 h = hk * GROUP + i
-                seen = as_seen_from(col, b, h, variables, keys, diagonal, offset, NB, CFG)
+                seen = as_seen_from(col, b, h, given, keys, diagonal, offset, NB, CFG)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 ps = dss.index(slot)
@@ -626,8 +626,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             tile, last_key = outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG)
         following = get_item(turns_ptr, r + 1)
         t = get_item(turns_ptr, r)
-        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
-        b, key, keys, _ = keys_at(b, Sk, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
+        b, key, keys, _ = keys_at(b, Sk, offset, given, CFG)
         base = b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + col).to(gl.int64) * s_s
         base = base * 8 + c * N
         store_rows(dv_ptr + base, dv.to(dt), keys - col, s_s, D_out - c * N, N)

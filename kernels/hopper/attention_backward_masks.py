@@ -7,22 +7,13 @@ pieces.  Where there are 64 keys, only queries at the diagonal need a mask: a wa
 a walk down ends with them.  Where there are fewer keys, all steps need one.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import clamp
-from ..scores import (
-    BEGIN,
-    END,
-    FIRST,
-    LEFT,
-    QUERIES,
-    ROW_OF_BATCH,
-    ROW_OF_HEAD,
-    SLOPE,
-    SOFTCAP,
-    modified,
-)
+from ..scores import modified
 from .attention_backward_work import tile_of_intervals
 from .warpgroups import accumulator
 
@@ -44,43 +35,53 @@ def along(layout, dim):
 # Keys are counted from the warpgroup's first one.  A query's place is the last key that it sees under
 # the causal mask, counted so too.  The place of the first query of a tile is `last_key`.
 
-# Of what `as_seen_from` gives, behind the `variables` of kernels/scores.py.
-WHOLE_BEGIN = gl.constexpr(8)  # queries from the place [8] on and before [9] see the tile's keys
-WHOLE_END = gl.constexpr(9)
 EVERYWHERE = gl.constexpr(2**30)
+
+
+class Seen(NamedTuple):
+    """Variables of kernels/scores.py for one head, in places seen from a key.
+
+    first: a key.  begin, end [64]: places.  diagonal: what a key at a query's position is beyond its
+    place.  whole_begin, whole_end: queries from one place on and before the other see all of the tile's
+    keys.
+    """
+
+    given: Any
+    first: Any
+    slope: Any
+    begin: Any
+    end: Any
+    diagonal: Any
+    whole_begin: Any
+    whole_end: Any
 
 
 @gluon.jit
 def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
-    """What `given` has for query head h, as `variables` of kernels/scores.py, in places seen from key
-    `row`: FIRST is a key, BEGIN and END [64] are places, DIAGONAL is what a key at a query's position
-    is beyond its place; moved: the variant's offset, from which that of a sequence counts."""
+    """What is Seen of query head h from key `row`; moved: the variant's offset, from which that of a
+    sequence counts."""
     KIND: gl.constexpr = CFG.KIND
-    left, first, softcap, slope, diagonal = 0, 0, 0.0, 0.0, 0
+    first, slope, diagonal = 0, 0.0, 0
     begin, end, whole_begin, whole_end = 0, 0, 0, 0
-    if KIND.WINDOW:
-        left = given[LEFT]
     if KIND.FIRST:
-        first = given[FIRST] - row
-    if KIND.SOFTCAP:
-        softcap = given[SOFTCAP]
+        first = given.first - row
     if KIND.ALIBI:
-        slope = gl.load(given[SLOPE] + h).to(gl.float32)
+        slope = gl.load(given.alibi_slopes + h).to(gl.float32)
         if KIND.VARLEN:
             diagonal = -moved
         else:
-            diagonal = Sk - (given[QUERIES] >> 1) - offset
+            diagonal = Sk - (given.rows >> 1) - offset
     if KIND.INTERVALS:
-        Sq = given[QUERIES] >> 1
+        Sq = given.rows >> 1
         at = tile_of_intervals(b, h, row // CFG.BN, NB, given)
         whole_begin = clamp(gl.load(at + 2 * NB), 0, EVERYWHERE) + (offset - row)
         whole_end = gl.load(at + 3 * NB)
         whole_end = gl.where(whole_end >= Sq, EVERYWHERE, gl.maximum(whole_end, 0) + (offset - row))
         j = row + gl.arange(0, 64, gl.SliceLayout(1, accumulator(CFG.BM)))
-        line = (b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]).to(gl.int64) * Sk
-        begin = clamp(gl.load(given[BEGIN] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
-        end = clamp(gl.load(given[END] + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
-    return left, first, softcap, 0.0, slope, begin, end, diagonal, whole_begin, whole_end
+        line = (b * given.row_of_batch + h * given.row_of_head).to(gl.int64) * Sk
+        begin = clamp(gl.load(given.begin + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
+        end = clamp(gl.load(given.end + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
+    return Seen(given, first, slope, begin, end, diagonal, whole_begin, whole_end)
 
 
 @gluon.jit
@@ -138,14 +139,14 @@ def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
     else:
         seen = half * 8 <= limit - low
     if KIND.WINDOW:
-        near = half * 8 - tile * 8 - pair >= last_key - variables[LEFT] - low + lane * 2
+        near = half * 8 - tile * 8 - pair >= last_key - variables.given.left - low + lane * 2
         if KIND.FIRST:
-            near = near | (half * 8 < variables[FIRST] - low)
+            near = near | (half * 8 < variables.first - low)
         seen = seen & near
     if KIND.INTERVALS:
         to = last_key + lane * 2
-        seen = seen & (tile * 8 + pair >= of_keys(variables[BEGIN], y) - to)
-        seen = seen & (tile * 8 + pair < of_keys(variables[END], y) - to)
+        seen = seen & (tile * 8 + pair >= of_keys(variables.begin, y) - to)
+        seen = seen & (tile * 8 + pair < of_keys(variables.end, y) - to)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
@@ -171,10 +172,10 @@ def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
     else:
         needed = limit < 63
     if KIND.WINDOW:
-        needed = needed | (last_key + (x.shape[1] - 1) > variables[LEFT])
+        needed = needed | (last_key + (x.shape[1] - 1) > variables.given.left)
     if KIND.INTERVALS:
-        needed = needed | (last_key < variables[WHOLE_BEGIN])
-        needed = needed | (last_key + x.shape[1] > variables[WHOLE_END])
+        needed = needed | (last_key < variables.whole_begin)
+        needed = needed | (last_key + x.shape[1] > variables.whole_end)
     if needed:
         x = mask(x, limit, last_key, variables, KIND)
     return x

@@ -45,7 +45,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         dk_ptr, dv_ptr, dq_ptr, turns_ptr, qs, dos, ks, vs, lse_deltas, dss, stages,
         k_full, v_full, q_full, do_full,
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
-        variables,
+        given,
     ) = args  # fmt: skip
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -64,7 +64,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     mbarrier.wait(k_full.index(0), 0)
     mbarrier.wait(do_full.index(0), 0)
     while t < NB * BH:
-        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, m0, m1, up = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
         row = col + 64 * c
         dk0 = gl.zeros([64, D], gl.float32, AC)
         dv0 = gl.zeros([64, D], gl.float32, AC)
@@ -89,7 +89,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x = product_with_term(k0, q, lse_delta, LSE, AC)
                 dp = product_with_term(v0, do, lse_delta, DELTA, AC)
                 x = warpgroup_mma_wait(2, deps=(x,))
-                x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
+                x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), given, KIND)
                 p = probabilities(x, 0.0, scale_log2)
                 dv0 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv0, is_async=True)
                 dp = warpgroup_mma_wait(1, deps=(dp,))
@@ -102,7 +102,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 x, dk0 = warpgroup_mma_wait(0, deps=(x, dk0))
                 dp = product_with_term(v1, do, lse_delta, DELTA, AC)
                 x = mask_if_needed(
-                    x, limit - 128, last_visible_key(index, last_key, CFG) - 128, variables, KIND
+                    x, limit - 128, last_visible_key(index, last_key, CFG) - 128, given, KIND
                 )
                 p = probabilities(x, 0.0, scale_log2)
                 dv1 = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv1, is_async=True)
@@ -133,7 +133,7 @@ def pair_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         following = get_item(turns_ptr, r + 1)
         # Read and worked out again, so that they take no registers in the loop.
         t = get_item(turns_ptr, r)
-        b, hk, col, _, _, _ = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, variables, CFG)
+        b, hk, col, _, _, _ = key_tile(t, NB, M, H // GROUP, GROUP, BH, HG, offset, given, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + row.to(gl.int64) * s_s) * 8
         far = base + s_s.to(gl.int64) * (8 * 128)

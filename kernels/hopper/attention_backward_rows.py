@@ -26,7 +26,7 @@ from triton.experimental.gluon import language as gl
 
 from ..online_softmax import LOG2E
 from ..schedule import sequence_of, tokens_of
-from ..scores import CU_SEQLENS_Q, counts
+from ..scores import counts
 from .attention_backward_sums import register_offsets
 from .attention_backward_work import FIRST_TURN
 from .dependent_launches import wait_for_launch_before
@@ -38,13 +38,13 @@ NOTHING = gl.constexpr(-(2.0**126))  # times any scale and LOG2E less than any e
 
 
 @triton.jit
-def rows_of_sequence(first, padded, variables, BM: tl.constexpr):
+def rows_of_sequence(first, padded, given, BM: tl.constexpr):
     """Of sequences padded to whole tiles, which lie in the slots of sequence_of: the rows `padded`, of
     one slot, from `first` on, as (token of each, whether there is one, whether it lies behind the last
     sequence)."""
-    sequences, queries, _ = counts(variables)
-    s, tile = sequence_of(first // BM, variables[CU_SEQLENS_Q], sequences, BM)
-    token, length = tokens_of(s, variables[CU_SEQLENS_Q], sequences, queries, True)
+    sequences, queries, _ = counts(given)
+    s, tile = sequence_of(first // BM, given.cu_seqlens_q, sequences, BM)
+    token, length = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
     i = padded - first + (tile * BM + first % BM)
     return token + i, i < length, s == sequences
 
@@ -75,7 +75,7 @@ def preprocess_kernel(
     HAS_DLSE: tl.constexpr, FIRST: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, PDL: tl.constexpr = False,
     lse2_ptr=None, delta_ptr=None,
-    variables=(),  # of sequences, see scores.py
+    given=(),  # of sequences, see scores.py
     VARLEN: tl.constexpr = False,
 ):  # fmt: skip
     """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
@@ -95,7 +95,7 @@ def preprocess_kernel(
     d = tl.arange(0, D)
     # strides come in eighths and columns in eights, so that the compiler sees pieces of 16 bytes
     if VARLEN:
-        r, there, behind = rows_of_sequence(first, padded, variables, BM)
+        r, there, behind = rows_of_sequence(first, padded, given, BM)
     else:
         r, there = padded, padded < Sq
     mask = there[:, None] & (d // 8 < D_out // 8)[None, :]
@@ -195,7 +195,7 @@ def postprocess_kernel(
     s_h,
     s_s,  # strides of out, in units of 8 elements
     scale,
-    variables,  # of sequences, as the preprocess has them
+    given,  # of sequences, as the preprocess has them
     D: gl.constexpr,
     N: gl.constexpr,
     BM: gl.constexpr,
@@ -222,7 +222,7 @@ def postprocess_kernel(
     first = (tile % tiles) * 64
     r = first + gl.arange(0, 64, gl.SliceLayout(1, LO))
     if VARLEN:
-        r, there, _ = rows_of_sequence(first, r, variables, BM)
+        r, there, _ = rows_of_sequence(first, r, given, BM)
     else:
         there = r < Sq
     d = part * N + gl.arange(0, N, gl.SliceLayout(0, LO))

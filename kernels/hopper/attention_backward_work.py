@@ -63,7 +63,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import RECORD, clamp, query_range
-from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, TILES_OF_ALL
 from .items import TURNS, take_item
 from .warpgroups import opaque_zero
 
@@ -107,8 +106,8 @@ def stashed_item(stash):
 @gluon.jit
 def tile_of_intervals(b, h, n, NB, given):
     """Where intervals_kernel's numbers of key tile n are for query head h; they are NB apart."""
-    row = b * given[ROW_OF_BATCH] + h * given[ROW_OF_HEAD]
-    return given[TILES_OF_ALL] + row * (4 * NB) + n
+    row = b * given.row_of_batch + h * given.row_of_head
+    return given.work + row * (4 * NB) + n
 
 
 @gluon.jit
@@ -116,7 +115,7 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
     """(begin, end): outside of it no query of the heads of key head hk sees a key of key tile n."""
     at = tile_of_intervals(b, hk * GROUP, n, NB, given)
     begin, end = gl.load(at), gl.load(at + NB)
-    if given[ROW_OF_HEAD] != 0:
+    if given.row_of_head != 0:
         for member in range(1, GROUP):
             at = tile_of_intervals(b, hk * GROUP + member, n, NB, given)
             begin = gl.minimum(begin, gl.load(at))
@@ -125,7 +124,7 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 
 
 @gluon.jit
-def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
+def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, end of these, 1 if its
     walk goes up and else 0).  Of sequences, instead of the batch, which of the slots in their order it
     is, for rows_at and keys_at.
@@ -137,7 +136,7 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
     if KIND.CAUSAL or KIND.VARLEN or CFG.FIRST:
         # mixed among HG heads that share L2
         if KIND.VARLEN:
-            NB = key_tiles(NB, variables, CFG)
+            NB = key_tiles(NB, given, CFG)
         per = HG * NB
         grp = t // per
         r = t - grp * per
@@ -162,16 +161,16 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
         col = (t - bh * NB) * CFG.BN
     if KIND.VARLEN:
         b, hk = nb, bh
-        record = variables[SLOTS] + (1 + nb) * RECORD
+        record = given.work + (1 + nb) * RECORD
         col = gl.load(record + 1)
         m0 = gl.load(record + 7)
         m1 = m0 + gl.load(record)
     else:
-        m0, m1 = query_range(col, M * CFG.BM, offset, variables, CFG.BM, KIND, CFG.BN)
+        m0, m1 = query_range(col, M * CFG.BM, offset, given, CFG.BM, KIND, CFG.BN)
         b = bh // Hk
         hk = bh - b * Hk
         if KIND.INTERVALS:
-            begin, end = queries_of_tile(b, hk, col // CFG.BN, NB, GROUP, variables)
+            begin, end = queries_of_tile(b, hk, col // CFG.BN, NB, GROUP, given)
             m0 = gl.maximum(m0, clamp(begin, 0, M * CFG.BM) // CFG.BM)
             m1 = gl.minimum(m1, gl.cdiv(clamp(end, 0, M * CFG.BM), CFG.BM))
         m0 = gl.minimum(m0, M - 1)
@@ -188,11 +187,11 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def key_tiles(NB, variables, CFG: gl.constexpr):
+def key_tiles(NB, given, CFG: gl.constexpr):
     """How many key tiles a head has; of sequences the device knows, and NB is the most."""
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        return gl.load(variables[SLOTS])
+        return gl.load(given.work)
     else:
         return NB
 
@@ -208,11 +207,11 @@ def numbered(t, total, NB, BH, CFG: gl.constexpr):
 
 
 @gluon.jit
-def keys_at(b, Sk, offset, variables, CFG: gl.constexpr):
+def keys_at(b, Sk, offset, given, CFG: gl.constexpr):
     """What key_tile called b as (batch, where the sequence's keys begin, Sk, offset)."""
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        record = variables[SLOTS] + (1 + b) * RECORD
+        record = given.work + (1 + b) * RECORD
         Sq, key, Sk = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
         return 0, key, Sk, offset + Sk - Sq - gl.load(record + 6) * CFG.BM
     else:
@@ -220,7 +219,7 @@ def keys_at(b, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def rows_at(b, variables, CFG: gl.constexpr):
+def rows_at(b, given, CFG: gl.constexpr):
     """What key_tile called b as (batch, end of the sequence's queries, their number, end of its keys,
     theirs), for load_rows: ends in tokens, numbers as queries and keys are numbered here.
 
@@ -229,7 +228,7 @@ def rows_at(b, variables, CFG: gl.constexpr):
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        record = variables[SLOTS] + (1 + b) * RECORD
+        record = given.work + (1 + b) * RECORD
         Sq, Sk = gl.load(record + 3), gl.load(record + 5)
         queries, keys = gl.load(record + 2) + Sq, gl.load(record + 4) + Sk
         return 0, queries, Sq + gl.load(record + 6) * CFG.BM, keys, gl.where(Sq > 0, Sk, 0)

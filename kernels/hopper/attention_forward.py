@@ -130,7 +130,7 @@ def attention_forward_kernel(
     so_s,  # strides of out, in units of 8 elements
     D_out,  # head_dim as it is in memory, a multiple of 8
     scale_log2,  # scale * log2(e)
-    variables,  # of the variant, see scores.py
+    given,  # of the variant, see scores.py
     parts,  # of an item's key tiles if SPLIT, else None
     CFG: gl.constexpr,  # HopperForward
 ):
@@ -152,12 +152,12 @@ def attention_forward_kernel(
     v_full = gl.allocate_shared_memory(gl.int64, [VS, 1], ML)
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, given,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
-        scale_log2, variables,
+        scale_log2, given,
     )  # fmt: skip
     # A producer of one warp shares its warpgroup with three warps that have nothing to do.
     if W == 1:

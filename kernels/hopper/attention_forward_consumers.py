@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..online_softmax import LN2
 from ..schedule import key_ranges
-from ..scores import BEGIN, END, FIRST, LEFT, MAX_SCORE, SINK, modified, of_head, unit_of
+from ..scores import modified, of_head, unit_of
 from .attention_forward_work import (
     advance,
     end_of_row,
@@ -108,16 +108,16 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS
     column, lane = columns(y)
     seen = column <= of_rows(limit, y) - lane
     if KIND.WINDOW:
-        lowest = query_of_row(row + (offset - variables[LEFT] - col), R, CFG)
+        lowest = query_of_row(row + (offset - variables.given.left - col), R, CFG)
         near = column >= of_rows(lowest, y) - lane
         if KIND.FIRST:
-            near = near | (column < variables[FIRST] - col - lane)
+            near = near | (column < variables.given.first - col - lane)
         seen = seen & near
     if INTERVALS:
         j = col + column + lane
         i = of_rows(query_of_row(row, R, CFG), y)
-        begin = gl.load(variables[BEGIN] + j, j < Sk, 0)
-        end = gl.load(variables[END] + j, j < Sk, 0)
+        begin = gl.load(variables.begin + j, j < Sk, 0)
+        end = gl.load(variables.end + j, j < Sk, 0)
         seen = seen & (begin <= i) & (i < end)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
@@ -331,7 +331,7 @@ def store_tile(acc, o_ptr, b, h, row, GROUP, Sq, so_b, so_h, so_s, D_out, dt, CF
 @gluon.jit
 def attend(
     c: gl.constexpr, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
-    scale_log2, variables, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
+    scale_log2, given, kslot, kphase, vslot, vphase, CFG: gl.constexpr,
 ):  # fmt: skip
     """Attend with this consumer's rows of its r-th work item, counted from 1, to its n key tiles; x:
     raw scores of the rightmost tile.  Returns those of the next item, where the rings are then and, if
@@ -346,16 +346,14 @@ def attend(
     dt: gl.constexpr = vs.dtype
     KIND: gl.constexpr = CFG.KIND
     WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
-    given = variables
     rows_of_head = Sq
     first, token, _, Sq, keys, offset = sequence_at(row - CFG.CQ * c, Sq, keys, offset, given, CFG)
     if KIND.VARLEN:
         row = first + CFG.CQ * c
         o_ptr += token.to(gl.int64) * so_s * 8
     walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1])
-    if not KIND.TUNED:
-        variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
-    begin, clear, whole, end = key_ranges(row, keys, offset, variables, CFG.CQ, WIDTH, KIND)
+    variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
+    begin, clear, whole, end = key_ranges(row, keys, offset, given, CFG.CQ, WIDTH, KIND)
     if CFG.SKIP:
         end = gl.where(row < Sq, end, 0)
     ranges = begin, clear, whole, end
@@ -434,7 +432,7 @@ def attend(
     shift, l, top = state
     R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     if KIND.SINKS and not CFG.SPLIT:  # of parts, the merge takes it in
-        lse, normaliser = softmax_with_sink(shift, l, variables[SINK], R)
+        lse, normaliser = softmax_with_sink(shift, l, variables.sink, R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
     entry = b
@@ -445,7 +443,7 @@ def attend(
     store_rows(lse, lse_ptr + token, entry, h, row, H, GROUP, Sq, rows_of_head, CFG)
     if KIND.MAX_SCORE:
         top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)
-        store_rows(top, given[MAX_SCORE] + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
+        store_rows(top, given.max_score + token, b, h, row, H, GROUP, Sq, rows_of_head, CFG)
     acc = warpgroup_mma_wait(1, deps=(acc,))
     bar_arrive(CFG.VB + vslot, CFG.ALL)
     vslot, vphase = advance(vslot, vphase, CFG.VS)
@@ -507,7 +505,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
-        scale_log2, variables,
+        scale_log2, given,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     S: gl.constexpr = accumulator(BN)
@@ -520,11 +518,11 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     output = o_ptr, lse_ptr, H, GROUP, Sq, so_b, so_h, so_s, D_out
 
     r = 0
-    total, NT = items_of(total, NT, BH, variables, CFG)
+    total, NT = items_of(total, NT, BH, given, CFG)
     t = first_item(work_table, total, CFG)
     if not CFG.DYNAMIC:
         following = work_index(1, work_table, total, CFG)
-    b, h, row0, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
+    b, h, row0, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG)
     kslot = 0
     kphase = 0
     vslot = 0
@@ -546,7 +544,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             # Work out early where the next item is: the divisions would hold up the last product.
             t = following
             b1, h1, row1, n1, part1 = tile_of(
-                within(t, total, CFG), NT, H, BH, HG, parts, keys, offset, variables, CFG
+                within(t, total, CFG), NT, H, BH, HG, parts, keys, offset, given, CFG
             )
             if t < total:
                 following = work_index(r + 1, work_table, total, CFG)
@@ -555,7 +553,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
             if row < Sq:
                 x, _, kslot, kphase, vslot, vphase, _ = attend(
                     c, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
-                    scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
+                    scale_log2, given, kslot, kphase, vslot, vphase, CFG,
                 )  # fmt: skip
             else:
                 x, kslot, kphase, vslot, vphase = skip_item(
@@ -564,7 +562,7 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         else:
             x, q_regs, kslot, kphase, vslot, vphase, taken = attend(
                 c, buffers, output, items, q, q_regs, z, x, b, h, row, n, part, r, NT, keys, offset,
-                scale_log2, variables, kslot, kphase, vslot, vphase, CFG,
+                scale_log2, given, kslot, kphase, vslot, vphase, CFG,
             )  # fmt: skip
             if CFG.DYNAMIC:
                 t, b1, h1, row1, n1 = taken

@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..schedule import RECORD, first_tiles, key_ranges
-from ..scores import ROW_OF_BATCH, ROW_OF_HEAD, SLOTS, VISITS
 from .gluon_names import tma_load
 from .items import put_item, take_item
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
@@ -70,24 +69,24 @@ def first_item(work_table, total, CFG: gl.constexpr):
 
 
 @gluon.jit
-def items_of(total, NT, BH, variables, CFG: gl.constexpr):
+def items_of(total, NT, BH, given, CFG: gl.constexpr):
     """(total, NT): how many work items and query tiles of a head there are; of sequences the device
     knows."""
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        NT = gl.load(variables[SLOTS])
+        NT = gl.load(given.work)
         return NT * BH, NT
     else:
         return total, NT
 
 
 @gluon.jit
-def sequence_at(row, Sq, Sk, offset, variables, CFG: gl.constexpr):
+def sequence_at(row, Sq, Sk, offset, given, CFG: gl.constexpr):
     """What tile_of called `row` as (first query, token, key, Sq, Sk, offset); token, key: where the
     sequence begins."""
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        record = variables[SLOTS] + (1 + row) * RECORD
+        record = given.work + (1 + row) * RECORD
         row, token = gl.load(record + 1), gl.load(record + 2)
         Sq, key, Sk = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
         return row, token, key, Sq, Sk, offset + Sk - Sq
@@ -96,7 +95,7 @@ def sequence_at(row, Sq, Sk, offset, variables, CFG: gl.constexpr):
 
 
 @gluon.jit
-def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr, skipped=0):
+def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0):
     """Which key tiles a work item with queries from `row` on visits, for tile_at.
 
     Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
@@ -105,11 +104,11 @@ def walk_of(b, h, row, NT, Sk, offset, variables, CFG: gl.constexpr, skipped=0):
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.INTERVALS:
-        line = (b * variables[ROW_OF_BATCH] + h * variables[ROW_OF_HEAD]) * NT + row // CFG.BQ
-        return variables[VISITS] + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
+        line = (b * given.row_of_batch + h * given.row_of_head) * NT + row // CFG.BQ
+        return given.work + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
     elif KIND.WINDOW:
-        begin, _, _, _ = key_ranges(row, Sk, offset, variables, CFG.BQ, CFG.BN, KIND)
-        first = first_tiles(begin, variables, CFG.BN, KIND)
+        begin, _, _, _ = key_ranges(row, Sk, offset, given, CFG.BQ, CFG.BN, KIND)
+        first = first_tiles(begin, given, CFG.BN, KIND)
         return first, begin - first, skipped
     else:
         return 0, 0, skipped
@@ -143,7 +142,7 @@ def part_of(n, part, parts):
 
 
 @gluon.jit
-def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
+def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one, part).  Of
     sequences, instead of the first query, which of the slots in their order it is, for sequence_at.
 
@@ -179,9 +178,9 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
         row = mi * BQ
     if KIND.VARLEN:
         b, h = 0, bh
-        end = gl.load(variables[SLOTS] + (1 + row) * RECORD)
+        end = gl.load(given.work + (1 + row) * RECORD)
     else:
-        _, _, _, end = key_ranges(row, Sk, offset, variables, BQ, CFG.BN, KIND)
+        _, _, _, end = key_ranges(row, Sk, offset, given, BQ, CFG.BN, KIND)
         if CFG.D == 256:
             b = bh // H  # unsigned, ptxas of Triton 3.9 spills 8 bytes more
         else:
@@ -191,10 +190,10 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG: gl.constexpr):
         entry = b
         b = quotient(entry, parts)
     if KIND.INTERVALS:
-        visits, _, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        visits, _, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end = gl.load(visits)
     elif KIND.WINDOW and not KIND.VARLEN:
-        _, jump, _ = walk_of(b, h, row, NT, Sk, offset, variables, CFG)
+        _, jump, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end -= jump
     n = gl.maximum(end, 1)
     if CFG.SPLIT:
@@ -280,7 +279,7 @@ def producer(args, CFG: gl.constexpr):
     """Bring every tile in the order in which the consumers wait for them."""
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
-        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, variables,
+        work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, given,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -292,16 +291,16 @@ def producer(args, CFG: gl.constexpr):
     vslot = 0
     loaded = 0
     r = 0
-    total, NT = items_of(total, NT, BH, variables, CFG)
+    total, NT = items_of(total, NT, BH, given, CFG)
     t = first_item(work_table, total, CFG)
     b_v = 0
     h_v = 0
     col_v = 0
     while t < total:
-        b, h, row, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, variables, CFG)
+        b, h, row, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
-        row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, variables, CFG)
-        walk = walk_of(b, h, row, NT, keys, diagonal, variables, CFG, part[1])
+        row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, given, CFG)
+        walk = walk_of(b, h, row, NT, keys, diagonal, given, CFG, part[1])
         this = t
         r += 1
         t = next_item(r, work_table, total, CFG)  # early: it takes as long as a tile
