@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import sys
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ import flashproto
 from flashproto.bench import features
 from flashproto.bench.features import BY_NAME, SIZES, Feature
 from flashproto.functional.attention_request import Request
-from flashproto.variant import Variant
 
 ON_GPU = torch.cuda.is_available()
 CELLS = ["-".join(x) for x in itertools.product(BY_NAME, features.BACKENDS, features.COLUMNS)]
