@@ -56,13 +56,29 @@ class Kind:
 
     def add_recent(self, function: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
         """Take in a call that was not among the recent ones: the second time in a row, so that calls of
-        many shapes in turn do not push each other out.  A check passes no tensor twice."""
+        many shapes in turn do not push each other out."""
         if self.missed is not function:
             self.missed = function
-        elif len(set(map(id, tensors))) == len(tensors):
-            sizes, strides = [list(x.shape) for x in tensors], [list(x.stride()) for x in tensors]
-            guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-            self.recent = [(guards.check, function), *self.recent[: RECENT - 1]]
+        else:
+            self.recent = [(likeness(tensors), function), *self.recent[: RECENT - 1]]
+
+
+def likeness(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Whether tensors have the metadata of these; guards take no tensor twice, as cu_seqlens of queries
+    and keys."""
+    places = {id(x): i for i, x in reversed([*enumerate(tensors)])}
+    own = sorted(places.values())
+    first = [tensors[i] for i in own]
+    sizes, strides = [list(x.shape) for x in first], [list(x.stride()) for x in first]
+    check = TensorGuards(*first, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    if len(own) == len(tensors):
+        return check
+    twins = [(i, places[id(x)]) for i, x in enumerate(tensors) if places[id(x)] != i]
+
+    def fits(*tensors: Tensor) -> bool:
+        return all(tensors[i] is tensors[j] for i, j in twins) and check(*[tensors[i] for i in own])
+
+    return fits
 
 
 def facts(x: Tensor) -> tuple[Hashable, ...]:

@@ -27,6 +27,7 @@ from . import exchange_buffers
 from .device import on_device
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
+PLAIN = (int, float, bool, type(None))  # arguments that kernels are handed as they are
 
 
 # --- what a recipe is made of ---------------------------------------------------------------------
@@ -352,7 +353,7 @@ class Recipe:
 
     def _tensor(self, x: Operand, values: list[Any]) -> Tensor:
         value = values[x.variable]
-        if self.is_whole(x):
+        if x is self.whole[x.variable] or self.is_whole(x):
             return value
         if x.dtype != value.dtype:
             start = (value.storage_offset() * value.itemsize + x.offset) // x.dtype.itemsize
@@ -370,25 +371,33 @@ class Recipe:
         elif count:
             words = exchange_buffers.zeros(self.device, count)
 
-        def real(x: Any) -> Any:
-            if isinstance(x, Operand):
-                return self._tensor(x, values)
-            if isinstance(x, Boxed):
-                return x.tma_descriptors[self._tensor(x.operand, values).data_ptr()]
-            if isinstance(x, Table):
-                return x.make()
-            if isinstance(x, Exchange):
-                return used if x.used else words
-            if isinstance(x, tuple):
-                made = map(real, x)
-                return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
-            return x
-
-        arguments = {name: real(x) for name, x in step.arguments.items()}
+        arguments = {
+            name: x if type(x) in PLAIN else self._real(x, values, words, used)
+            for name, x in step.arguments.items()
+        }
         compiled = launch(step.kernel, step.programs, arguments, step.options)
         if pair is not None:
             exchange_buffers.give(pair)
         return compiled
+
+    def _real(self, x: Any, values: list[Any], words: Any, used: Any) -> Any:
+        """What a kernel is handed for an argument.
+
+        A method: a function within `_launch` that calls itself would be a cycle, which keeps all
+        tensors of the run, and graphs of torch.compile mistake them for tensors in use.
+        """
+        if isinstance(x, Operand):
+            return self._tensor(x, values)
+        if isinstance(x, Boxed):
+            return x.tma_descriptors[self._tensor(x.operand, values).data_ptr()]
+        if isinstance(x, Table):
+            return x.make()
+        if isinstance(x, Exchange):
+            return used if x.used else words
+        if not isinstance(x, tuple):
+            return x
+        made = [y if type(y) in PLAIN else self._real(y, values, words, used) for y in x]
+        return type(x)(*made) if hasattr(x, "_fields") else tuple(made)
 
 
 def launch(kernel: Any, programs: int, arguments: dict[str, Any], options: dict[str, Any]) -> Any:
@@ -414,7 +423,7 @@ def is_lazy(x: Tensor) -> bool:
 
 
 def is_aligned(x: Tensor) -> bool:
-    return is_lazy(x) or x.data_ptr() % 16 == 0
+    return x.is_neg() or x._is_zerotensor() or x.data_ptr() % 16 == 0
 
 
 # --- strides --------------------------------------------------------------------------------------
