@@ -4,27 +4,36 @@ Limits, on the processor that drives an H200: microseconds of a later call (LIMI
 first one of the Hopper kernels, compilation included (FIRST_LIMITS).  Such processors differ, and one
 does from hour to hour where it is shared.  So the microseconds are also given as on the one for which
 the limits were set, which is known by what torch's own calls took there (TORCH_THERE).
+
+The calls of attention's variants, of sequences of any length and of a cache stand beside attention of
+as many tokens, and beside torch's call where it has one: it has none for a cache, nor has
+FlexAttention.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 import flashproto
+from flashproto import backends, masks
 
+from .measure import one_line
 from .timing import host_microseconds
 
 LIMITS = {"rms_norm": 15, "layer_norm": 15, "softmax": 15, "attention": 25, "attention backward": 60}
@@ -33,6 +42,13 @@ CALLS_BEFORE = 2  # of equal kind: the first compiles, the second is the first o
 LAYERS = 16  # calls in one graph
 IN_ONE_GRAPH = f", each of {LAYERS} in one graph"
 FIRST_LIMITS = {"forward": 6, "backward": 10}
+BOTH = " forward and backward"  # ends the name of a row
+KINDS = (BOTH, " with grad", "")  # of rows, each compared with attention's row of the same kind
+VARLEN_CAUSAL: dict[str, Any] = (  # torch 2.10 has is_causal
+    {"window_size": (-1, 0)}
+    if "window_size" in inspect.signature(varlen_attn).parameters
+    else {"is_causal": True}
+)
 
 FIRST_CALL = """
 import json, sys, time, torch, flashproto
@@ -140,9 +156,91 @@ def torch_attention_qkv(qkv: Tensor, heads: int) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def forward_and_backward(
+    function: Callable[..., Any], leaves: Sequence[Tensor], dout: Tensor
+) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(function(*leaves), leaves, dout)
+
+
+def both_rows(
+    functions: Mapping[str, Callable[..., Any]], tensors: tuple[Tensor, Tensor, Tensor]
+) -> dict[str, Callable[[], Any]]:
+    """The calls of q, k, v and, where they want gradients, the same forward and backward."""
+    if not tensors[0].requires_grad:
+        return {name: partial(function, *tensors) for name, function in functions.items()}
+    dout = torch.ones_like(tensors[0])
+    rows: dict[str, Callable[[], Any]] = {}
+    for name, function in functions.items():
+        rows[f"{name} with grad"] = partial(function, *tensors)
+        rows[f"{name}{BOTH}"] = partial(forward_and_backward, function, tensors, dout)
+    return rows
+
+
+def variant_rows(impl: str | None, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    """A mask of documents, the same documents as sequences, and a mask of keys; q, k, v [B, H, S, D].
+    scaled_dot_product_attention has no `impl`: it runs on the default backend."""
+    S, device = q.shape[2], q.device
+    ids = torch.arange(S, device=device) // (S // 2)
+    seen = (ids[:, None] == ids).tril()
+    keys = (torch.arange(S, device=device) < S - 4)[None, None, None]
+    cu = torch.tensor([0, S // 2, S], dtype=torch.int32, device=device)
+    packed = [x.detach()[0].transpose(0, 1).contiguous() for x in (q, k, v)]
+    q_, k_, v_ = (x.requires_grad_(q.requires_grad) for x in packed)
+    sequences = cu, cu, S // 2, S // 2
+
+    def varlen(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda q, k, v: function(q, k, v, *sequences, **options)
+
+    documents = masks.documents(ids)
+    attention = partial(flashproto.attention, causal=True, mask=documents, impl=impl)
+    torch_attention = F.scaled_dot_product_attention
+    return both_rows(
+        {
+            "flashproto.attention mask=documents": attention,
+            "torch attention mask=documents": partial(torch_attention, attn_mask=seen),
+            "flashproto.scaled_dot_product_attention key mask": partial(
+                flashproto.scaled_dot_product_attention, attn_mask=keys
+            ),
+            "torch scaled_dot_product_attention key mask": partial(torch_attention, attn_mask=keys),
+        },
+        (q, k, v),
+    ) | both_rows(
+        {
+            "flashproto.attention_varlen": varlen(flashproto.attention_varlen, causal=True, impl=impl),
+            "torch attention_varlen": varlen(varlen_attn, **VARLEN_CAUSAL),
+        },
+        (q_, k_, v_),
+    )
+
+
+def cache_rows(impl: str | None, q: Tensor, k: Tensor, v: Tensor) -> dict[str, Callable[[], Any]]:
+    """One query, all keys: of tensors, and of a cache that is read, appended to, or in pages.  q [B, H,
+    1, D]; k, v [B, H, S, D], S even."""
+    B, H, S, D = k.shape
+    caches = [x.transpose(1, 2).contiguous() for x in (k, v)]
+    pages = [x.view(2 * B, S // 2, H, D) for x in caches]
+    table = torch.arange(2 * B, dtype=torch.int32, device=q.device).view(B, 2)
+    lengths = torch.full((B,), S, dtype=torch.int32, device=q.device)
+    angles = torch.arange(S * D // 2, device=q.device).view(S, D // 2) / S
+    tables = angles.cos(), angles.sin()
+    new = {"k": k[:, :, :1].contiguous(), "v": v[:, :, :1].contiguous()}
+    cached = partial(flashproto.attention_with_kv_cache, q, impl=impl)
+    name = "flashproto.attention_with_kv_cache"
+    return {
+        "flashproto.attention one query": partial(flashproto.attention, q, k, v, impl=impl),
+        "torch attention one query": partial(F.scaled_dot_product_attention, q, k, v),
+        f"{name} read": partial(cached, *caches, lengths=lengths),
+        f"{name} paged": partial(cached, *pages, lengths=lengths, page_table=table),
+        f"{name} append + RoPE": partial(
+            cached, *(x.clone() for x in caches), lengths=lengths - 1, rope=tables, **new
+        ),
+    }
+
+
 def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Calls on tiny inputs, without and with gradients, beside PyTorch's own; of attention alone on
-    backend "hopper", which has no other."""
+    backend "hopper", which has no other.  The public functions alone are called, so that the rows can
+    be those of another commit (launch_beside.py)."""
     like: dict[str, Any] = {
         "device": device,
         "dtype": torch.bfloat16 if device.type == "cuda" else torch.float32,
@@ -178,14 +276,18 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
                 flashproto.cross_entropy, x, targets, impl=impl
             ),
             f"torch cross_entropy{suffix}": partial(F.cross_entropy, x, targets),
-            f"flashproto.attention{suffix}": partial(attention, q, k, v),
-            f"torch attention{suffix}": partial(torch_attention, q, k, v),
+            **both_rows(
+                {"flashproto.attention": attention, "torch attention": torch_attention}, (q, k, v)
+            ),
             f"flashproto.attention_qkv{suffix}": partial(
                 flashproto.attention_qkv, qkv, 2, 2, causal=True, impl=impl
             ),
             f"torch attention_qkv{suffix}": partial(torch_attention_qkv, qkv, 2),
         }
-        if wants:
+        rows |= variant_rows(impl, q, k, v)
+        if not wants:
+            rows |= cache_rows(impl, q[:, :, :1].contiguous(), k, v)
+        else:
             for name, function in (
                 ("flashproto.attention", attention),
                 ("torch attention", torch_attention),
@@ -195,13 +297,40 @@ def host_rows(impl: str | None, device: torch.device) -> dict[str, Callable[[], 
     return {name: call for name, call in rows.items() if impl != "hopper" or "attention" in name}
 
 
-def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
-    """Every figure of this file for one backend."""
+def running_rows(
+    impl: str, device: torch.device, names: str = ""
+) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
+    """The rows whose names match the expression and which run, each called before, and the errors of
+    those that do not.  The backend becomes the default one."""
+    backends.set_default(impl)
+    running, errors = {}, {}
+    for name, call in host_rows(impl, device).items():
+        if re.search(names, name):
+            try:
+                for _ in range(CALLS_BEFORE):
+                    call()
+                running[name] = call
+            except Exception as error:
+                errors[name] = one_line(error)
+    return running, errors
+
+
+def calls_in(name: str) -> int:
+    """The calls of which a row's time is."""
+    return LAYERS if name.endswith(IN_ONE_GRAPH) else 1
+
+
+def measure_launch(impl: str, device: torch.device, names: str = "") -> dict[str, Any]:
+    """Every figure of this file for one backend, of the rows whose names match."""
     plain, ours = import_seconds("torch"), import_seconds("flashproto")
-    host = host_microseconds(host_rows(impl, device))
+    before = backends.get_default()
+    try:
+        running, errors = running_rows(impl, device, names)
+        host = host_microseconds(running)
+    finally:
+        backends.set_default(before)
     for name, (median, lowest) in host.items():
-        if name.endswith(IN_ONE_GRAPH):
-            host[name] = median / LAYERS, lowest / LAYERS
+        host[name] = median / calls_in(name), lowest / calls_in(name)
     return {
         "impl": impl,
         "import_torch_s": plain,
@@ -209,6 +338,7 @@ def measure_launch(impl: str, device: torch.device) -> dict[str, Any]:
         "import_ratio": ours / plain,
         "first_attention_s": first_call_seconds(impl, device),
         "host_us": host,
+        "errors": errors,
     }
 
 
@@ -223,23 +353,35 @@ def launch_text(figures: dict[str, Any], goals: bool = False) -> str:
         "first causal attention with an empty cache: "
         + ", ".join(f"{name} {first[name]:.2f} s{_limit(most.get(name))}" for name in first),
         "host time of a call on a tiny input, microseconds: median and lowest of rounds in turn"
-        + "; last the lowest as on the host for which the limits were set" * goals,
+        + "; then the lowest as on the host for which the limits were set" * goals
+        + "; last the lowest in times of attention's",
     ]
-    there = speed_there(figures["host_us"])
-    for name, (us, lowest) in figures["host_us"].items():
+    host = figures["host_us"]
+    there, width = speed_there(host), max(map(len, host))
+    for name, (us, lowest) in host.items():
         operator = name.removeprefix("flashproto.").removesuffix(" with grad").partition(",")[0]
         ours = name.startswith("flashproto.") and figures["impl"] in ("hopper", "triton")
         most_us = LIMITS.get(operator) if ours else None
         limit = f"{_limit(most_us):<13}{lowest * there:8.1f}" if goals else ""
-        lines.append(f"  {name:<56}{us:8.1f}{lowest:8.1f}{limit}")
+        _, unit = host.get(attention_row(name), (None, None))
+        times = f"{lowest / unit:8.2f}x" if unit else ""
+        lines.append(f"  {name:<{width}}{us:8.1f}{lowest:8.1f}{limit}{times}")
+    lines += [f"  {name}: {error}" for name, error in figures.get("errors", {}).items()]
     return "\n".join(lines)
+
+
+def attention_row(name: str) -> str | None:
+    """The row with which one of attention is compared; None for others, and of a backward alone."""
+    if "attention" not in name or " backward" in name.removesuffix(BOTH):
+        return None
+    return "flashproto.attention" + next(kind for kind in KINDS if name.endswith(kind))
 
 
 def speed_there(host_us: Mapping[str, tuple[float, float]]) -> float:
     """What to multiply the lowest times by to have those on the host that the limits are of, by the
-    geometric mean of torch's own calls."""
+    geometric mean of torch's own calls; NaN where none was timed."""
     ratios = [us / host_us[name][1] for name, us in TORCH_THERE.items() if name in host_us]
-    return statistics.geometric_mean(ratios)
+    return statistics.geometric_mean(ratios) if ratios else float("nan")
 
 
 def _limit(most: float | None) -> str:

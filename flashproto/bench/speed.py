@@ -227,8 +227,8 @@ def launch_section(data: dict[str, Any]) -> Iterator[str]:
         pairs = figures["host_us"]
         for name, ours in pairs.items():
             theirs = pairs.get(name.replace("flashproto.", "torch "))
-            if name.startswith("flashproto.") and theirs is not None:
-                entries = [f"{us:.1f} (lowest {low:.1f})" for us, low in (ours, theirs)]
+            if name.startswith("flashproto."):
+                entries = [f"{t[0]:.1f} (lowest {t[1]:.1f})" if t else "none" for t in (ours, theirs)]
                 rows.append([name.removeprefix("flashproto."), *entries])
         yield markdown(rows)
         yield (

@@ -114,10 +114,15 @@ def host_microseconds(
     times: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(rounds + 1):
         for name, fn in functions.items():
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                fn()
-            times[name].append((time.perf_counter() - start) / calls * 1e6)
+            times[name].append(host_round(fn, calls))
     return {name: (statistics.median(us[1:]), min(us[1:])) for name, us in times.items()}
+
+
+def host_round(fn: Callable[[], Any], calls: int) -> float:
+    """Wall-clock microseconds of a call on the host, of so many in a row on an idle device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    return (time.perf_counter() - start) / calls * 1e6
