@@ -92,6 +92,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="of variants, instead of cells: seconds of the first call, and what others compile",
     )
+    add(
+        "--beside",
+        type=Path,
+        metavar="DIR",
+        help="of launch: the same calls in another source tree too, in turns; a tree without its git "
+        "history is called by the folder's name",
+    )
     add("--ahead", type=int, metavar="PROCESSES", help="compile in that many processes first")
     add("--compile-only", action="store_true", help="run every contender once and report nothing")
     add("--compile", action="store_true", help="torch.compile as a peer on a CPU too")
@@ -108,6 +115,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("launch is measured alone")
     if options.first_calls and options.subjects != ["variants"]:
         parser.error("--first-calls takes the subject variants alone")
+    if options.beside is not None:
+        if options.subjects != ["launch"]:
+            parser.error("--beside takes the subject launch alone")
+        if not (options.beside / "flashproto" / "__init__.py").is_file():
+            parser.error(f"--beside is {options.beside}, which holds no flashproto; pass a source tree")
     for name in ("cells", "contenders"):
         try:
             re.compile(getattr(options, name) or "")
@@ -293,13 +305,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_launch(options: argparse.Namespace, device: torch.device, impls: list[str]) -> None:
-    from .launch import launch_text, measure_launch
+    names = options.contenders or ""
+    if options.beside is None:
+        from .launch import launch_text, measure_launch
 
-    figures = [measure_launch(impl, device) for impl in impls]
-    print("\n\n".join(launch_text(figure, options.goals) for figure in figures))
-    run = report.describe_run({}, {"host": "median and lowest of 31 rounds of 100 calls"})
-    report.save(options.out / "launch.json", {"subject": "launch", "runs": [run], "launch": figures})
-    print(f"\nwrote {options.out / 'launch.json'}")
+        subject, protocol = "launch", "median and lowest of 31 rounds of 100 calls"
+        figures = [measure_launch(impl, device, names) for impl in impls]
+        texts = [launch_text(figure, options.goals) for figure in figures]
+        told = {}
+    else:
+        from .launch_beside import CALLS, ROUNDS, TIMES, beside_text, measure_beside
+
+        subject = "launch_beside"
+        protocol = f"lowest of {ROUNDS} rounds of {TIMES} times of {CALLS} calls, in turns on one core"
+        figures = [measure_beside(impl, device, options.beside, names) for impl in impls]
+        (other, dirty), (this, _) = report.commit(options.beside.resolve()), report.commit()
+        other = other or options.beside.resolve().name
+        texts = [beside_text(figure, (other[:12], (this or "this tree")[:12])) for figure in figures]
+        told = {"beside": {"commit": other, "dirty": dirty}}
+    print("\n\n".join(texts))
+    run = report.describe_run({}, {"host": protocol}) | told
+    path = options.out / f"{subject}.json"
+    report.save(path, {"subject": subject, "runs": [run], "launch": figures})
+    print(f"\nwrote {path}")
 
 
 if __name__ == "__main__":

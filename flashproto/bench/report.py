@@ -20,16 +20,16 @@ Cells = dict[str, dict[str, Any]]
 # --- where the figures come from -----------------------------------------------------------------
 
 
-def commit() -> tuple[str | None, bool | None]:
-    """The git commit of this source tree and whether it has changes.
+def commit(other: Path | None = None) -> tuple[str | None, bool | None]:
+    """The git commit of this source tree, or of another one, and whether it has changes.
 
-    A copy of the tree without its history, or with another one, says so in FLASHPROTO_COMMIT, whose
+    A copy of this tree without its history, or with another one, says so in FLASHPROTO_COMMIT, whose
     word is taken; None where neither is there.
     """
-    unknown = os.environ.get("FLASHPROTO_COMMIT"), None
+    unknown = None if other else os.environ.get("FLASHPROTO_COMMIT"), None
     if unknown[0]:
         return unknown
-    root = Path(__file__).resolve().parents[2]
+    root = other or Path(__file__).resolve().parents[2]
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
