@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -1017,3 +1018,48 @@ def test_attention_refuses_dtensors_beside_plain_ones(device: str, mesh: Any) ->
             pytest.raises(TypeError, match=rf": {argument} is .*DTensor.*; it takes .*{do}"),
         ):
             call()
+
+
+# --- what is left behind ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
+def test_no_tensor_waits_for_the_garbage_collector(case: Case, impl: str, device: str) -> None:
+    """From the first call on, its op's included.  What a cycle of references keeps is memory in use for
+    torch, whose CUDA graphs then refuse to be recorded."""
+    inputs = inputs_of(case, impl, device)
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        run(case, inputs, impl)
+        watch(case, inputs, impl)
+        gc.collect()
+        left = [tuple(x.shape) for x in gc.garbage if isinstance(x, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not left
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "impl"), parameters(BY_OP_DIFFERENTIABLE))
+def test_trains_in_cuda_graphs_of_compile(case: Case, impl: str, device: str) -> None:
+    """From the first call on, without cudagraph_mark_step_begin."""
+    torch.compiler.reset()
+    inputs = inputs_of(case, impl, device)
+    leaves = case.leaves(inputs)
+    wanted = [leaves[n] for n in case.gradients(inputs)]
+    compiled = torch.compile(lambda *tensors: case.call(impl, *tensors), mode="reduce-overhead")
+    gc.collect()
+    gc.disable()  # what it frees by chance is a call's to free
+    try:
+        for _ in range(4):
+            made = compiled(*leaves.values())
+            outputs = [made] if isinstance(made, Tensor) else list(made)
+            gradients = [g.clone() for g in backward(outputs, wanted)]
+            outputs = [y.detach().clone() for y in outputs]
+    finally:
+        gc.enable()
+    expected = run(case, inputs, impl)
+    assert_near(outputs, expected.outputs, 1e-2)
+    assert_near(gradients, expected.gradients, 1e-2)

@@ -383,8 +383,8 @@ class Recipe:
     def _real(self, x: Any, values: list[Any], words: Any, used: Any) -> Any:
         """What a kernel is handed for an argument.
 
-        A method: a function within `_launch` that calls itself would be a cycle, which keeps all
-        tensors of the run, and graphs of torch.compile mistake them for tensors in use.
+        A method: a nested function that calls itself is a cycle, which keeps the tensors of a run until
+        the garbage collector comes.
         """
         if isinstance(x, Operand):
             return self._tensor(x, values)
