@@ -1,15 +1,14 @@
 """What kind of attention a call is: one object, made once in functional/attention.py and passed whole
-to the launches of every backend.
+to the launches of every backend; and FEATURES, a row for each option of attention.
 
-A variant is a field of Kind and its number or tensor in VARIABLES; what it does to scores is in
-kernels/scores.py, which tiles it skips in kernels/schedule.py.
+What an option does to scores is in kernels/scores.py, which tiles it skips in kernels/schedule.py.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,14 +16,115 @@ from torch import Tensor
 
 from .backends import Reason
 
+# --- the options ----------------------------------------------------------------------------------
+
+
+class Number(NamedTuple):
+    """What a variable is: a float from low to high."""
+
+    low: float
+    high: float
+
+    @property
+    def takes(self) -> str:
+        return f"a number from {self.low:g} to {self.high:g}, or None".replace("e+", "e")
+
+
+FLAG = "no variable"
+INTEGER = "an integer"
+BY_HEAD = "[Hq]"
+VECTORS = "int32"
+STATISTIC = "[B, Hq, Sq], returned"
+
+# Where an option can run.  "decode" is kernels/attention_decode.py: caches, and split keys on backend
+# "triton".  "split" is split keys on backend "hopper".
+KERNELS = ("triton", "hopper", "decode", "split")
+BACKENDS = ("reference", "triton", "hopper")
+FUNCTIONS = (
+    "attention",
+    "attention_varlen",
+    "attention_qkv",
+    "attention_with_kv_cache",
+    "ring_attention",
+    "scaled_dot_product_attention",
+)
+OWN_FUNCTIONS = FUNCTIONS[:-1]  # whose signatures are not torch's
+
+
+class Feature(NamedTuple):
+    """An option of attention.
+
+    field: of Kind.  option: how calls ask for it.  variables: the names of its numbers and tensors, as
+    Given of kernels/scores.py has them; what: what these are.
+    functions: those that take it.  forward: where it runs.  backward: the backends whose kernels of dQ,
+    dK and dV have it; None if these need nothing of it but lse.  gradients: the backends that have
+    gradients of its variables; none if it is not differentiable.
+    rescales: what `modified` makes of scores with it is in base 2, with the scale in it.  curved: it
+    changes scores with another derivative than 1, see `modified_gradient`.  unhides: it can make a
+    score of -inf finite, so that the mask has to come after it.
+    """
+
+    field: str
+    option: str
+    what: str | Number = FLAG
+    variables: tuple[str, ...] = ()
+    functions: Collection[str] = OWN_FUNCTIONS
+    forward: Collection[str] = ("reference", *KERNELS)
+    backward: Collection[str] | None = BACKENDS
+    gradients: Collection[str] = ()
+    rescales: bool = False
+    curved: bool = False
+    unhides: bool = False
+
+
+FEATURES = (
+    Feature("CAUSAL", "causal", functions=FUNCTIONS,
+            forward=("reference", "torch", *KERNELS), backward=("torch", *BACKENDS)),
+    Feature("WINDOW", "window", INTEGER, ("left",)),
+    Feature("FIRST", "masks.window(first=n)", INTEGER, ("first",),
+            functions=("attention", "attention_varlen", "attention_qkv", "ring_attention"),
+            forward=("reference", "triton", "hopper", "split")),
+    Feature("SOFTCAP", "softcap", Number(1e-30, 1e30), ("softcap",),
+            rescales=True, curved=True, unhides=True),
+    Feature("SINKS", "sinks", BY_HEAD, ("sinks",), backward=None, gradients=BACKENDS),
+    Feature("ALIBI", "alibi_slopes", BY_HEAD, ("alibi_slopes",),
+            functions=("attention", "attention_varlen", "attention_with_kv_cache", "ring_attention"),
+            gradients=("reference", "triton"), rescales=True),
+    Feature("INTERVALS", "masks.intervals(begin, end)", VECTORS, ("begin", "end"),
+            functions=("attention", "attention_qkv", "ring_attention", "scaled_dot_product_attention")),
+    Feature("VARLEN", "cu_seqlens_q", VECTORS, ("cu_seqlens_q", "cu_seqlens_k"),
+            functions=("attention_varlen", "attention_with_kv_cache"), forward=BACKENDS),
+    Feature("MAX_SCORE", "max_score", STATISTIC, functions=("attention", "attention_varlen"),
+            forward=BACKENDS, backward=None),
+    Feature("ENTROPY", "entropy", STATISTIC, functions=("attention", "attention_varlen"),
+            forward=("reference", "triton"), backward=None),
+)  # fmt: skip
+
+# Of each variable the field of Kind, in the order in which functions pass them on.
+VARIABLES = {name: row.field for row in FEATURES for name in row.variables}
+DIFFERENTIABLE = tuple(name for row in FEATURES if row.gradients for name in row.variables)
+NUMBERS = {row.option: row.what for row in FEATURES if isinstance(row.what, Number)}
+# In the order of the operator's outputs behind lse.
+AUX = tuple(row.option for row in FEATURES if row.what == STATISTIC)
+NO_GRADIENT = "flashproto: {} has no gradient; call .detach() on it"
+
+
+def fields_on(place: str, backward: bool = False) -> tuple[str, ...]:
+    """The fields of Kind that kernels of this place have, those of the forward or of dQ, dK and dV."""
+    return tuple(r.field for r in FEATURES if place in ((r.backward or ()) if backward else r.forward))
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
 
 @dataclass(frozen=True)
 class Kind:
     """What an attention kernel is compiled for: plain bools and ints, one constexpr of the kernels and
     part of every key.
 
-    A user's @triton.jit function must not be a field: Triton's key of a dataclass has the function's
-    name and not its source, so that an edited one would find the old binary.
+    Triton's key of a dataclass is its text, where functions are names and properties are left out.  So
+    a user's @triton.jit function must not be a field, since an edited one would find the old binary;
+    and what kernels ask of FEATURES is a field, filled in from there.
 
     CAUSAL: query i sees key j only if j <= i + offset.
     WINDOW: only if j >= i + offset - left; FIRST: or j < first.
@@ -35,6 +135,7 @@ class Kind:
     MAX_SCORE, ENTROPY: statistics of each row, returned beside lse.
     VARLEN: sequences side by side; i, j, Sq and Sk are those of a sequence, and offset counts from its
         Sk - Sq.
+    RESCALES, CURVED, UNHIDES: whether one of its options is so, see Feature.
     """
 
     CAUSAL: bool = False
@@ -47,47 +148,40 @@ class Kind:
     MAX_SCORE: bool = False
     ENTROPY: bool = False
     VARLEN: bool = False
+    RESCALES: bool = field(default=False, init=False)
+    CURVED: bool = field(default=False, init=False)
+    UNHIDES: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        rows = [row for row in FEATURES if getattr(self, row.field, False)]
+        object.__setattr__(self, "RESCALES", any(row.rescales for row in rows))
+        object.__setattr__(self, "CURVED", any(row.curved for row in rows))
+        object.__setattr__(self, "UNHIDES", any(row.unhides for row in rows))
 
     @property
+    def given(self) -> dict[str, Any]:
+        """Its options that are set, by field."""
+        names = [name for name, x in self.__dataclass_fields__.items() if x.init]
+        return {name: value for name in names if (value := getattr(self, name))}
+
+    @functools.cached_property
     def name(self) -> str:
         """Its fields that are set, "causal+window=2"; "full" if none is."""
-        given = [(field.lower(), getattr(self, field)) for field in self.__dataclass_fields__]
-        words = [word if value is True else f"{word}={value}" for word, value in given if value]
+        words = [
+            x.lower() if value is True else f"{x.lower()}={value}" for x, value in self.given.items()
+        ]
         return "+".join(words) or "full"
 
-    def __str__(self) -> str:
-        return self.name
-
     @property
-    def TUNED(self) -> bool:
+    def PLAIN(self) -> bool:
         """Whether it is causal or full and no more, for which schedules were measured."""
         return self == Kind(CAUSAL=self.CAUSAL)
 
-    def beyond(self, fields: Sequence[str]) -> list[str]:
-        """The names of its fields that are set and not among these."""
-        return [
-            name.lower()
-            for name in self.__dataclass_fields__
-            if name not in fields and getattr(self, name)
-        ]
+    def unsupported_by(self, place: str, backward: bool = False) -> list[str]:
+        """The names of its options that kernels of this place have not, see fields_on."""
+        there = fields_on(place, backward)
+        return [name.lower() for name in self.given if name not in there]
 
-
-# What kinds take, numbers and tensors, each with the field of Kind that it belongs to; in the order in
-# which kernels/scores.py has them, where a new one comes behind the others.
-VARIABLES = {
-    "left": "WINDOW",
-    "first": "FIRST",
-    "softcap": "SOFTCAP",
-    "sinks": "SINKS",
-    "alibi_slopes": "ALIBI",
-    "begin": "INTERVALS",
-    "end": "INTERVALS",
-    "cu_seqlens_q": "VARLEN",
-    "cu_seqlens_k": "VARLEN",
-}
-DIFFERENTIABLE = ("sinks", "alibi_slopes")
-NO_GRADIENT = "flashproto: {} has no gradient; call .detach() on it"
-AUX = ("max_score", "entropy")  # in the order of the operator's outputs behind lse
 
 Variable = int | float | Tensor | None
 
@@ -115,16 +209,19 @@ class Variant(NamedTuple):
         return self._replace(variables=tuple(map(own.get, VARIABLES)) if own else ())
 
 
+kind_with = functools.cache(Kind)
+
+
 def variant_of(
     causal: bool, offset: int, named: dict[str, Any], aux: Sequence[str] = (), exact: bool = False
 ) -> Variant:
     """A Variant of what is there, not None, of VARIABLES, and of the statistics; exact: see SOFTCAP."""
     given = {name: x for name, x in named.items() if x is not None}
-    fields: dict[str, Any] = {VARIABLES[name]: True for name in given}
-    fields |= {name.upper(): True for name in aux}
-    if "SOFTCAP" in fields:
-        fields["SOFTCAP"] = 2 if exact else 1
-    kind = Kind(CAUSAL=causal, **fields)
+    on: dict[str, Any] = {VARIABLES[name]: True for name in given}
+    on |= {name.upper(): True for name in aux}
+    if "SOFTCAP" in on:
+        on["SOFTCAP"] = 2 if exact else 1
+    kind = kind_with(CAUSAL=causal, **on)
     return Variant(kind, offset, tuple(map(given.get, VARIABLES)) if given else ())
 
 
@@ -184,37 +281,28 @@ def kind_of(text: str) -> Kind:
 
 # --- what runs where -----------------------------------------------------------------------------
 
-# Fields of Kind that the kernels of kernels/hopper have.
-HOPPER_FORWARD = (
-    "CAUSAL",
-    "WINDOW",
-    "FIRST",
-    "INTERVALS",
-    "SOFTCAP",
-    "ALIBI",
-    "SINKS",
-    "MAX_SCORE",
-    "VARLEN",
-)
-HOPPER_BACKWARD = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "VARLEN")
-
 
 def main_backward(variant: Variant) -> Variant:
     """Of a backward, what dQ, dK and dV depend on beside lse: not sinks and statistics."""
-    kind = replace(variant.kind, SINKS=False, MAX_SCORE=False, ENTROPY=False)
-    if kind.TUNED or kind == variant.kind:
-        return Variant(kind, variant.offset) if kind.TUNED else variant
+    by_lse = [row for row in FEATURES if row.backward is None]
+    kind = replace(variant.kind, **{row.field: False for row in by_lse})
+    if kind.PLAIN or kind == variant.kind:
+        return Variant(kind, variant.offset) if kind.PLAIN else variant
+    out = {name for row in by_lse for name in row.variables}
     pairs = zip(VARIABLES, variant.variables, strict=False)
-    return variant._replace(
-        kind=kind, variables=tuple(None if name == "sinks" else x for name, x in pairs)
-    )
+    return variant._replace(kind=kind, variables=tuple(None if name in out else x for name, x in pairs))
 
 
-def backward_backend(backend: str, kind: Kind, ordered: bool = False, slopes: bool = False) -> str:
+def backward_backend(
+    backend: str, kind: Kind, ordered: bool = False, wanted: Collection[str] = ()
+) -> str:
     """Where the gradients of a forward on `backend` are computed; ordered: the same bits every time;
-    slopes: those of alibi_slopes too."""
+    wanted: the variables that have one too."""
     kind = main_backward(Variant(kind)).kind
-    missing = slopes or (ordered and not kind.TUNED) or kind.beyond(HOPPER_BACKWARD)
+    elsewhere = any(
+        backend not in row.gradients and not set(wanted).isdisjoint(row.variables) for row in FEATURES
+    )
+    missing = elsewhere or (ordered and not kind.PLAIN) or kind.unsupported_by(backend, backward=True)
     return "triton" if backend == "hopper" and missing else backend
 
 
@@ -224,9 +312,10 @@ def reasons(
     """Why `backend` does not take such a call; what TMA asks of memory on "hopper" is in
     ops/attention_hopper_reasons.py."""
     kind = variant.kind
-    if backend == "torch" and not kind.TUNED:
-        yield f"its attention is causal or full, and this call is {kind}"
-    if backend == "hopper" and (without := kind.beyond(HOPPER_FORWARD)):
+    without = kind.unsupported_by(backend)
+    if backend == "torch" and without:
+        yield f"its attention is causal or full, and this call is {kind.name}"
+    elif without:
         yield f"its kernels have no {' and no '.join(without)}"
     if backend == "torch":
         if return_lse:

@@ -126,7 +126,7 @@ def tanh(x, EXACT: tl.constexpr):
 @triton.jit
 def unit_of(scale, KIND: tl.constexpr):
     """What modified scores are multiplied by for base 2: `scale` if they are raw, else 1."""
-    if KIND.SOFTCAP or KIND.ALIBI:
+    if KIND.RESCALES:
         return 1.0
     else:
         return scale
@@ -138,7 +138,7 @@ def modified(s, scale, variables, KIND: tl.constexpr, i=None, j=None):
     if KIND.SOFTCAP:
         cap = variables.given.softcap
         s = (cap * LOG2E) * tanh(s * (scale * LN2 / cap), KIND.SOFTCAP == 2)
-    elif KIND.ALIBI:
+    elif KIND.RESCALES:
         s = s * scale
     if KIND.ALIBI:
         s -= (variables.slope * LOG2E) * distance(i, j, variables)

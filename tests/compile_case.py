@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashproto.kernels.scores import Given
-from flashproto.variant import VARIABLES, Kind
+from flashproto.variant import BY_HEAD, FEATURES, INTEGER, VARIABLES, VECTORS, Kind
 
-# Of VARIABLES, but for pointers to integers.
-TYPES = {"left": "i32", "first": "i32", "softcap": "fp32", "sinks": "*fp32", "alibi_slopes": "*fp32"}
+OF_VARIABLES = {INTEGER: "i32", BY_HEAD: "*fp32", VECTORS: "*i32"}  # and of numbers fp32
+# Of Given's fields.
+TYPES = {name: OF_VARIABLES.get(row.what, "fp32") for row in FEATURES for name in row.variables}
+TYPES |= dict.fromkeys(("row_of_batch", "row_of_head", "sequences", "queries", "keys", "rows"), "i32")
+TYPES |= dict.fromkeys(("max_score", "entropy", "slope_sums"), "*fp32") | {"work": "*i32"}
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,14 @@ def given_of(
     work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
     whether the number of these is there.
     """
-    if kind.TUNED:
+    if kind.PLAIN:
         return (), {}
-    types = {name: TYPES.get(name, "*i32") for name, of in VARIABLES.items() if getattr(kind, of)}
-    if kind.INTERVALS or work:
-        types["work"] = "*i32"
-    if kind.INTERVALS:
-        types |= dict.fromkeys(("row_of_batch", "row_of_head"), "i32")
-    if kind.VARLEN:
-        types |= dict.fromkeys(("sequences", "queries", "keys"), "i32")
-    made = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes}
-    types |= {name: "*fp32" for name, used in made.items() if used}
-    types |= {"rows": "i32"} if rows else {}
-    given = Given(**dict.fromkeys(Given._fields, "constexpr") | types)
+    used = {name for name, of in VARIABLES.items() if getattr(kind, of)}
+    used |= {"work"} if kind.INTERVALS or work else set()
+    used |= {"row_of_batch", "row_of_head"} if kind.INTERVALS else set()
+    used |= {"sequences", "queries", "keys"} if kind.VARLEN else set()
+    made = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes, "rows": rows}
+    used |= {name for name, wanted in made.items() if wanted}
+    given = Given(*(TYPES[name] if name in used else "constexpr" for name in Given._fields))
     place = kernel.arg_names.index("given")
     return given, {(place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"}

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from compile_case import Case, given_of
-from kinds import covering
+from kinds import FIELDS, covering
 
 from flashproto import configs
 from flashproto.kernels.attention_backward import (
@@ -61,7 +61,6 @@ def case(
     )
 
 
-FIELDS = tuple(Kind.__dataclass_fields__)
 # Kinds that cover all pairs of fields, on the shapes in turns.
 SHAPES = ((128, 128, "bf16"), (64, 64, "fp16"), (64, 128, "bf16"), (64, 64, "fp32"))
 COVERING = covering(FIELDS, (Kind(), Kind(CAUSAL=True)))
@@ -106,9 +105,9 @@ def variant_cases(
                 "TF32": False,
                 "WIDE": False,
             }
-            if kind.TUNED:
+            if kind.PLAIN:
                 continue  # among the others
-            name = f"{stem}-{D}x{Dv}-{kind}"
+            name = f"{stem}-{D}x{Dv}-{kind.name}"
             yield case(
                 kernel,
                 name,
@@ -126,7 +125,9 @@ def small_cases() -> Iterator[Case]:
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
         given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
         constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent
-        yield case(attention_backward_heads_kernel, f"heads-{kind}", "fp32", four, constexprs, 0, given)
+        yield case(
+            attention_backward_heads_kernel, f"heads-{kind.name}", "fp32", four, constexprs, 0, given
+        )
     for BN in (16, 64, 128):
         signature = dict.fromkeys(("begin_ptr", "end_ptr", "tiles_ptr"), "*i32") | {"Sk": "i32"}
         aligned = ("begin_ptr", "end_ptr", "tiles_ptr")
@@ -155,7 +156,7 @@ def attention_cases(arch: int) -> Iterator[Case]:
             if element == "fp16" and D != 128:
                 continue  # the same tiles and registers as bf16
             for kind in (Kind(), Kind(CAUSAL=True)):
-                name = f"{D}x{Dv}-{kind}"
+                name = f"{D}x{Dv}-{kind.name}"
                 shared = {
                     "D": D,
                     "DV": Dv,

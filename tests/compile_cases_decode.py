@@ -35,7 +35,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        words = [f"{self.D}-{self.group}x{self.tokens}-{self.kind}-{self.element}"]
+        words = [f"{self.D}-{self.group}x{self.tokens}-{self.kind.name}-{self.element}"]
         words += [f"pages{self.pages}"] * bool(self.pages) + [f"e4m3-{self.scales}"] * bool(self.scales)
         words += ["rope"] * self.rope + ["whole"] * (not self.split)
         return "-".join(words)

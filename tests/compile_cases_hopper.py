@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import triton
 from compile_case import Case, given_of
-from kinds import covering
+from kinds import FIELDS, covering
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from flashproto import configs
@@ -22,7 +22,7 @@ from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.kernels.schedule import key_slots_kernel, order_kernel, slots_kernel, visits_kernel
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
-from flashproto.variant import HOPPER_BACKWARD, HOPPER_FORWARD, Kind, Variant, main_backward
+from flashproto.variant import Kind, Variant, fields_on, main_backward
 
 HEAD_DIMS, LENGTHS = (64, 128, 256), (512, 1024, 4096, 16384)
 # (Sq, heads, group): many queries, few, few of grouped heads, more of them, and such as fill tiles of
@@ -56,7 +56,8 @@ CHOSEN = (
     (64, Kind(True, True, True, True, 1, True, True, True)),
     (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
 )
-REST = covering(HOPPER_FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)))
+FORWARD = tuple(name for name in FIELDS if name in fields_on("hopper"))
+REST = covering(FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)))
 VARIANTS = (*CHOSEN, *zip((64, 128, 64), REST, strict=False))
 SPLIT_VARIANTS = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
@@ -170,7 +171,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
         {"q_desc": queries, "k_desc": keys, "v_desc": keys}
         | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
-        (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.TUNED else VARIANT_STACK,
+        (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.PLAIN else VARIANT_STACK,
         max_registers=config.max_registers,
         given=given,
     )
@@ -208,7 +209,7 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
             "lse_delta_desc": lse_and_delta(config.BM),
             "dq_desc": float32(128, 32),
         },
-        64 if config.KIND.TUNED else BACKWARD_VARIANT_STACK,
+        64 if config.KIND.PLAIN else BACKWARD_VARIANT_STACK,
         given=given,
     )
 
@@ -219,7 +220,7 @@ def variant_cases(variants: Iterable[tuple[int, Kind]]) -> Iterator[Case]:
         yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind))
     backward = {(D, main_backward(Variant(kind)).kind): None for D, kind in variants}
     for D, kind in backward:
-        if not kind.beyond(HOPPER_BACKWARD) and not kind.TUNED:
+        if not kind.unsupported_by("hopper", backward=True) and not kind.PLAIN:
             yield backward_case("bf16", configs.attention_backward_hopper(D, 4096, kind))
 
 
@@ -238,7 +239,7 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
         signature = {n: "*i32" if n in pointers else "i32" for n in names} | {"given": given}
-        name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind}"
+        name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind.name}"
         yield Case(name, kernel, signature, constexprs, pointers, num_warps=1)
     if BN == 64:
         aligned = ("slots_ptr", "ordered_ptr", "turns_ptr")

@@ -11,8 +11,6 @@ import compile_cases_hopper as hopper
 from compile_case import Case
 from kinds import sample, seed
 
-from flashproto.variant import HOPPER_FORWARD
-
 STACK = 2048  # for any kind; what is compiled in every run has tighter budgets
 
 
@@ -21,7 +19,7 @@ def sample_cases(arch: int) -> Iterator[Case]:
     kind = sample(portable.FIELDS, portable.COVERING, generator)
     cases = [*portable.variant_cases(arch, [(kind, generator.choice(portable.SHAPES))])]
     if arch == 90:
-        kind = sample(HOPPER_FORWARD, [kind for _, kind in hopper.VARIANTS], generator)
+        kind = sample(hopper.FORWARD, [kind for _, kind in hopper.VARIANTS], generator)
         cases += hopper.variant_cases([(generator.choice(hopper.HEAD_DIMS), kind)])
     for case in cases:
         yield replace(case, max_stack=STACK)

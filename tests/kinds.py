@@ -12,6 +12,8 @@ from typing import Any
 
 from flashproto.variant import Kind
 
+# Of Kind, in its order: what a kind is made of.
+FIELDS = tuple(name for name, x in Kind.__dataclass_fields__.items() if x.init)
 Pairs = frozenset[tuple[tuple[str, bool], tuple[str, bool]]]
 
 
@@ -56,4 +58,4 @@ def seed() -> str:
 
 def sample(fields: tuple[str, ...], without: Sequence[Kind], generator: random.Random) -> Kind:
     """One of the others, neither causal nor full alone."""
-    return generator.choice([x for x in kinds(fields) if x not in without and not x.TUNED])
+    return generator.choice([x for x in kinds(fields) if x not in without and not x.PLAIN])

@@ -228,7 +228,7 @@ def test_keys_are_split_where_items_do_not_fill_the_card() -> None:
     assert parts_of(16, 2, 512, 131072, Kind(True, True, True, True, 1, True, True)) == 2
 
 
-@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=lambda kind: kind.name)
 def test_parts_reach_more_multiprocessors_than_small_items(kind: Kind) -> None:
     """So that 68 rows have two consumers, where whole items would be of one each."""
     for seen, W in ((2000, 1), (8192, 2)):
@@ -237,7 +237,7 @@ def test_parts_reach_more_multiprocessors_than_small_items(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=str)
+@pytest.mark.parametrize("kind", [FULL, CAUSAL], ids=lambda kind: kind.name)
 def test_shapes_below_are_split(kind: Kind, shape: str) -> None:
     B, Hq, Hkv, Sq, Sk = SHAPES[shape]
     for D in (64, 128, 256):
@@ -305,7 +305,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[recipe.Launch]]
         made = recipe.Recipe(q.device)
         operands = [made.input(x) for x in (q, k, k)]
         kind = variant.kind
-        settings = attention_op.Settings((0,), (), f"{kind}/", 0.125, "hopper")
+        settings = attention_op.Settings((0,), (), f"{kind.name}/", 0.125, "hopper")
         out, lse, top, _ = (
             None if x is None else made.make(x) for x in attention_op.makes(settings, *operands)
         )
@@ -392,7 +392,7 @@ def split_into(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
 
     def split(parts: int) -> None:
         def forced(head_dim: int, Sk: int, kind: Kind, *others: int) -> configs.HopperForward:
-            assert not kind.beyond(hopper_configs.SPLIT_KINDS)
+            assert not kind.unsupported_by("split")
             config = chosen(head_dim, 8192, kind, *others)
             overlap = config.OVERLAP and config.D < 256
             return dataclasses.replace(config, SPLIT=True, IDLE=False, OVERLAP=overlap)

@@ -23,7 +23,7 @@ import pytest
 import uniform
 from compile_case import Case
 
-from flashproto.variant import HOPPER_FORWARD, Kind
+from flashproto.variant import Kind
 
 pytest.importorskip("triton")
 
@@ -107,7 +107,7 @@ def test_a_covering_set_of_kinds_is_compiled() -> None:
     """Every two fields with all values that they have together, on each family of kernels."""
     for fields, compiled in (
         (compile_cases_attention.FIELDS, compile_cases_attention.COVERING),
-        (HOPPER_FORWARD, [kind for _, kind in compile_cases_hopper.VARIANTS]),
+        (compile_cases_hopper.FORWARD, [kind for _, kind in compile_cases_hopper.VARIANTS]),
     ):
         given = (Kind(), Kind(CAUSAL=True), *compiled)
         assert not kinds.covering(fields, given)

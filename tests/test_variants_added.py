@@ -20,6 +20,7 @@ TESTS = {
     "test_variants.py": "follows_the_definitions and score_floor and square or "
     "each_feature and (score_floor or softcap)",
     "test_variants_table.py": "score_floor and (reference or says_no or kinds) or every_feature",
+    "test_variants_features.py": "SCORE_FLOOR or every_field or functions_take",
     "test_variant.py": "not ranges and not runs and not walk",
 }
 
@@ -59,4 +60,4 @@ def test_the_diff_is_one_edit_in_each_place() -> None:
     touched = re.findall(r"^\+\+\+ (.+)$", DIFF, re.MULTILINE)
     assert sorted(touched) == sorted(set(named) - {"kernels/schedule.py"})
     added = re.findall(r"^\+(?!\+\+ )", DIFF, re.MULTILINE)
-    assert len(added) <= 40
+    assert len(added) <= 55

@@ -138,7 +138,9 @@ def test_lists_of_the_tiles_that_intervals_visit(
     ("lengths", "behind"),
     [([(70, 70), (0, 5), (200, 90), (33, 300), (64, 0)], (9, 2)), ([], (40, 0)), ([(1, 1)], (0, 0))],
 )
-@pytest.mark.parametrize("kind", [Kind(VARLEN=True), Kind(True, True, True, VARLEN=True)], ids=str)
+@pytest.mark.parametrize(
+    "kind", [Kind(VARLEN=True), Kind(True, True, True, VARLEN=True)], ids=lambda kind: kind.name
+)
 def test_slots_of_sequences_come_longest_first(
     lengths: list[tuple[int, int]], behind: tuple[int, int], kind: Kind, device: str
 ) -> None:

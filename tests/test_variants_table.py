@@ -35,7 +35,7 @@ ANSWERS = {cell: features.answer(BY_NAME[cell.split("-")[0]], *cell.split("-")[1
 # What draws the rows that are no feature of variant_problem.py.
 DRAWN = {
     "full": (),
-    "slopes_gradient": ("alibi",),
+    "alibi_gradient": ("alibi",),
     **dict.fromkeys(("grouped", "lengths", "head_dims", "float32", "float64"), ("causal",)),
 }
 BACKWARD = {"triton": "attention_backward_keys_kernel", "hopper": "attention_backward_kernel"}
@@ -46,7 +46,7 @@ def call_of(feature: Feature, sizes: dict[str, int], device: str, seed: int) -> 
     names = DRAWN.get(feature.name, (feature.name,))
     call = drawn(random.Random(seed), problem, names, device)
     if "alibi_slopes" in call.options:
-        call.options["alibi_slopes"].requires_grad_(feature.slopes)
+        call.options["alibi_slopes"].requires_grad_("alibi_slopes" in feature.wanted)
     return call
 
 

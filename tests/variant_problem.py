@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from torch import Tensor
 
 import flashproto
 from flashproto import masks
+from flashproto.variant import DIFFERENTIABLE, STATISTIC, Number
+from flashproto.variant import FEATURES as OPTIONS
 
 Predicate = Callable[[int, Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -176,12 +178,23 @@ def alibi(generator: random.Random, p: Problem, device: str) -> Drawn:
     return Drawn({"alibi_slopes": (by_head(p, device).abs() * 0.3).requires_grad_()})
 
 
-def max_score(generator: random.Random, p: Problem, device: str) -> Drawn:
-    return Drawn({"return_aux": ("max_score",)})
-
-
-def entropy(generator: random.Random, p: Problem, device: str) -> Drawn:
-    return Drawn({"return_aux": ("entropy",)})
+def of_scores() -> Iterator[Feature]:
+    """What variant.FEATURES has beside masks; a number without a row here is one of few."""
+    own = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
+    for row in OPTIONS:
+        name = row.field.lower()
+        if name in own:
+            yield Feature(name, own[name])
+        elif row.what == STATISTIC:
+            yield Feature(name, lambda _, p, device, name=name: Drawn({"return_aux": (name,)}))
+        elif isinstance(row.what, Number):
+            ends = max(row.what.low, -1.0), min(row.what.high, 1.0)
+            yield Feature(
+                name,
+                lambda generator, p, device, name=name, ends=ends: Drawn(
+                    {name: generator.uniform(*ends)}
+                ),
+            )
 
 
 FEATURES = {
@@ -198,11 +211,7 @@ FEATURES = {
         Feature("prefix", prefix, packed=False),
         Feature("tree", tree, packed=False),
         Feature("intervals", intervals, packed=False),
-        Feature("softcap", softcap),
-        Feature("sinks", sinks),
-        Feature("alibi", alibi),
-        Feature("max_score", max_score),
-        Feature("entropy", entropy),
+        *of_scores(),
     )
 }
 # They are one argument, or one of them is refused beside the other (masks.window has the reason).
@@ -250,7 +259,7 @@ class Call:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Beside q, k and v, what has gradients."""
-        return {n: self.options[n] for n in ("sinks", "alibi_slopes") if n in self.options}
+        return {n: self.options[n] for n in DIFFERENTIABLE if n in self.options}
 
     def visible(self, device: torch.device) -> Tensor:
         """[B, Hq, Sq, Sk]."""

@@ -21,7 +21,19 @@ from ..backends import texts
 from ..functional import attention, attention_varlen, scaled_dot_product_attention
 from ..functional.attention_request import Request
 from ..masks import check_bands
-from ..variant import Kind, Variant, backward_backend
+from ..variant import (
+    BY_HEAD,
+    DIFFERENTIABLE,
+    FUNCTIONS,
+    STATISTIC,
+    Kind,
+    Number,
+    Variant,
+    backward_backend,
+)
+from ..variant import (
+    FEATURES as OPTIONS,
+)
 from .speed import markdown
 
 BACKENDS = ("reference", "triton", "hopper")
@@ -45,10 +57,9 @@ class Feature:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def slopes(self) -> bool:
-        """Whether those of ALiBi have a gradient."""
-        x = self.options.get("alibi_slopes")
-        return x is not None and x.requires_grad
+    def wanted(self) -> list[str]:
+        """The tensors that are to have a gradient."""
+        return [n for n in DIFFERENTIABLE if n in self.options and self.options[n].requires_grad]
 
     def of(self, column: str) -> Kind:
         return replace(self.kind, VARLEN=column == "varlen")
@@ -56,6 +67,21 @@ class Feature:
 
 def mask(name: str, written: str, kind: Kind, made: masks.Mask) -> Feature:
     return Feature(name, f"`masks.{written}`", kind, {"mask": made})
+
+
+def of_scores() -> Iterator[Feature]:
+    """The rows of what variant.FEATURES has beside masks."""
+    for row in OPTIONS:
+        name, written, kind = row.field.lower(), f"`{row.option}`", Kind(**{row.field: True})
+        if row.what == STATISTIC:
+            yield Feature(name, written, kind, {"return_aux": (name,)})
+        elif isinstance(row.what, Number):
+            yield Feature(name, written, kind, {row.option: min(max(1.0, row.what.low), row.what.high)})
+        elif row.what == BY_HEAD:
+            yield Feature(name, written, kind, {row.option: torch.ones(2)})
+        if row.gradients and "hopper" not in row.gradients:
+            leaf = {row.option: torch.ones(2, requires_grad=True)}
+            yield Feature(f"{name}_gradient", f"{written} with a gradient", kind, leaf)
 
 
 CAUSAL, WINDOW, INTERVALS = Kind(True), Kind(True, True), Kind(INTERVALS=True)
@@ -73,17 +99,7 @@ FEATURES = (
     mask("prefix", "prefix(lengths)", INTERVALS, masks.prefix(KEYS[5:6])),
     mask("tree", "tree(parents)", INTERVALS, masks.tree(PARENTS)),
     mask("intervals", "intervals(begin, end)", INTERVALS, masks.intervals(KEYS, KEYS + 3)),
-    Feature("softcap", "`softcap`", Kind(SOFTCAP=1), {"softcap": 30.0}),
-    Feature("sinks", "`sinks`", Kind(SINKS=True), {"sinks": torch.zeros(2)}),
-    Feature("alibi", "`alibi_slopes`", Kind(ALIBI=True), {"alibi_slopes": torch.ones(2)}),
-    Feature(
-        "slopes_gradient",
-        "`alibi_slopes` with a gradient",
-        Kind(ALIBI=True),
-        {"alibi_slopes": torch.ones(2, requires_grad=True)},
-    ),
-    Feature("max_score", "`max_score`", Kind(MAX_SCORE=True), {"return_aux": ("max_score",)}),
-    Feature("entropy", "`entropy`", Kind(ENTROPY=True), {"return_aux": ("entropy",)}),
+    *of_scores(),
     Feature("grouped", "Hkv < Hq", sizes={"Hq": 4}),
     Feature("lengths", "Sq != Sk", sizes={"Sq": 170}),
     Feature("head_dims", "Dv != D", sizes={"Dv": 32}),
@@ -120,7 +136,7 @@ def answer(feature: Feature, backend: str, column: str) -> str:
     """What a cell of the table says."""
     if refusal(feature, column) or against(feature, backend, column):
         return "no"
-    gradients = backward_backend(backend, feature.of(column), slopes=feature.slopes)
+    gradients = backward_backend(backend, feature.of(column), wanted=feature.wanted)
     if gradients == backend or column not in ("backward", "varlen"):
         return "yes"
     return f"by {gradients}" if column == "backward" else f"backward by {gradients}"
@@ -138,6 +154,16 @@ def table() -> str:
             why.setdefault((reason, backend), []).append(feature.written)
     lines = [f'- `"{b}"`, {", ".join(which)}: {reason}' for (reason, b), which in why.items()]
     return "\n".join([markdown(rows), "", *lines])
+
+
+def functions() -> str:
+    """The options by the functions that take them."""
+    rows = [["", *(f"`{name}`" for name in FUNCTIONS)]]
+    rows += [
+        [f"`{row.option}`", *("yes" if name in row.functions else "" for name in FUNCTIONS)]
+        for row in OPTIONS
+    ]
+    return markdown(rows)
 
 
 # --- what does not go together -------------------------------------------------------------------
@@ -252,4 +278,4 @@ def draw(folder: Path) -> list[Path]:
     return written
 
 
-TABLES = {"table of features": table, "table of pairs": pairs}
+TABLES = {"table of features": table, "table of functions": functions, "table of pairs": pairs}

@@ -120,14 +120,10 @@ def attention_splits_keys(
 ) -> bool:
     """Whether attention without a cache splits its keys on backend "triton": where they are long, and
     tiles of queries too few for the card."""
-    if Sk < 1024 or Sq > 1024 or not Hkv or kind.beyond(SPLIT_KINDS):
+    if Sk < 1024 or Sq > 1024 or not Hkv or kind.unsupported_by("decode"):
         return False
     rows = Hq // Hkv * Sq
     # A program for each 64 rows would leave half of the card without work.
     if 2 * B * Hkv * -(-rows // 64) <= multiprocessors:
         return True
     return rows <= 64 and B * Hkv <= 4 * multiprocessors
-
-
-# The fields of Kind that kernels/attention_decode.py has.
-SPLIT_KINDS = ("CAUSAL", "WINDOW", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS")

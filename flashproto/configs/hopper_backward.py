@@ -98,7 +98,7 @@ class HopperBackward:
         if self.WALK == "round":
             allowed = allowed and self.DQ == 1 and not self.KIND.CAUSAL
         if not allowed:
-            what = f"{self.KIND} attention with sums {self.SUMS!r} and DQ {self.DQ}"
+            what = f"{self.KIND.name} attention with sums {self.SUMS!r} and DQ {self.DQ}"
             raise ValueError(f"{what} has no walk {self.WALK!r}")
 
     @property
@@ -147,13 +147,13 @@ class HopperBackward:
         """Whether finished items are counted, so that the postprocess may begin with the sums of some
         heads while others are added to: without a mask, where heads follow one another and the last
         round leaves programs without work."""
-        return self.KIND.TUNED and not self.KIND.CAUSAL
+        return self.KIND.PLAIN and not self.KIND.CAUSAL
 
     @property
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"backward-{self.D}-{self.KIND}{'-ordered' * self.ORDERED}"
+            f"backward-{self.D}-{self.KIND.name}{'-ordered' * self.ORDERED}"
             f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
             f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.KIND.CAUSAL)}"
         )
@@ -180,7 +180,7 @@ class HopperBackward:
     def PEELED(self) -> bool:
         """Whether the steps that may need a mask are loops of their own.  It was tried where
         KV_IN_REGS, with the causal mask and with none."""
-        return self.KV_IN_REGS and self.KIND.TUNED
+        return self.KV_IN_REGS and self.KIND.PLAIN
 
     @property
     def TERMS_FIRST(self) -> bool:
@@ -252,8 +252,8 @@ def attention_backward_hopper(
     by head, from the first query tile that sees the keys to the last, in no order."""
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
-    if not kind.TUNED:
-        assert not ordered, f"dq has a fixed order in causal and full attention alone, this is {kind}"
+    if not kind.PLAIN:
+        assert not ordered, f"dq has a fixed order where attention is causal or full, not {kind.name}"
         return HopperBackward(kind, D, BM, BN, DQ, KV, WALK="by_head", SUMS="zeros")
     causal = kind.CAUSAL
     pairs = D == 64 and Sk >= PAIRED_ROWS[causal] and heads * Sk >= PAIRED_KEYS

@@ -46,8 +46,6 @@ PACKED_SHARE = 7 / 8
 ALONE_PACKED = (16, 32)
 
 # Split keys.  docs/hopper.md has what these numbers give; no others were tried.
-# The kinds: not those whose lengths the device knows, and none that leaves more than out and lse.
-SPLIT_KINDS = ("CAUSAL", "WINDOW", "FIRST", "INTERVALS", "SOFTCAP", "ALIBI", "SINKS")
 # The most queries of a call whose keys are split, and the fewest keys of a part.
 SPLIT_QUERIES, SPLIT_KEYS = 1024, 1024
 # What an item costs beside its keys, in keys: its beginning and end, its state to memory and back.
@@ -74,8 +72,9 @@ class HopperForward:
                 takes them together
     IDLE        consumers all of whose rows are past the end skip the item; needs no mask, no Q_IN_REGS
     PROGRAMS    on a multiprocessor at a time: 1 or, with one consumer each, 3
-    SPLIT       work items are parts of the keys, whose states are merged; needs no IDLE, and a kind of
-                SPLIT_KINDS
+    SPLIT       work items are parts of the keys, whose states are merged; needs no IDLE, and a kind
+                that runs on "split", see variant.FEATURES: its lengths are known on the host, and it
+                leaves out and lse alone
     """
 
     KIND: Kind
@@ -96,7 +95,7 @@ class HopperForward:
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"forward-{self.D}-{self.KIND}-{self.W}-{self.KS}-{self.VS}"
+            f"forward-{self.D}-{self.KIND.name}-{self.W}-{self.KS}-{self.VS}"
             f"{'-overlap' * self.OVERLAP}{f'-kept-{self.Q_IN_REGS}' * (self.Q_IN_REGS > 0)}"
             f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
@@ -228,7 +227,7 @@ def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multipr
     heads: of work items; seen: how many keys one sees at most.  Time is rounds of programs, times what
     a part costs.  Of numbers of parts that take as long, the smallest.
     """
-    if Sq > SPLIT_QUERIES or config.KIND.beyond(SPLIT_KINDS):
+    if Sq > SPLIT_QUERIES or config.KIND.unsupported_by("split"):
         return 1
     items, programs = heads * -(-Sq // config.BQ), multiprocessors * config.PROGRAMS
 
@@ -279,7 +278,7 @@ def _forward(
     measured have tiles by head_dim alone.
     """
     causal = kind.CAUSAL
-    if not kind.TUNED:
+    if not kind.PLAIN:
         return _plain(hopper_head_dim(head_dim), Sq, kind)
     config = _many_queries(hopper_head_dim(head_dim), Sk, kind)
     pack = 1 << (group - 1).bit_length()
@@ -325,7 +324,7 @@ def _last_consumers(config: HopperForward, Sq: int) -> int:
 
 
 def _plain(D: int, Sq: int, kind: Kind) -> HopperForward:
-    """For kinds that are not TUNED."""
+    """For kinds that are not PLAIN."""
     if Sq <= 64:
         return _few_queries(D, kind)
     BN, W, KS, VS = {64: (128, 3, 3, 2), 128: (128, 2, 2, 2), 256: (64, 2, 2, 2)}[D]

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .. import masks
 from ..checks import check_attention, check_choice, refuse
-from ..functional.attention_request import NUMBERS, attention_request
+from ..functional.attention_request import attention_request
 from ..functional.autocast import autocast_low_precision
 from ..mask_values import Diagonals
+from ..variant import NUMBERS
 from .call import NAME, Call, Needs, Rows
 from .group import NOT_TRACED, check_plain, check_untransformed, group_of, once
 from .order import Part, Range, check_length, cut, ranges
@@ -230,9 +231,7 @@ def backward(
     return [*finished, dsinks, *map(dtensors.get, call.names)]
 
 
-def of_part(
-    part: Part, span: Range, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def of_part(part: Part, span: Range, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The queries of a part, and its keys and values from those that are here, a span of all."""
     start, stop = (x - span[0] for x in part.keys)
     return q[:, :, slice(*part.queries)], k[:, :, start:stop], v[:, :, start:stop]

@@ -32,6 +32,7 @@ from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
+    NUMBERS,
     Packed,
     Variant,
     pack,
@@ -48,10 +49,6 @@ else:
     Call = ()  # type: ignore[assignment, misc]  # of which nothing is an instance
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-# Options that are numbers: what they may be.
-NUMBERS = {
-    "softcap": (1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
-}
 INTERVALS = ("begin", "end")
 
 
@@ -302,10 +299,10 @@ def attention_request(
     for name in DIFFERENTIABLE:
         if options.get(name) is not None:
             check_by_head(operator, name, options[name], q.shape[1], q.device)
-    for name, bounds in NUMBERS.items():
+    for name, of in NUMBERS.items():
         if options.get(name) is not None:
-            number = check_number(operator, name, options[name], *bounds, "Pass None for none.")
-            options[name] = float(number)
+            bounds = *of, of.takes, "Pass None for none."
+            options[name] = float(check_number(operator, name, options[name], *bounds))
     named = {"left": None if low is None else offset - low, "first": first or None, **options}
     exact = q.dtype in (torch.float32, torch.float64)
     variant = variant_of(high is not None, offset, named, aux, exact)

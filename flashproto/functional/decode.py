@@ -11,9 +11,9 @@ from torch import Tensor
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, refuse
-from ..variant import pack, tensors_of
+from ..variant import NUMBERS, pack, tensors_of
 from .attention import attention
-from .attention_request import NUMBERS, Call, Request, attention_request
+from .attention_request import Call, Request, attention_request
 from .autocast import without_autocast
 from .cached import cached
 from .decode_checks import (

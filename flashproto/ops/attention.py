@@ -226,7 +226,7 @@ def fill_gradients(
     wanted = dict(zip(tensors_of(settings.variant), by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
     ordered = torch.are_deterministic_algorithms_enabled()
-    backend = backward_backend(settings.backend, settings.kind, ordered, "alibi_slopes" in dheads)
+    backend = backward_backend(settings.backend, settings.kind, ordered, dheads)
     module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )

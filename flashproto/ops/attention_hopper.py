@@ -383,7 +383,7 @@ def backward(
         lengths = Given(**{name: getattr(given, name) for name in names})
         slots = key_tiles, q.device, variant
         given = ordered_slots(recipe, key_slots_kernel, *slots, given, BM, BN)
-    if not variant.kind.TUNED:
+    if not variant.kind.PLAIN:
         given = given._replace(rows=2 * Sq + 1)  # as `counts` of kernels/scores.py has it
     lse2, delta = None, None
     if sinks is not None:
@@ -392,7 +392,7 @@ def backward(
         preprocess_kernel, rows // PREPROCESS_ROWS,
         out, dout, lse, lse if dlse is None else dlse, terms, sums, counts,
         Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
-        1 / LOG2E if variant.kind.SOFTCAP else positive_scale,
+        1 / LOG2E if variant.kind.CURVED and variant.kind.RESCALES else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
         lse2_ptr=lse2, delta_ptr=delta, given=lengths, VARLEN=varlen, num_warps=4,
     )  # fmt: skip

@@ -95,7 +95,7 @@ def page_size(cache: Cache, k: Operand) -> int:
 
 def given_of(variant: Variant) -> Any:
     """What kernels take of a variant, but for what launches make: Given, or () of a plain kind."""
-    if variant.kind.TUNED:
+    if variant.kind.PLAIN:
         return ()
     named = {name: x.contiguous() if isinstance(x, Operand) else x for name, x in variant.named.items()}
     given = Given(**named)

@@ -61,7 +61,7 @@ def given_to(
 ) -> Any:
     """given_of for kernels with key tiles of block_n, what they make included, and the steps before."""
     given = given_of(variant)
-    if variant.kind.TUNED:
+    if variant.kind.PLAIN:
         return given
     given = given._replace(**made)
     if variant.kind.INTERVALS:
@@ -162,7 +162,7 @@ def backward(
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)
-    variant = variant._replace(kind=kind) if not kind.TUNED else Variant(kind, variant.offset)
+    variant = variant._replace(kind=kind) if not kind.PLAIN else Variant(kind, variant.offset)
     for_keys, for_queries = configs.attention_backward(
         capability(q.device), q.element_size(), D, Dv, kind, alibi_slopes is not None
     )

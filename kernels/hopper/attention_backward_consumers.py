@@ -181,7 +181,7 @@ def inner_loop(
         else:
             kc = k.slice(64 * c, 64, 0)
             vc = matrix(vs.index(here), BN, D).slice(64 * c, 64, 0)
-        if KIND.SOFTCAP:
+        if KIND.CURVED:
             x = add_product(gl.zeros([64, BM], gl.float32, ST), kc, q, regs, CFG.K_IN_REGS, False)
         else:
             x = product_with_term(
@@ -201,9 +201,9 @@ def inner_loop(
         dp = product_with_term(
             vc, do, lse_delta, DELTA, ST, selector, regs, CFG.V_IN_REGS, CFG.KV_IN_REGS, CFG.TERMS_FIRST
         )
-        if KIND.SOFTCAP:
-            # lse stands outside of the cap, and so is added after it.  P is a factor of dS, so that the
-            # cap's derivative may be one of dP, before the scores give way to P.
+        if KIND.CURVED:
+            # lse stands outside of the change, and so is added after it.  P is a factor of dS, so that
+            # the derivative may be one of dP, before the scores give way to P.
             x, dp = warpgroup_mma_wait(0, deps=(x, dp))
             dp = modified_gradient(dp, x, scale_log2, variables, KIND)
             x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
@@ -212,14 +212,13 @@ def inner_loop(
         else:
             # Wait for all but the products that make dP.
             x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
-            if KIND.ALIBI:
-                x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
+            x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
         if MASK == ASKED:
             x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
             x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         p = probabilities(x, 0.0, unit_of(scale_log2, KIND))
-        if KIND.SOFTCAP:
+        if KIND.CURVED:
             ds = score_gradient(p, dp, 0.0).to(dt)
             dv = warpgroup_mma(gl.convert_layout(p.to(dt), A), do, dv, is_async=True)
         elif CFG.KV_IN_REGS:
@@ -288,7 +287,7 @@ def outer_loop(
     _, _, _, _, limit = own
     KIND: gl.constexpr = CFG.KIND
     for i in range(start, stop):
-        if KIND.TUNED:
+        if KIND.PLAIN:
             seen = given
         else:  # whose walk goes head by head
             row = col + 64 * c
@@ -558,7 +557,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
         mbarrier.wait(v_full.index(0), r & 1)
         for i in range(outer):
             first = comes_first(i, col, m0, up, NB, M, diagonal, CFG)
-            if KIND.TUNED:
+            if KIND.PLAIN:
                 seen = given
             else:  # whose walk goes head by head
                 h = hk * GROUP + i
@@ -572,31 +571,30 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 do = matrix(dos.index(slot), BM, D)
                 mbarrier.wait(q_full.index(slot), (it >> 1) & 1)
                 if c == 0:
-                    if KIND.SOFTCAP:
+                    if KIND.CURVED:
                         x = add_product(gl.zeros([64, BM], gl.float32, ST), k, q, 0, 0, False)
                     else:
                         x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    if KIND.SOFTCAP or KIND.ALIBI:
-                        place = last_visible_key(index, last_key, CFG)
-                        if KIND.SOFTCAP:
-                            ones = gl.full([64, BM], 1.0, gl.float32, ST)
-                            slope = modified_gradient(ones, x, scale_log2, seen, KIND)
-                            static_sync(CFG.ODD, 256)
-                            dsw.store(slope.to(dt))
-                            x = modify(x, place, scale_log2, seen, KIND)
-                            x = add_term(x, lse_deltas.index(slot), LSE, ST)
-                            x = warpgroup_mma_wait(0, deps=(x,))
-                        else:
-                            x = modify(x, place, scale_log2, seen, KIND)
-                    x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), seen, KIND)
+                    place = last_visible_key(index, last_key, CFG)
+                    if KIND.CURVED:
+                        ones = gl.full([64, BM], 1.0, gl.float32, ST)
+                        slope = modified_gradient(ones, x, scale_log2, seen, KIND)
+                        static_sync(CFG.ODD, 256)
+                        dsw.store(slope.to(dt))
+                        x = modify(x, place, scale_log2, seen, KIND)
+                        x = add_term(x, lse_deltas.index(slot), LSE, ST)
+                        x = warpgroup_mma_wait(0, deps=(x,))
+                    else:
+                        x = modify(x, place, scale_log2, seen, KIND)
+                    x = mask_if_needed(x, limit, place, seen, KIND)
                     ps.store(probabilities(x, 0.0, unit_of(scale_log2, KIND)).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
                 else:
-                    if KIND.SOFTCAP:
+                    if KIND.CURVED:
                         static_arrive(CFG.ODD, 256)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     dp = product_with_term(v, do, lse_deltas.index(slot), DELTA, ST)
@@ -604,7 +602,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                     static_sync(CFG.PS, 256)
                     p = ps.load(ST).to(gl.float32)
                     dv = warpgroup_mma(ps, do.slice(N * c, N, 1), dv, is_async=True)
-                    if KIND.SOFTCAP:
+                    if KIND.CURVED:
                         dp *= dsw.load(ST).to(gl.float32)
                     dsw.store(score_gradient(p, dp, 0.0).to(dt))
                     fence_async_shared()

@@ -100,7 +100,7 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS
     """
     KIND: gl.constexpr = CFG.KIND
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    if KIND.CAUSAL or KIND.TUNED:  # of which the full one has the offset Sk
+    if KIND.CAUSAL or KIND.PLAIN:  # of which the full one has the offset Sk
         limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
     else:
         limit = gl.full([64], Sk - 1 - col, gl.int32, R)
@@ -204,7 +204,7 @@ def take_scores(
             x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
         top = gl.maximum(top, lane_maxima(x))
     x = modify_scores(x, row, j * CFG.BN, scale, variables, CFG)
-    if MASKED and (KIND.SOFTCAP or not KIND.MAX_SCORE):  # a softcap makes finite what was masked
+    if MASKED and (KIND.UNHIDES or not KIND.MAX_SCORE):
         x = mask_key_tile(x, j, clear, row, ranges, keys, offset, variables, CFG)
     shift, l, p, alpha = softmax_tile(shift, l, x, unit_of(scale, KIND), end - 2 * j, dt, CFG.SKIP)
     return (shift, l, top), p, alpha
