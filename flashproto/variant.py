@@ -183,32 +183,65 @@ class Kind:
         return [name.lower() for name in self.given if name not in there]
 
 
-Variable = int | float | Tensor | None
+Variable = int | float | Tensor
 
 
 class Variant(NamedTuple):
-    """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.
-
-    variables: those of VARIABLES, as the kernels take them, None where this kind does not use it, which
-    is no argument; empty where it uses none.
-    """
+    """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.  named:
+    those of VARIABLES that this kind uses, in their order."""
 
     kind: Kind = Kind()
     offset: int = 0
-    variables: tuple[Variable, ...] = ()
+    named: dict[str, Variable] = {}  # noqa: RUF012, nobody writes to it
 
     @property
-    def named(self) -> dict[str, Any]:
-        """The variables by their names, those that are there."""
-        pairs = zip(VARIABLES, self.variables, strict=len(self.variables) > 0)
-        return {name: x for name, x in pairs if x is not None}
+    def tensors(self) -> dict[str, Tensor]:
+        # Under torch.jit.trace integers are tensors without dimensions.
+        return {n: x for n, x in self.named.items() if isinstance(x, Tensor) and x.ndim}
 
-    def with_tensors(self, named: dict[str, Any]) -> Variant:
-        """Itself with these in place of its own."""
-        own = self.named | named
-        return self._replace(variables=tuple(map(own.get, VARIABLES)) if own else ())
+    @property
+    def form(self) -> Form:
+        """What it is beside the values of its tensors."""
+        tensors = self.tensors
+        numbers = tuple((n, x) for n, x in self.named.items() if n not in tensors)
+        return Form(self.kind, self.offset, numbers, tuple(tensors))
 
 
+class Form(NamedTuple):
+    """A variant in the settings of an operator, whose last inputs are its tensors, here by their
+    names; the numbers by theirs.
+
+    An op takes it as a text, "causal+window+softcap=1+sinks/left/softcap/sinks": the kind, and the
+    names of integers, floats and tensors.  A list of optional tensors would lose their gradients.
+    """
+
+    kind: Kind
+    offset: int
+    numbers: tuple[tuple[str, int | float], ...]
+    tensors: tuple[str, ...]
+
+    def variant(self, tensors: Sequence[Any]) -> Variant:
+        named = dict(self.numbers) | dict(zip(self.tensors, tensors, strict=True))
+        return Variant(self.kind, self.offset, named)
+
+    def flat(self) -> tuple[list[int], list[float], str]:
+        """As the arguments of SCHEMA."""
+        floats = {n: x for n, x in self.numbers if isinstance(x, (float, torch.SymFloat))}
+        ints = {n: x for n, x in self.numbers if n not in floats}
+        names = "/".join(map(",".join, (ints, floats, self.tensors)))
+        return [self.offset, *ints.values()], [*floats.values()], f"{self.kind.name}/{names}"
+
+    @staticmethod
+    def of(ints: Sequence[int], floats: Sequence[float], variant: str) -> Form:
+        """What `flat` made these of."""
+        kind, *lists = variant.split("/")
+        whole, real, tensors = ([*filter(None, names.split(","))] for names in lists)
+        offset, *values = ints
+        numbers = (*zip(whole, values, strict=True), *zip(real, floats, strict=True))
+        return Form(kind_of(kind), offset, numbers, tuple(tensors))
+
+
+SCHEMA = "SymInt[] ints, float[] floats, str variant"
 kind_with = functools.cache(Kind)
 
 
@@ -216,57 +249,12 @@ def variant_of(
     causal: bool, offset: int, named: dict[str, Any], aux: Sequence[str] = (), exact: bool = False
 ) -> Variant:
     """A Variant of what is there, not None, of VARIABLES, and of the statistics; exact: see SOFTCAP."""
-    given = {name: x for name, x in named.items() if x is not None}
+    given = {name: named[name] for name in VARIABLES if named.get(name) is not None}
     on: dict[str, Any] = {VARIABLES[name]: True for name in given}
     on |= {name.upper(): True for name in aux}
     if "SOFTCAP" in on:
         on["SOFTCAP"] = 2 if exact else 1
-    kind = kind_with(CAUSAL=causal, **on)
-    return Variant(kind, offset, tuple(map(given.get, VARIABLES)) if given else ())
-
-
-# --- in the schema of an operator ----------------------------------------------------------------
-
-# A list with None in it would lose the gradients of its tensors: the text says which there are.
-FLOATS = (float, torch.SymFloat)
-SCHEMA = "Tensor[] tensors, SymInt[] ints, float[] floats, str variant"
-Packed = tuple[list[Tensor], list[int], list[float], str]
-
-
-def pack(variant: Variant) -> Packed:
-    """A variant as the arguments of SCHEMA.  Its text has the kind and, behind the "/", a letter for
-    each variable, of a tensor, an integer or a float: "causal/i-ft"; "-" is None."""
-    kind, offset, variables = variant
-    by_letter: dict[str, list[Any]] = {"t": [], "i": [offset], "f": [], "-": []}
-    letters = ""
-    for x in variables:
-        if x is None:
-            letter = "-"
-        elif isinstance(x, FLOATS):
-            letter = "f"
-        else:  # under torch.jit.trace integers are tensors without dimensions
-            letter = "t" if isinstance(x, Tensor) and x.ndim else "i"
-        by_letter[letter].append(x)
-        letters += letter
-    return by_letter["t"], by_letter["i"], by_letter["f"], f"{kind.name}/{letters}"
-
-
-def unpack(
-    tensors: Sequence[Tensor], ints: Sequence[int], floats: Sequence[float], variant: str
-) -> Variant:
-    """What `pack` was given."""
-    kind, letters = variant.split("/")
-    offset, *whole = ints
-    left: dict[str, list[Any]] = {"t": [*reversed(tensors)], "i": whole[::-1], "f": [*reversed(floats)]}
-    variables = tuple(None if letter == "-" else left[letter].pop() for letter in letters)
-    return Variant(kind_of(kind), offset, variables)
-
-
-def tensors_of(variant: str) -> list[str]:
-    """The names of the tensors in a text of `pack`, in their order."""
-    return [
-        name for name, letter in zip(VARIABLES, variant.split("/")[1], strict=False) if letter == "t"
-    ]
+    return Variant(kind_with(CAUSAL=causal, **on), offset, given)
 
 
 @functools.cache
@@ -286,11 +274,8 @@ def main_backward(variant: Variant) -> Variant:
     """Of a backward, what dQ, dK and dV depend on beside lse: not sinks and statistics."""
     by_lse = [row for row in FEATURES if row.backward is None]
     kind = replace(variant.kind, **{row.field: False for row in by_lse})
-    if kind.PLAIN or kind == variant.kind:
-        return Variant(kind, variant.offset) if kind.PLAIN else variant
     out = {name for row in by_lse for name in row.variables}
-    pairs = zip(VARIABLES, variant.variables, strict=False)
-    return variant._replace(kind=kind, variables=tuple(None if name in out else x for name, x in pairs))
+    return variant._replace(kind=kind, named={n: x for n, x in variant.named.items() if n not in out})
 
 
 def backward_backend(

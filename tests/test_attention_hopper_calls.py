@@ -17,7 +17,7 @@ from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper
 from flashproto.ops.descriptors import tma_reads
 from flashproto.ops.recipe import Compute, Launch
-from flashproto.variant import Kind, Variant, pack
+from flashproto.variant import Kind, Variant
 
 
 def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,7 +27,7 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     out, lse = torch.randn_like(q), torch.randn(2, 4, 30)
     monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: 132)
     dout, one = torch.randn_like(q), torch.ones((), dtype=q.dtype)
-    settings = attention_op.Settings((0,), (), "causal/", 0.125, "hopper")
+    settings = attention_op.Settings(Variant(Kind(CAUSAL=True)).form, 0.125, "hopper")
     for copies, given in (
         (0, (q, k, v, out, lse, dout, None)),
         (1, (q, k, v, out, lse, dout.contiguous(), torch.randn(2, 30, 4).transpose(1, 2))),
@@ -226,7 +226,7 @@ def test_compiles_in_one_graph(mode: str, hopper: None) -> None:
 def test_opcheck(causal: bool, hopper: None) -> None:
     problem = Problem(torch.bfloat16, 1, 2, 1, 90, 70, 64, 64, causal)
     inputs, (dout, dlse) = make(problem, "cuda")
-    arguments = (*pack(Variant(Kind(causal), -20)), 0.125, "hopper")
+    arguments = ([], *Variant(Kind(causal), -20).form.flat(), 0.125, "hopper")
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
     out, lse, *_ = torch.ops.flashproto.attention_forward(*inputs, *arguments)
     saved = [dout, dlse, None, None, *[t.detach() for t in (*inputs, out, lse)]]

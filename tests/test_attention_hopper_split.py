@@ -305,7 +305,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[recipe.Launch]]
         made = recipe.Recipe(q.device)
         operands = [made.input(x) for x in (q, k, k)]
         kind = variant.kind
-        settings = attention_op.Settings((0,), (), f"{kind.name}/", 0.125, "hopper")
+        settings = attention_op.Settings(Variant(kind).form, 0.125, "hopper")
         out, lse, top, _ = (
             None if x is None else made.make(x) for x in attention_op.makes(settings, *operands)
         )

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import flashproto
 from flashproto.reference import split_heads
-from flashproto.variant import Kind, Variant, pack
+from flashproto.variant import Kind, Variant
 
 SHAPES = {  # B, S, query heads, key heads, head_dim
     "one tile": (2, 16, 2, 2, 16),
@@ -77,7 +77,7 @@ def test_opcheck(device: str) -> None:
     qkv = torch.randn(1, 9, 48, device=device, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flashproto.attention_qkv_forward.default,
-        (qkv, *pack(Variant(Kind(CAUSAL=True))), 0.5, "triton", 2, 2),
+        (qkv, [], *Variant(Kind(CAUSAL=True)).form.flat(), 0.5, "triton", 2, 2),
     )
 
 

@@ -41,7 +41,7 @@ from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.hopper.attention_backward_rows import DELTA, LSE
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper, recipe
-from flashproto.variant import Kind, Variant, backward_backend, pack, tensors_of
+from flashproto.variant import Kind, Variant, backward_backend
 
 BRAIN = torch.bfloat16
 
@@ -62,10 +62,9 @@ def backward_recipe(
 
     given: dout, dlse, q, k, v, out and lse.
     """
-    tensors, ints, floats, text = pack(variant)
-    settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, impl)
-    inputs = (*given[:2], None, None, *given[2:], *tensors)
-    names = tensors_of(text)
+    settings = attention_op.Settings(variant.form, scale, impl)
+    inputs = (*given[:2], None, None, *given[2:], *variant.tensors.values())
+    names = list(variant.tensors)
     needs = (True, True, True, *(name == "sinks" for name in names))
     made = attention_op.attention.backward_recipe(inputs, settings, needs, False)
     return made, inputs, [f"d{name}" for name in ("q", "k", "v", *names)]
@@ -505,9 +504,9 @@ def compare(
     dout, q, k, v = (rearranged(x.transpose(0, 1)[None]) for x in (dout, q, k, v))
     variant = variant_of(call, q, starts(lengths, "cuda"))
     scale = q.shape[3] ** -0.5
-    tensors, ints, floats, text = pack(variant)
-    settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, "triton")
-    out, lse, *_ = attention_op.attention((q, k, v, *tensors), settings, (0, 1))
+    settings = attention_op.Settings(variant.form, scale, "triton")
+    inputs = (q, k, v, *variant.tensors.values())
+    out, lse, *_ = attention_op.attention(inputs, settings, (0, 1))
     dlse = torch.where(lse.isinf(), 0.0, dlse[None])
     got = gradients_of(variant, scale, "hopper", (dout, dlse, q, k, v, out, lse))
     got.pop("dalibi_slopes", None)

@@ -20,7 +20,7 @@ from flashproto import configs, masks, variant
 from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
 from flashproto.kernels.scores import Given, Variables
-from flashproto.variant import Kind, Variant, pack, tensors_of, unpack, variant_of
+from flashproto.variant import Form, Kind, Variant, variant_of
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
@@ -58,30 +58,30 @@ def test_kinds_are_keys() -> None:
     assert not MoreKind(CAUSAL=True, CAPPED=True).PLAIN and not MoreKind(WIDTHS=1).PLAIN
 
 
-def same(a: object, b: object) -> bool:
-    return a is b if isinstance(a, Tensor) else type(a) is type(b) and a == b
-
-
 @pytest.mark.parametrize("kind", [FULL, CAUSAL])
 @pytest.mark.parametrize(
-    ("variables", "letters"),
+    ("named", "names"),
     [
-        ((), ""),
-        ((None,) * 9, "-" * 9),
-        ((3, None, 2.5, torch.zeros(2), None, torch.ones(3), torch.ones(1)), "i-ft-tt"),
-        ((-1, 7, 0.0, None, torch.zeros(1), 5, 0.5), "iif-tif"),
+        ({}, "//"),
+        ({"left": 3, "softcap": 2.5, "sinks": torch.zeros(2)}, "left/softcap/sinks"),
+        (
+            {"left": -1, "first": 7, "begin": torch.zeros(1), "end": torch.ones(1)},
+            "left,first//begin,end",
+        ),
     ],
 )
-def test_what_is_packed_comes_back(kind: Kind, variables: tuple[Any, ...], letters: str) -> None:
-    """Each number of its type, each tensor itself, None where it was; no None is packed."""
-    packed = pack(Variant(kind, -4, variables))
-    assert all(x is not None for part in packed[:3] for x in part)
-    assert all(type(x) is int for x in packed[1]) and all(type(x) is float for x in packed[2])
-    assert packed[3] == f"{kind.name}/{letters}"
-    found = unpack(*packed)
-    assert (found.kind, found.offset) == (kind, -4)
-    assert len(found.variables) == len(variables)
-    assert all(map(same, found.variables, variables))
+def test_what_is_flat_comes_back(kind: Kind, named: dict[str, Any], names: str) -> None:
+    """Each number of its type, by its name, and each tensor in its place."""
+    given = Variant(kind, -4, named)
+    ints, floats, text = given.form.flat()
+    assert all(type(x) is int for x in ints) and all(type(x) is float for x in floats)
+    assert text == f"{kind.name}/{names}"
+    form = Form.of(ints, floats, text)
+    assert form == given.form and hash(form) == hash(given.form)
+    found = form.variant(list(given.tensors.values()))
+    assert found[:2] == (kind, -4) and found.named.keys() == named.keys()
+    assert all(x is named[name] or x == named[name] for name, x in found.named.items())
+    assert {type(x) for x in found.named.values()} == {type(x) for x in named.values()}
 
 
 def test_what_is_given_makes_the_kind() -> None:
@@ -90,9 +90,9 @@ def test_what_is_given_makes_the_kind() -> None:
     named = {"left": 3, "softcap": 2.5, "begin": x, "end": x}
     made = variant_of(False, 0, named, ("entropy",), exact=True)
     assert made.kind == Kind(WINDOW=True, INTERVALS=True, SOFTCAP=2, ENTROPY=True)
-    assert made.named == named and tensors_of(pack(made)[3]) == ["begin", "end"]
+    assert made.named == named and made.form.tensors == ("begin", "end")
     assert variant_of(False, 0, {"softcap": 1.0}).kind == Kind(SOFTCAP=1)
-    assert not variant_of(False, 0, {}, ("max_score",)).variables
+    assert not variant_of(False, 0, {}, ("max_score",)).named
 
 
 def test_kernels_are_given_all_variables() -> None:

@@ -30,8 +30,6 @@ from flashproto.variant import (
     Variant,
     backward_backend,
     main_backward,
-    pack,
-    tensors_of,
     variant_of,
 )
 
@@ -286,14 +284,13 @@ def backward_of(
     `impl`."""
     q, k, v = (x.detach() for x in inputs)
     variant = variant_of_call(call, q, k)
-    tensors, ints, floats, text = pack(variant)
+    tensors, names = variant.tensors.values(), list(variant.tensors)
     scale = q.shape[3] ** -0.5 if call.problem.scale is None else call.problem.scale
-    settings = attention_op.Settings(tuple(ints), tuple(floats), text, scale, "triton")
+    settings = attention_op.Settings(variant.form, scale, "triton")
     out, lse, *_ = attention_op.attention((q, k, v, *tensors), settings, (0, 1))
     dout, dlse = gradients
     dlse = torch.where(lse.isinf(), 0.0, dlse)
     given = (dout, dlse, None, None, q, k, v, out, lse, *tensors)
-    names = tensors_of(text)
     needs = (True, True, True, *(name == "sinks" for name in names))
     recipe = attention_op.attention.backward_recipe(
         given, settings._replace(backend=impl), needs, False

@@ -114,7 +114,7 @@ class Call(NamedTuple):
         q, k, v = (x.detach().to(lse.dtype).requires_grad_() for x in (request.q, request.k, request.v))
         named = request.variant.named
         leaves = {n: named[n].detach().requires_grad_() for n in names}
-        variant = request.variant.with_tensors(leaves)
+        variant = request.variant._replace(named=named | leaves)
         with torch.enable_grad():
             part, part_lse = self.attention(request._replace(q=q, k=k, v=v, variant=variant))
         share = torch.where(part_lse == -math.inf, 0.0, torch.exp(part_lse - lse))

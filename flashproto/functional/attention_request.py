@@ -33,11 +33,8 @@ from ..variant import (
     DIFFERENTIABLE,
     NO_GRADIENT,
     NUMBERS,
-    Packed,
     Variant,
-    pack,
     reasons,
-    tensors_of,
     variant_of,
 )
 from .autocast import without_autocast
@@ -116,7 +113,7 @@ class Request(NamedTuple):
     def made_by(self, backend: str) -> Any:
         """run_by, and where that is a Call, made."""
         made = self.run_by(backend)
-        return made(*self._tensors(pack(self.variant)).values()) if isinstance(made, Call) else made
+        return made(*self._tensors.values()) if isinstance(made, Call) else made
 
     # --- kernels ---
 
@@ -124,21 +121,20 @@ class Request(NamedTuple):
     def scale_given(self) -> float:
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
-    def _tensors(self, packed: Packed) -> dict[str, Tensor]:
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
         """The kernels' inputs by name."""
-        return self.inputs | dict(zip(tensors_of(packed[3]), packed[0], strict=True))
+        return self.inputs | self.variant.tensors
 
-    def _settings(self, packed: Packed, backend: str) -> tuple[Any, Any]:
+    def _settings(self, backend: str) -> tuple[Any, Any]:
         """(operator, settings) of the kernels."""
         operator = attention_op.attention if self.heads is None else attention_op.attention_qkv
-        _, ints, floats, text = packed
-        values = tuple(ints), tuple(floats), text, abs(self.scale_given), backend
-        return operator, operator.settings(*values, *(self.heads or ()))
+        values = self.variant.form, abs(self.scale_given), backend, *(self.heads or ())
+        return operator, operator.settings(*values)
 
     def bind(self, backend: str) -> Any:
         """A Call of the caller's tensors; or the results themselves, see Operator.bind."""
-        packed = pack(self.variant)
-        (operator, settings), inputs = self._settings(packed, backend), self._tensors(packed)
+        (operator, settings), inputs = self._settings(backend), self._tensors
         negative, first = self.scale_given < 0, next(iter(inputs))
         if negative:
             inputs[first] = -inputs[first]
@@ -179,10 +175,9 @@ class Request(NamedTuple):
 
         rows: gradients of out and lse, out and lse of all keys.  wanted: by names of tensors.
         """
-        packed = pack(self.variant)
-        operator, settings = self._settings(packed, backend)
+        operator, settings = self._settings(backend)
         dout, dlse, out, lse = rows
-        inputs = self._tensors(packed)
+        inputs = self._tensors
         names = list(inputs)[3:]
         needs = *needs, *(wanted.get(name, False) for name in names)
         q, k, v, *tensors = inputs.values()

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, refuse
-from ..variant import NUMBERS, pack, tensors_of
+from ..variant import NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
 from .autocast import without_autocast
@@ -276,11 +276,10 @@ def _attend(
     request: Request, given: dict[str, Any], scale: float, new: int, P: int, interleaved: bool
 ) -> Any:
     """Attention to the cache: a Call, or its results."""
-    tensors, ints, floats, text = pack(request.variant)
-    settings = decode_op.Settings(tuple(ints), tuple(floats), text, scale, new, P, interleaved)
-    own = tensors_of(text)
+    settings = decode_op.Settings(request.variant.form, scale, new, P, interleaved)
+    own = request.variant.tensors
     names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
-    given |= dict(zip(own, tensors, strict=True))
+    given |= own
     return _bind(decode_op.attention_kv_cache, given, names, settings, request.results)
 
 

@@ -20,12 +20,9 @@ from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
-    Kind,
+    Form,
     Variant,
     backward_backend,
-    kind_of,
-    tensors_of,
-    unpack,
 )
 from . import attention_triton
 from .call import Gradient, Operator
@@ -33,11 +30,9 @@ from .recipe import New, Operand, Recipe
 
 
 class Settings(NamedTuple):
-    """ints, floats, variant: of a packed Variant, whose tensors are the last inputs; scale >= 0."""
+    """form: of the variant, whose tensors are the last inputs; scale >= 0."""
 
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    variant: str
+    form: Form
     scale: float
     backend: str
 
@@ -46,22 +41,15 @@ class Settings(NamedTuple):
         """The module with the launches of the forward."""
         return module_of(self.backend)
 
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.variant.split("/")[0])
-
-    def unpacked(self, tensors: Sequence[Any]) -> Variant:
-        """Its tensors as kernels read them, element behind element."""
-        tensors = [x.contiguous() for x in tensors]
-        return unpack(tensors, self.ints, self.floats, self.variant)
+    def variant(self, tensors: Sequence[Any]) -> Variant:
+        """With vectors as kernels read them, element behind element."""
+        return self.form.variant([x.contiguous() for x in tensors])
 
 
 class SettingsQkv(NamedTuple):
     """Settings, and how many heads lie side by side."""
 
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    variant: str
+    form: Form
     scale: float
     backend: str
     q_heads: int
@@ -69,7 +57,7 @@ class SettingsQkv(NamedTuple):
 
     @property
     def of_heads(self) -> Settings:
-        return Settings(*self[:5])
+        return Settings(*self[:3])
 
 
 def module_of(backend: str) -> ModuleType:
@@ -141,7 +129,7 @@ def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Ne
     """out, lse and the statistics of variant.AUX."""
     shape = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     rows = New.contiguous(shape, torch.float32, q.device)
-    kind = settings.kind
+    kind = settings.form.kind
     aux = (rows if wanted else None for wanted in (kind.MAX_SCORE, kind.ENTROPY))
     return like_tensor(q, v.shape[-1]), rows, *aux
 
@@ -158,7 +146,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     q, k, v, out = map(as_heads, (q, k, v, out))
     lse, *aux = map(as_rows, rows)
     statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
-    variant = settings.unpacked(tensors)
+    variant = settings.variant(tensors)
     settings.launches.forward(recipe, q, k, v, out, lse, variant, settings.scale, **statistics)
 
 
@@ -222,11 +210,11 @@ def fill_gradients(
     if dout is None:
         dout = recipe.make(New.contiguous((), q.dtype, q.device)).zero_().expand(*out.shape)
     lse, dout = lse.contiguous(), dout.to(q.dtype)  # hooks of saved tensors need not keep strides
-    variant = settings.unpacked(tensors)
-    wanted = dict(zip(tensors_of(settings.variant), by_head, strict=True))
+    variant = settings.variant(tensors)
+    wanted = dict(zip(settings.form.tensors, by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
     ordered = torch.are_deterministic_algorithms_enabled()
-    backend = backward_backend(settings.backend, settings.kind, ordered, dheads)
+    backend = backward_backend(settings.backend, variant.kind, ordered, dheads)
     module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
     )

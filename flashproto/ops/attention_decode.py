@@ -10,7 +10,7 @@ import torch
 
 from .. import configs
 from ..kernels.kv_cache import append_kernel
-from ..variant import Kind, Variant, kind_of, unpack
+from ..variant import Form
 from .attention import as_heads, as_rows, like_tensor
 from .attention_split import Cache, launch, page_size
 from .call import Operator
@@ -25,23 +25,14 @@ NO_GRADIENT = "flashproto: attention_with_kv_cache has no gradient; call it unde
 
 
 class Settings(NamedTuple):
-    """ints, floats, variant: of a packed Variant, whose tensors are the last inputs; scale >= 0; new,
-    position, interleaved: see Cache."""
+    """form: of the variant, whose tensors are the last inputs; scale >= 0; new, position, interleaved:
+    see Cache."""
 
-    ints: tuple[int, ...]
-    floats: tuple[float, ...]
-    variant: str
+    form: Form
     scale: float
     new: int
     position: int
     interleaved: bool
-
-    @property
-    def kind(self) -> Kind:
-        return kind_of(self.variant.split("/")[0])
-
-    def unpacked(self, tensors: Sequence[Any]) -> Variant:
-        return unpack(tensors, self.ints, self.floats, self.variant)
 
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
@@ -61,7 +52,7 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     prefix = None
     if prefix_out is not None:
         prefix = as_heads(prefix_out), as_rows(prefix_lse.contiguous())
-    launch(recipe, q, k, v, out, lse, cache, settings.unpacked(tensors), settings.scale, prefix)
+    launch(recipe, q, k, v, out, lse, cache, settings.form.variant(tensors), settings.scale, prefix)
 
 
 def cache_of(tensors: Sequence[Any], new: int, position: int, interleaved: bool) -> Cache:

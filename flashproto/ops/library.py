@@ -3,6 +3,7 @@ of which follow from what the Operator says (call.py)."""
 
 from __future__ import annotations
 
+import functools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from .. import variant
+from ..variant import Form
 from . import private
 from .recipe import New
 
@@ -45,8 +48,15 @@ def schema_of_tensors(names: str, writes: Sequence[str] = ()) -> list[str]:
     return arguments
 
 
+types_of = functools.cache(typing.get_type_hints)
+
+
 def schema_of_values(values: type) -> list[str]:
-    return [f"{SCHEMA_TYPES[kind]} {name}" for name, kind in typing.get_type_hints(values).items()]
+    arguments = (
+        variant.SCHEMA if kind is Form else f"{SCHEMA_TYPES[kind]} {name}"
+        for name, kind in types_of(values).items()
+    )
+    return ", ".join(arguments).split(", ")
 
 
 def packed(names: str, tensors: Sequence[Tensor | None]) -> list[Any]:
@@ -71,11 +81,17 @@ def plain_values(values: Any) -> list[Any]:
     def plain(x: Any) -> Any:
         return x.item() if isinstance(x, Tensor) else x
 
-    return [list(map(plain, x)) if isinstance(x, tuple) else plain(x) for x in values]
+    flat = [y for x in values for y in (x.flat() if isinstance(x, Form) else (x,))]
+    return [list(map(plain, x)) if isinstance(x, (list, tuple)) else plain(x) for x in flat]
 
 
 def values_of(kind: type, arguments: Sequence[Any]) -> Any:
-    return kind(*[tuple(x) if isinstance(x, (list, tuple)) else x for x in arguments])
+    rest = iter(arguments)
+    values = (
+        Form.of(next(rest), next(rest), next(rest)) if of is Form else next(rest)
+        for of in types_of(kind).values()
+    )
+    return kind(*[tuple(x) if type(x) in (list, tuple) else x for x in values])
 
 
 def register(operator: Any) -> None:
