@@ -33,6 +33,7 @@ from .schedule import (
     query_range,
 )
 from .scores import (
+    Variables,
     counts,
     distance,
     modified,
@@ -184,7 +185,7 @@ def attention_backward_keys_kernel(
             row = hq * rows + token
         else:
             row = (b * Hq + hq) * rows
-        of_query = of_head(given, b, hq, Sq, Sk, BLOCK_N, KIND)
+        of_query = Variables(given, of_head(given, b, hq, Sq, Sk, BLOCK_N, KIND))
         i = i0 + tl.arange(0, BLOCK_M)
         j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
@@ -283,7 +284,7 @@ def attention_backward_queries_kernel(
         v_base += key.to(tl.int64) * stride_vs
         dout_base += token.to(tl.int64) * stride_gs
         dq_base += token.to(tl.int64) * stride_dqs
-    variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
+    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND))
     row = head.to(tl.int64) * rows
     if KIND.VARLEN:
         row += token

@@ -32,7 +32,7 @@ from .online_softmax import (
     online_softmax_start,
     online_softmax_update,
 )
-from .scores import Variables, modified, unit_of, visible
+from .scores import Head, Variables, modified, unit_of, visible
 from .tiles import dot
 
 # --- sequences -----------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def program_of(step, programs, total):
 
 
 @triton.jit
-def head_variables(given, b, h, g, diagonal, Sk, KIND: tl.constexpr, BY_HEAD: tl.constexpr):
-    """Variables of scores.py for the rows [BM, 1] of heads h * GROUP + g; h: of query heads."""
+def of_heads(given, b, h, g, diagonal, Sk, KIND: tl.constexpr, BY_HEAD: tl.constexpr):
+    """Head of scores.py for the rows [BM, 1] of heads h * GROUP + g; h: of query heads."""
     slope, begin, end = 0.0, 0, 0
     head = (h + g)[:, None]
     if KIND.ALIBI:
@@ -146,7 +146,7 @@ def head_variables(given, b, h, g, diagonal, Sk, KIND: tl.constexpr, BY_HEAD: tl
             row = row + head * given.row_of_head
         begin = given.begin + row * Sk
         end = given.end + row * Sk
-    return Variables(given, 0.0, slope, begin, end, diagonal)
+    return Head(0.0, slope, begin, end, diagonal)
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -262,7 +262,8 @@ def attention_decode_kernel(
         if SCALES and q.dtype == tl.bfloat16:
             q, q_scale = as_float16(q)
             q_scale = q_scale[:, None]
-        variables = head_variables(given, b, h * GROUP, g, diagonal, Sk, KIND, BY_HEAD)
+        heads = of_heads(given, b, h * GROUP, g, diagonal, Sk, KIND, BY_HEAD)
+        variables = Variables(given, heads)
         tile_scale = scale
         if SCALES == 1:
             tile_scale = scale * tl.load(k_scale_ptr + h)

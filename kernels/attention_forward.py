@@ -31,7 +31,7 @@ from .online_softmax import (
     online_softmax_update,
 )
 from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
-from .scores import modified, of_head, unit_of, visible
+from .scores import Variables, modified, of_head, unit_of, visible
 from .tiles import dot, load_tile, store_tile
 
 
@@ -110,7 +110,7 @@ def attention_forward_kernel(
         k_base += key.to(tl.int64) * stride_ks
         v_base += key.to(tl.int64) * stride_vs
         out_base += token.to(tl.int64) * stride_os
-    variables = of_head(given, b, h, Sq, Sk, BLOCK_N, KIND)
+    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND))
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     m, l = online_softmax_start(BLOCK_M)
@@ -162,7 +162,7 @@ def attention_forward_kernel(
     if KIND.ENTROPY:
         entropy = entropy_finish(weighted, l)
     if KIND.SINKS:
-        m, l, alpha, _ = online_softmax_merge(m, l, variables.sink * LOG2E / unit, 1.0, unit)
+        m, l, alpha, _ = online_softmax_merge(m, l, variables.head.sink * LOG2E / unit, 1.0, unit)
         acc *= alpha[:, None]
     lse, normaliser = online_softmax_finish(m, l, unit)
     store_tile(

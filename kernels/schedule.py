@@ -14,7 +14,7 @@ next tiles that are visited.
 import triton
 import triton.language as tl
 
-from .scores import Variables, counts
+from .scores import Head, Variables, counts
 
 LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
 NEVER = tl.constexpr(2**31 - 1)
@@ -128,7 +128,7 @@ def visits(
     begin, clear_begin, clear_end, end = ranges
     inside = tile < end
     some = inside & ((tile >= begin) | (tile < first_tiles(begin, variables.given, BLOCK_N, KIND)))
-    at = variables.tiles + tile
+    at = variables.head.tiles + tile
     some = some & (tl.load(at, inside, NEVER) < i0 + BLOCK_M)
     some = some & (tl.load(at + n_tiles, inside, 0) > i0)
     clear = some & (tile >= clear_begin) & (tile < clear_end)
@@ -194,7 +194,7 @@ def visits_kernel(
     query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
     row = (tl.program_id(0) // query_tiles).to(tl.int64)
     i0 = tl.program_id(0) % query_tiles * BLOCK_M
-    variables = Variables(given, tiles=given.work + row * (4 * n_tiles))
+    variables = Variables(given, Head(tiles=given.work + row * (4 * n_tiles)))
     begin, _, _, end = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     ranges = begin, 0, end, end
     to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
@@ -212,11 +212,11 @@ def visits_kernel(
 
 
 @triton.jit
-def queries_of_keys(j0, Sk, variables, BLOCK_N: tl.constexpr):
+def queries_of_keys(j0, Sk, head, BLOCK_N: tl.constexpr):
     """(begin, end): outside of it no query sees one of the keys j0 ... j0 + BLOCK_N - 1."""
     j = j0 + tl.arange(0, BLOCK_N)
-    begin = tl.load(variables.begin + j, j < Sk, NEVER)
-    end = tl.load(variables.end + j, j < Sk, 0)
+    begin = tl.load(head.begin + j, j < Sk, NEVER)
+    end = tl.load(head.end + j, j < Sk, 0)
     some = begin < end
     return tl.min(tl.where(some, begin, NEVER), 0), tl.max(tl.where(some, end, 0), 0)
 

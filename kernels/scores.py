@@ -5,8 +5,8 @@ nowhere else: a mask is a condition in `visible` (and, to skip work, a range in 
 of score is a line in `modified`, with its derivative in `modified_gradient`.
 
 KIND, of flashproto/variant.py, says at compile time what the variant has.  A kernel gets its numbers
-and tensors as `given`, of which `of_head` makes the `variables` that all other functions take.  Nothing
-reads what its KIND has not, so that the plain kinds may pass ().
+and tensors as `given`; with what `of_head` makes of it for a head they are the `variables` that all
+other functions take.  Nothing reads what its KIND has not, so that the plain kinds may pass ().
 
 Everything is given with broadcast indices, so that the same code serves a tile [BM, BN] and the
 transposed tile [BN, BM] of the backward pass: i is [BM, 1] or [1, BM], j is [1, BN] or [BN, 1].
@@ -46,14 +46,13 @@ class Given(NamedTuple):
     rows: Any = None  # Sq, as `counts` has it, for the Hopper backward
 
 
-class Variables(NamedTuple):
+class Head(NamedTuple):
     """What of_head makes of it for one head.
 
-    given: itself, for the numbers that all heads share.  sink, slope: numbers.  begin, end: pointers to
-    [Sk].  diagonal: Sk - Sq.  tiles: pointer to what intervals_kernel says of the head's key tiles.
+    sink, slope: numbers.  begin, end: pointers to [Sk].  diagonal: Sk - Sq.  tiles: pointer to what
+    intervals_kernel says of the head's key tiles.
     """
 
-    given: Any
     sink: Any = 0.0
     slope: Any = 0.0
     begin: Any = 0
@@ -62,9 +61,19 @@ class Variables(NamedTuple):
     tiles: Any = 0
 
 
+class Variables(NamedTuple):
+    """given: for the numbers that all heads share.  head: Head, or what the caller has in its place.
+
+    Made by callers, since Triton 3.6 returns no None from a function.
+    """
+
+    given: Any
+    head: Any
+
+
 @triton.jit
 def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """Variables of query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N."""
+    """Head for query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N."""
     sink, slope, begin, end, tiles = 0.0, 0.0, 0, 0, 0
     if KIND.SINKS:
         sink = tl.load(given.sinks + h).to(tl.float32)
@@ -75,7 +84,7 @@ def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
         begin = given.begin + row * Sk
         end = given.end + row * Sk
         tiles = given.work + row * (4 * tl.cdiv(Sk, BLOCK_N))
-    return Variables(given, sink, slope, begin, end, Sk - Sq, tiles)
+    return Head(sink, slope, begin, end, Sk - Sq, tiles)
 
 
 @triton.jit
@@ -103,8 +112,8 @@ def visible(i, j, Sk, offset, variables, KIND: tl.constexpr):
             near = near | (j < variables.given.first)
         seen = seen & near
     if KIND.INTERVALS:
-        begin = tl.load(variables.begin + j, j < Sk, 0)
-        end = tl.load(variables.end + j, j < Sk, 0)
+        begin = tl.load(variables.head.begin + j, j < Sk, 0)
+        end = tl.load(variables.head.end + j, j < Sk, 0)
         seen = seen & (begin <= i) & (i < end)
     return seen
 
@@ -141,7 +150,7 @@ def modified(s, scale, variables, KIND: tl.constexpr, i=None, j=None):
     elif KIND.RESCALES:
         s = s * scale
     if KIND.ALIBI:
-        s -= (variables.slope * LOG2E) * distance(i, j, variables)
+        s -= (variables.head.slope * LOG2E) * distance(i, j, variables)
     return s
 
 
@@ -157,7 +166,7 @@ def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
 @triton.jit
 def distance(i, j, variables):
     """From query i's position to key j, as a float."""
-    return tl.abs(i + variables.diagonal - j).to(tl.float32)
+    return tl.abs(i + variables.head.diagonal - j).to(tl.float32)
 
 
 @triton.jit

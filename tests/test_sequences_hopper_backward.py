@@ -234,17 +234,17 @@ class Host:
             lse, delta = (terms[:, first : first + 3].sum(-1) for first in (LSE.value, DELTA.value))
             i, j = place + torch.arange(BM)[:, None], torch.arange(BN)[None, :]
             x = (q @ k.mT + lse[:, None]) * scale
-            seen = tile_masks.as_seen_from.fn(
+            head = tile_masks.as_seen_from.fn(
                 item.col, 0, h, given["given"], item.keys, item.diagonal, given["offset"], 0, config
             )
             if kind.ALIBI:
-                x = x - seen.slope * (i + seen.diagonal - j).abs()
+                x = x - head.slope * (i + head.diagonal - j).abs()
             mask = j < there
             if kind.CAUSAL:
                 mask = mask & (j <= i)
             if kind.WINDOW:
-                near = j >= i - seen.given.left
-                mask = mask & (near | (j < seen.first) if kind.FIRST else near)
+                near = j >= i - given["given"].left
+                mask = mask & (near | (j < head.first) if kind.FIRST else near)
             p = torch.exp(x).masked_fill(~mask, 0.0)
             ds = p * (do @ v.mT + delta[:, None])
             dv += p.mT @ do

@@ -19,7 +19,7 @@ from variant_problem import drawn
 from flashproto import configs, masks, variant
 from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule, scores
-from flashproto.kernels.scores import Given, Variables
+from flashproto.kernels.scores import Given, Head, Variables
 from flashproto.variant import Form, Kind, Variant, variant_of
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
@@ -136,7 +136,7 @@ def test_ranges_of_keys(
     kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
     """No visible pair outside, no hidden one where it is clear, no tile more than needed at an edge."""
-    i0, variables = tile * BLOCK_M, Variables(Given(left, first))
+    i0, variables = tile * BLOCK_M, Variables(Given(left, first), Head())
     ranges = schedule.key_ranges.fn(i0, S, offset, variables.given, BLOCK_M, BLOCK_N, kind)
     begin, clear_begin, clear_end, end = ranges
     early = schedule.first_tiles(begin, variables.given, BLOCK_N, kind)
@@ -161,7 +161,7 @@ def test_ranges_of_queries(
     kind: Kind, tile: int, S: int, offset: int, left: int, first: int, BLOCK_M: int, BLOCK_N: int
 ) -> None:
     """No query that sees one of the keys outside, at most one tile more than needed at an edge."""
-    j0, variables = tile * BLOCK_N, Variables(Given(left, first))
+    j0, variables = tile * BLOCK_N, Variables(Given(left, first), Head())
     Sk = j0 + BLOCK_N
     begin, end = schedule.query_range.fn(j0, S, offset, variables.given, BLOCK_M, kind, BLOCK_N)
     tiles = -(-S // BLOCK_M)
@@ -211,7 +211,7 @@ def test_runs_of_tiles_of_intervals_and_bands(
     kind = replace(kind, INTERVALS=True)
     pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
     begin_, end_, tiles = pointers
-    variables = Variables(Given(left, first), begin=begin_, end=end_, tiles=tiles)
+    variables = Variables(Given(left, first), Head(begin=begin_, end=end_, tiles=tiles))
     i0, Sk = tile * BLOCK_M, torch.tensor(S)
     ranges = schedule.key_ranges.fn(i0, Sk, offset, variables.given, BLOCK_M, BLOCK_N, kind)
     found: dict[int, bool] = {}
@@ -269,12 +269,12 @@ class Ranges:
         found, named, self.offset = mask.intervals(Sq, Sk), variant.named, variant.offset
         self.kind = replace(variant.kind, INTERVALS=found is not None)
         self.left, first = named.get("left", 0), named.get("first", 0)
-        self.variables = Variables(Given(self.left, first))
+        self.variables = Variables(Given(self.left, first), Head())
         if found is not None:
             begin, end = (x.flatten().long() for x in found)
             pointers = map(Pointer, (begin, end, tiles_of(begin, end, BLOCK_N)))
             begin_, end_, tiles = pointers
-            self.variables = self.variables._replace(begin=begin_, end=end_, tiles=tiles)
+            self.variables = self.variables._replace(head=Head(begin=begin_, end=end_, tiles=tiles))
 
     def of_queries(self, i0: int) -> dict[int, bool]:
         """The key tiles that the queries from i0 on visit, and whether each is clear."""
@@ -301,7 +301,7 @@ class Ranges:
             j0, self.Sq, self.offset, self.variables.given, self.BLOCK_M, self.kind, self.BLOCK_N
         )
         if self.kind.INTERVALS:
-            low, high = schedule.queries_of_keys(j0, self.Sk, self.variables, self.BLOCK_N)
+            low, high = schedule.queries_of_keys(j0, self.Sk, self.variables.head, self.BLOCK_N)
             begin = max(begin, schedule.clamp(low, 0, self.Sq) // self.BLOCK_M)
             end = max(min(end, -(-schedule.clamp(high, 0, self.Sq) // self.BLOCK_M)), begin)
         return range(int(begin), int(end))

@@ -23,7 +23,7 @@ from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
-from flashproto.kernels.scores import Given
+from flashproto.kernels.scores import Given, Variables
 from flashproto.ops import attention as attention_op
 from flashproto.variant import (
     Kind,
@@ -195,7 +195,9 @@ def test_masks_and_distances_of_a_tile(
     monkeypatch.setattr(tile_masks, "EVERYWHERE", tile_masks.EVERYWHERE.value)
     monkeypatch.setattr(tile_masks, "clamp", lambda x, low, high: torch.clamp(x, low, high))
     monkeypatch.setattr(tile_masks, "tile_of_intervals", work.tile_of_intervals)
-    monkeypatch.setattr(tile_masks, "modified", lambda s, _, v, kind, i, j: s + (i - j + v.diagonal))
+    monkeypatch.setattr(
+        tile_masks, "modified", lambda s, _, v, kind, i, j: s + (i - j + v.head.diagonal)
+    )
     for name in ("mask", "mask_keys", "of_keys"):
         monkeypatch.setattr(tile_masks, name, getattr(tile_masks, name).fn)
     kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, INTERVALS=intervals, ALIBI=True)
@@ -220,7 +222,8 @@ def test_masks_and_distances_of_a_tile(
         row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
         NB = -(-Sk // config.BN)
         given = given._replace(row_of_batch=torch.tensor(0), row_of_head=torch.tensor(0))
-        seen = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, given, Sk, offset, 0, NB, config)
+        head = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, given, Sk, offset, 0, NB, config)
+        seen = Variables(given, head)
         i, j = i0 + torch.arange(BM)[None, :], row + torch.arange(64)[:, None]
         wanted = (j < Sk) & (i > -1)
         if kind.CAUSAL:

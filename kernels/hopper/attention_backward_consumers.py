@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..scores import modified_gradient, probabilities, score_gradient, unit_of
+from ..scores import Variables, modified_gradient, probabilities, score_gradient, unit_of
 from .attention_backward_masks import (
     AHEAD,
     ASKED,
@@ -291,7 +291,8 @@ def outer_loop(
             seen = given
         else:  # whose walk goes head by head
             row = col + 64 * c
-            seen = as_seen_from(row, b, h0 + i, given, limit + 1 + row, offset, moved, NB, CFG)
+            head = as_seen_from(row, b, h0 + i, given, limit + 1 + row, offset, moved, NB, CFG)
+            seen = Variables(given, head)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -561,7 +562,8 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 seen = given
             else:  # whose walk goes head by head
                 h = hk * GROUP + i
-                seen = as_seen_from(col, b, h, given, keys, diagonal, offset, NB, CFG)
+                head = as_seen_from(col, b, h, given, keys, diagonal, offset, NB, CFG)
+                seen = Variables(given, head)
             for index in range(begin, end, CFG.STEP):
                 slot = it & 1
                 ps = dss.index(slot)

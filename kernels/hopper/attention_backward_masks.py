@@ -39,14 +39,13 @@ EVERYWHERE = gl.constexpr(2**30)
 
 
 class Seen(NamedTuple):
-    """Variables of kernels/scores.py for one head, in places seen from a key.
+    """In place of Head of kernels/scores.py: what is seen of a head from a key, in places.
 
     first: a key.  begin, end [64]: places.  diagonal: what a key at a query's position is beyond its
     place.  whole_begin, whole_end: queries from one place on and before the other see all of the tile's
     keys.
     """
 
-    given: Any
     first: Any
     slope: Any
     begin: Any
@@ -58,7 +57,7 @@ class Seen(NamedTuple):
 
 @gluon.jit
 def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
-    """What is Seen of query head h from key `row`; moved: the variant's offset, from which that of a
+    """Seen of query head h from key `row`; moved: the variant's offset, from which that of a
     sequence counts."""
     KIND: gl.constexpr = CFG.KIND
     first, slope, diagonal = 0, 0.0, 0
@@ -81,7 +80,7 @@ def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
         line = (b * given.row_of_batch + h * given.row_of_head).to(gl.int64) * Sk
         begin = clamp(gl.load(given.begin + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
         end = clamp(gl.load(given.end + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
-    return Seen(given, first, slope, begin, end, diagonal, whole_begin, whole_end)
+    return Seen(first, slope, begin, end, diagonal, whole_begin, whole_end)
 
 
 @gluon.jit
@@ -141,12 +140,12 @@ def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
     if KIND.WINDOW:
         near = half * 8 - tile * 8 - pair >= last_key - variables.given.left - low + lane * 2
         if KIND.FIRST:
-            near = near | (half * 8 < variables.first - low)
+            near = near | (half * 8 < variables.head.first - low)
         seen = seen & near
     if KIND.INTERVALS:
         to = last_key + lane * 2
-        seen = seen & (tile * 8 + pair >= of_keys(variables.begin, y) - to)
-        seen = seen & (tile * 8 + pair < of_keys(variables.end, y) - to)
+        seen = seen & (tile * 8 + pair >= of_keys(variables.head.begin, y) - to)
+        seen = seen & (tile * 8 + pair < of_keys(variables.head.end, y) - to)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
@@ -174,8 +173,8 @@ def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
     if KIND.WINDOW:
         needed = needed | (last_key + (x.shape[1] - 1) > variables.given.left)
     if KIND.INTERVALS:
-        needed = needed | (last_key < variables.whole_begin)
-        needed = needed | (last_key + x.shape[1] > variables.whole_end)
+        needed = needed | (last_key < variables.head.whole_begin)
+        needed = needed | (last_key + x.shape[1] > variables.head.whole_end)
     if needed:
         x = mask(x, limit, last_key, variables, KIND)
     return x

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..online_softmax import LN2
 from ..schedule import key_ranges
-from ..scores import modified, of_head, unit_of
+from ..scores import Variables, modified, of_head, unit_of
 from .attention_forward_work import (
     advance,
     end_of_row,
@@ -116,8 +116,8 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS
     if INTERVALS:
         j = col + column + lane
         i = of_rows(query_of_row(row, R, CFG), y)
-        begin = gl.load(variables.begin + j, j < Sk, 0)
-        end = gl.load(variables.end + j, j < Sk, 0)
+        begin = gl.load(variables.head.begin + j, j < Sk, 0)
+        end = gl.load(variables.head.end + j, j < Sk, 0)
         seen = seen & (begin <= i) & (i < end)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
@@ -352,7 +352,8 @@ def attend(
         row = first + CFG.CQ * c
         o_ptr += token.to(gl.int64) * so_s * 8
     walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1])
-    variables = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
+    head = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
+    variables = Variables(given, head)
     begin, clear, whole, end = key_ranges(row, keys, offset, given, CFG.CQ, WIDTH, KIND)
     if CFG.SKIP:
         end = gl.where(row < Sq, end, 0)
@@ -432,7 +433,7 @@ def attend(
     shift, l, top = state
     R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     if KIND.SINKS and not CFG.SPLIT:  # of parts, the merge takes it in
-        lse, normaliser = softmax_with_sink(shift, l, variables.sink, R)
+        lse, normaliser = softmax_with_sink(shift, l, variables.head.sink, R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
     entry = b
