@@ -108,7 +108,7 @@ class Mask:
         causal() & window(1023, 0)
     """
 
-    __slots__ = ("bands", "form", "names", "parts", "tensors")
+    __slots__ = ("bands", "form", "parts", "tensors")
 
     def __init__(
         self, bands: tuple[Band, ...] = (), parts: tuple[Intervals | Lengths, ...] = ()
@@ -118,7 +118,6 @@ class Mask:
         # For the call cache: all but its tensors, and these.
         self.form = bands, *[part.form for part in parts]
         self.tensors = tuple([getattr(part, name) for part in parts for name in part.held])
-        self.names = tuple([f"mask[{i}]" for i in range(len(self.tensors))])
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):

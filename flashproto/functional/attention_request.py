@@ -38,6 +38,7 @@ from ..variant import (
     variant_of,
 )
 from .autocast import without_autocast
+from .cached import held_names
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
@@ -153,7 +154,7 @@ class Request(NamedTuple):
         given = {name: x for name, x in inputs.items() if self.mask is None or name not in INTERVALS}
         n, intervals = len(given), None
         if self.mask is not None:
-            given |= dict(zip(self.mask.names, self.mask.tensors, strict=True))
+            given |= zip(held_names("mask", self.mask), self.mask.tensors, strict=True)
             if self.mask.is_intervals:
                 call = replace(call, names=list(given))
             else:

@@ -8,13 +8,13 @@ of other libraries.  Without triton there are no kernels, and nothing is cached.
             refuse_names('relu', others, known)
         if is_dynamo_compiling():
             return function(x, mask, scale, impl=impl)
-        which = (mask is not None)
-        kind = ("functional.relu", scale, scale.__class__, impl, which)
+        which = 1 | (mask is not None) << 1
         tensors = pick[which]((x, mask))
+        kind = ("functional.relu", scale, scale.__class__, impl, which)
         call = find(kind, tensors)
         if call is not None:
             return call(*tensors)
-        return resolve(kind, names(which), tensors, function(x, mask, scale, impl=impl))
+        return resolve(kind, names(("x", "mask"), which), tensors, function(x, mask, scale, impl=impl))
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def cached(
     scope |= {f"default_{p.name}": p.default for p in parameters}
     if backends.HAS_TRITON:
         scope |= {"find": find, "resolve": resolve, "starts": starts, "held": held}
-        scope |= {"pick": Picker(), "names": named, "none": (None, (), ())}
+        scope |= {"pick": Picker(), "names": named, "held_names": held_names}
     exec(source(function, alignment), scope)
     return functools.wraps(function)(scope[function.__name__])
 
@@ -145,14 +145,15 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     else:
         which, names = [], str(tuple(tensors))
     lines += ["    if is_dynamo_compiling():", f"        return {called}", *which]
+    lines.append(f"    tensors = {given}")
     for x in holders:
-        lines.append(f"    form_{x}, names_{x}, held_{x} = none if {x} is None else held({x!r}, {x})")
-        given, names = f"{given} + held_{x}", f"{names} + names_{x}"
+        lines += [f"    form_{x} = None", f"    if {x} is not None:"]
+        lines += [f"        form_{x}, more = held({x})", "        tensors += more"]
+        names = f"{names} + held_names({x!r}, {x})"
     return "\n".join(
         [
             *lines,
             f"    kind = ({', '.join(options)},)",
-            f"    tensors = {given}",
             *(["    kind = starts(kind, tensors)"] if alignment else []),
             "    call = find(kind, tensors)",
             "    if call is not None:",
@@ -175,18 +176,21 @@ def named(names: Sequence[str], which: int) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(names) if which >> i & 1)
 
 
-def held(name: str, x: Any) -> tuple[Hashable, tuple[str, ...], tuple[Tensor, ...]]:
-    """(form, names, tensors) of what holds tensors: a Mask or a sequence of them."""
+def held(x: Any) -> tuple[Hashable, tuple[Tensor, ...]]:
+    """(form, tensors) of what holds tensors: a Mask or a sequence of them."""
     if isinstance(x, Mask):
-        return x.form, x.names, x.tensors
-    if isinstance(x, (list, tuple)):
-        return len(x), tuple(f"{name}[{i}]" for i in range(len(x))), tuple(x)
-    return x, (), ()  # which the function refuses
+        return x.form, x.tensors
+    return (len(x), tuple(x)) if isinstance(x, (list, tuple)) else (x, ())  # which is refused
 
 
-def starts(kind: tuple[Hashable, ...], tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
+def held_names(name: str, x: Any) -> tuple[str, ...]:
+    """What the call cache calls these tensors."""
+    return () if x is None else tuple(f"{name}[{i}]" for i in range(len(held(x)[1])))
+
+
+def starts(kind: Hashable, tensors: Sequence[Tensor]) -> Hashable:
     """The kind with where in 8 elements tensors start."""
     try:
-        return *kind, *[x.storage_offset() & 7 for x in tensors]
+        return kind, *[x.storage_offset() & 7 for x in tensors]
     except (AttributeError, RuntimeError):  # what is no tensor, or has no memory
         return kind

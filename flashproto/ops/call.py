@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -171,10 +170,10 @@ class Operator:
         if recording and self.saved is not None:
             return self.keep(key, recorded(self, inputs, settings, returns, given))
         plain = self.run(inputs, settings, returns, False).function
-        if self.writes:
-            names = self.inputs.split(", ")
-            plain = marking_writes(plain, [name.rstrip("?") in self.writes for name in names])
-        plain = plain if len(given) == count else fill_missing(plain, count, given)
+        if len(given) < count or self.writes:
+            names = self.inputs.replace("?", "").split(", ")
+            written = [i for i in given if self.writes and names[i] in self.writes]
+            plain = of_given(plain, count, given, written)
         return self.keep(key, refusing(self, plain) if recording and self.no_gradient else plain)
 
     def keep(self, key: Any, made: Any) -> Any:
@@ -422,22 +421,17 @@ class Call:
         return self.after(names, tensors, lambda *given: [given[i].to(dtype) for i, dtype in wanted])
 
 
-def fill_missing(run: Callable[..., Any], count: int, given: list[int]) -> Callable[..., Any]:
-    """run(*inputs) as a function of the given ones; the others of the `count` inputs are None."""
+def of_given(
+    run: Callable[..., Any], count: int, given: list[int], written: list[int]
+) -> Callable[..., Any]:
+    """run(*inputs) as a function of the given ones, None for the others of the `count`; autograd is
+    told of those that are written."""
     names = [f"t{i}" if i in given else "None" for i in range(count)]
-    text = f"lambda {', '.join(f't{i}' for i in given)}: run({', '.join(names)})"
-    return eval(text, {"run": run})
-
-
-def marking_writes(run: Callable[..., Any], written: Sequence[bool]) -> Callable[..., Any]:
-    """run, which writes to inputs, so that autograd knows of it."""
-
-    def function(*inputs: Tensor | None) -> Any:
-        made = run(*inputs)
-        increment_version([x for x in compress(inputs, written) if x is not None])
-        return made
-
-    return function
+    made = f"run({', '.join(names)})"
+    if written:
+        made = f"({made}, mark(({', '.join(f't{i}' for i in written)},)))[0]"
+    text = f"lambda {', '.join(f't{i}' for i in given)}: {made}"
+    return eval(text, {"run": run, "mark": increment_version})
 
 
 RECORDED = """
