@@ -161,10 +161,10 @@ class Kind:
     @property
     def given(self) -> dict[str, Any]:
         """Its options that are set, by field."""
-        names = [name for name, x in self.__dataclass_fields__.items() if x.init]
-        return {name: value for name in names if (value := getattr(self, name))}
+        names = [name for name in self.__dataclass_fields__ if name not in FILLED_IN]
+        return {name: getattr(self, name) for name in names if getattr(self, name)}
 
-    @functools.cached_property
+    @property
     def name(self) -> str:
         """Its fields that are set, "causal+window=2"; "full" if none is."""
         words = [
@@ -183,6 +183,7 @@ class Kind:
         return [name.lower() for name in self.given if name not in there]
 
 
+FILLED_IN = ("RESCALES", "CURVED", "UNHIDES")  # fields that are no options
 Variable = int | float | Tensor
 
 
@@ -242,7 +243,6 @@ class Form(NamedTuple):
 
 
 SCHEMA = "SymInt[] ints, float[] floats, str variant"
-kind_with = functools.cache(Kind)
 
 
 def variant_of(
@@ -254,7 +254,7 @@ def variant_of(
     on |= {name.upper(): True for name in aux}
     if "SOFTCAP" in on:
         on["SOFTCAP"] = 2 if exact else 1
-    return Variant(kind_with(CAUSAL=causal, **on), offset, given)
+    return Variant(Kind(CAUSAL=causal, **on), offset, given)
 
 
 @functools.cache
@@ -263,8 +263,7 @@ def kind_of(text: str) -> Kind:
     if text == "full":
         return Kind()
     given = (word.partition("=") for word in text.split("+"))
-    fields: dict[str, Any] = {n.upper(): int(value) if value else True for n, _, value in given}
-    return Kind(**fields)
+    return Kind(**{n.upper(): int(value) if value else True for n, _, value in given})
 
 
 # --- what runs where -----------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.ops import attention as ops
 from flashproto.ops import attention_hopper, recipe
-from flashproto.variant import Kind, Variant, pack
+from flashproto.variant import Kind, Variant
 
 FULL, CAUSAL = Kind(), Kind(CAUSAL=True)
 
