@@ -27,7 +27,6 @@ from typing import Any
 
 import checkpoint
 from bars import bar
-from documents import Chunk, Source, Split, chunks, find_sources
 from errors import EXPECTED, DataError, OptionError, tell
 from settings import OneLineParser, positive
 from shards import (
@@ -41,6 +40,7 @@ from shards import (
     left_over,
     token_dtype,
 )
+from text_folder import Chunk, Source, Split, chunks, find_sources
 from vocabulary import BPE, END_OF_TEXT, vocabulary_of
 
 VOCABULARY, SMALLEST, LARGEST = 32768, 257, 1 << 24  # of ids; each byte is one, and END_OF_TEXT

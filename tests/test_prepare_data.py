@@ -114,14 +114,14 @@ def test_the_end_of_a_single_document_is_to_validate_on(tmp_path, capsys, books,
 
 @given(st.text(alphabet="ab \n\u2603\U0001d11e", max_size=60), st.integers(15, 30))
 def test_chunks_are_whole_characters_of_all_of_a_document(text, size):
-    documents = module("documents")
-    before = documents.CHUNK
-    documents.CHUNK = size
+    text_folder = module("text_folder")
+    before = text_folder.CHUNK
+    text_folder.CHUNK = size
     try:
-        source = documents.Topic("x", text + "\n<|endoftext|>\nmore")
-        found = list(documents.chunks([source], "<|endoftext|>"))
+        source = text_folder.Topic("x", text + "\n<|endoftext|>\nmore")
+        found = list(text_folder.chunks([source], "<|endoftext|>"))
     finally:
-        documents.CHUNK = before
+        text_folder.CHUNK = before
     first = [chunk for chunk in found if chunk.document == found[0].document]
     if not text.strip():
         first = []
