@@ -30,7 +30,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from errors import EXPECTED, OptionError, tell
+from errors import EXPECTED, OptionError, TrainingError, UserError, tell
 from stop import StopSignal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -107,12 +107,22 @@ class World:
     # --- what the processes agree on ------------------------------------------------------------
 
     def from_main(self, make: Callable[[], T]) -> T:
-        """What `make` returns in the main process, in all of them."""
+        """What `make` returns in the main process, in all of them; an error for the person at the
+        command line is raised in all of them too."""
         if self.size == 1:
             return make()
-        made = [make() if self.main else None]
+        made: list = [None, None]
+        try:
+            made[0] = make() if self.main else None
+        except EXPECTED as error:
+            kind = TrainingError if getattr(error, "code", 2) == 1 else UserError
+            made[1] = kind(str(error))  # of its text alone, as pickle makes it again
         dist.broadcast_object_list(made)
-        return made[0]  # type: ignore[return-value]
+        if made[1] is None:
+            return made[0]
+        with contextlib.suppress(RuntimeError):  # who has it may have ended
+            self.gathered(None)  # no one ends before all have it
+        raise made[1]
 
     def gathered(self, value: T) -> list[T]:
         """The `value` of every process, in the order of ranks."""

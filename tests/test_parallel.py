@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
 import functools
 import importlib
 import os
@@ -300,6 +301,16 @@ def one_decides_for_all() -> None:
     assert w.agreed(f"rank {w.rank}" if w.rank else None) == "rank 1"
     assert w.agreed(None) is None
     assert w.largest([w.rank, -w.rank]) == [w.size - 1, 0]
+    errors = module("errors")
+    full = errors.WriteError(Path("x"), OSError(errno.ENOSPC, "No space left on device"))
+    for error, code in ((errors.OptionError("no such option"), 2), (full, 1), (OSError(5, "gone"), 2)):
+        with pytest.raises(errors.UserError) as caught:
+            w.from_main(functools.partial(fail, error))
+        assert (str(caught.value), caught.value.code) == (str(error), code)
+
+
+def fail(error: Exception) -> None:
+    raise error
 
 
 def train(*arguments: object, impl: str = "torch") -> None:
