@@ -76,7 +76,7 @@ def find(source: str | Path, world: World = ALONE) -> Saved:
             return {name: laid_out_as(x, layout(name, x.shape)) for name, x in tensors.items()}
 
         return Saved(facts, laid_out)
-    folder, content = _facts(source)
+    folder, written, content = _facts(source)
     files = sorted(content["files"].items())
     for name, digest in files[world.rank :: world.size]:
         path = folder / name
@@ -85,7 +85,18 @@ def find(source: str | Path, world: World = ALONE) -> Saved:
         if _sha256(path) != digest:
             raise CheckpointError(_damaged(path, "does not have the content that its SHA-256 says"))
     world.gathered(None)  # the others' are whole too
-    return Saved(content["facts"], lambda layout: _read(folder, layout))
+
+    def read(layout: Layout) -> dict[str, Tensor]:
+        try:
+            return _read(folder, layout)
+        finally:
+            if not (folder / FACTS).is_file() or _sha256(folder / FACTS) != written:
+                raise CheckpointError(
+                    f"the checkpoint {str(folder)!r} was written anew while it was read: its run goes "
+                    "on. Run the same command again."
+                )
+
+    return Saved(content["facts"], read)
 
 
 def save(run: Path, tensors: dict[str, Tensor], facts: dict, world: World) -> None:
@@ -146,8 +157,8 @@ def _read(folder: Path, layout: Layout) -> dict[str, Tensor]:
     return tensors
 
 
-def _facts(run: Path) -> tuple[Path, dict]:
-    """The latest folder of a run, and what its facts.json holds."""
+def _facts(run: Path) -> tuple[Path, str, dict]:
+    """The latest folder of a run, and the SHA-256 and the content of its facts.json."""
     latest = run / LATEST
     try:
         name, digest = latest.read_text().split()
@@ -159,7 +170,7 @@ def _facts(run: Path) -> tuple[Path, dict]:
         content = json.loads((folder / FACTS).read_bytes())
         if content["format"] != FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {FORMAT!r}")
-        return folder, content
+        return folder, digest, content
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"names no checkpoint that can be read: {error}"
         raise CheckpointError(_damaged(latest, what)) from None

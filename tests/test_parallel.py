@@ -479,6 +479,19 @@ def test_the_latest_is_read(saved):
     assert (saved / "latest").read_text().startswith("checkpoint-b ")
 
 
+def test_a_checkpoint_that_is_written_anew_while_it_is_read_is_refused(saved):
+    """That of a run that goes on, by --init-from; one save later it is whole still."""
+    sharded, errors = module("sharded"), module("errors")
+    found = sharded.find(saved)
+    for n in (3, 4):
+        sharded.save_together(saved, {"x": torch.arange(5) * n}, {"step": n}, module("parallel").ALONE)
+        if n == 3:
+            assert found.tensors(sharded.whole_tensors)["x"].tolist() == [0, 2, 4, 6, 8]
+    with pytest.raises(errors.CheckpointError, match=r"checkpoint-b' was written anew while it was re"):
+        found.tensors(sharded.whole_tensors)
+    assert sharded.find(saved).facts == {"step": 4}
+
+
 def shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
