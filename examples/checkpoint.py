@@ -7,6 +7,7 @@ so far is the same without the optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -29,14 +30,6 @@ FORMAT = "flashproto-gpt-2"
 RESUME = "go on with --resume"
 
 
-def make_folder(folder: Path, then: str = RESUME) -> None:
-    """WriteError where that fails, which says what to do `then`."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(folder, error, then=then) from None
-
-
 def write_atomically(path: Path, content: bytes, then: str = RESUME) -> None:
     """Write the file so that a crash at any moment leaves the old or the new one."""
     partial = path.with_name(path.name + ".partial")
@@ -52,7 +45,8 @@ def write_atomically(path: Path, content: bytes, then: str = RESUME) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise WriteError(path, error, "; what it held before is unchanged", then) from None
 
 

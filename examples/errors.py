@@ -10,6 +10,8 @@ import torch
 
 from flashproto import BackendError
 
+AGAIN = "run the same command again"  # what to do when a file could not be written
+
 
 class UserError(Exception):
     """Something given cannot be used."""

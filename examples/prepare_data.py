@@ -27,10 +27,10 @@ from typing import Any
 
 import checkpoint
 from bars import bar
-from errors import EXPECTED, DataError, OptionError, tell
+from errors import AGAIN, EXPECTED, DataError, OptionError, tell
+from folder_lock import LOCK, locked
 from settings import OneLineParser, positive
 from shards import (
-    AGAIN,
     FORMAT,
     INDEX,
     SPLITS,
@@ -92,7 +92,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def new_folder(out: str) -> Path:
     """A folder to write to; OptionError where something would be lost in it."""
     folder = Path(out)
-    ours = set(left_over(folder))
+    ours = {folder / LOCK, *left_over(folder)}
     if folder.exists() and (not folder.is_dir() or any(p not in ours for p in folder.iterdir())):
         finished = (folder / INDEX).is_file()
         what = "which is finished" if finished else "which is there and not an empty folder"
@@ -189,9 +189,16 @@ def write_tokens(
     return n_bytes
 
 
-def prepare(options: argparse.Namespace) -> Path:
-    """Write the folder; returns it."""
+def prepare(options: argparse.Namespace) -> None:
+    """Write the folder."""
     folder = new_folder(options.out)
+    with locked(folder, AGAIN):
+        new_folder(options.out)  # a preparation may have ended in it before it was locked
+        write(folder, options)
+
+
+def write(folder: Path, options: argparse.Namespace) -> None:
+    """All that the folder is to hold."""
     bpe = None if options.tokenizer is None else known_tokenizer(options.tokenizer)
     BPE.needs_tokenizers()
     sources: Sequence[Source] = find_sources(options.text, options.include)
@@ -211,7 +218,6 @@ def prepare(options: argparse.Namespace) -> Path:
         training = (t for name, t, _ in split.parts(text("tokenizer", total)) if name == "train")
         bpe = train_tokenizer(evenly(training, share), options.vocab_size)
     dtype = token_dtype(bpe.size)
-    checkpoint.make_folder(folder, AGAIN)
     for path in left_over(folder):
         path.unlink()
     checkpoint.write_atomically(folder / UNFINISHED, b"", AGAIN)
@@ -243,7 +249,6 @@ def prepare(options: argparse.Namespace) -> Path:
         )
     print(f"{'tokenizer':<12}{bpe.size:,} ids, SHA-256 {bpe.sha256}")
     print(f"{'files':<12}{folder}: python examples/train_gpt.py --data {folder}")
-    return folder
 
 
 def main(argv: list[str] | None = None) -> int:

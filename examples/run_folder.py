@@ -13,21 +13,45 @@ import json
 import math
 import os
 import statistics
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from checkpoint import FOLDERS, LATEST, NAME, make_folder, write_atomically
-from errors import CheckpointError, OptionError, WriteError
+from checkpoint import FOLDERS, LATEST, NAME, write_atomically
+from errors import AGAIN, CheckpointError, OptionError, WriteError
+from folder_lock import LOCK, locked
 from settings import Settings
 
 SETTINGS, LOG, PLOT = "settings.json", "log.jsonl", "loss.png"
 
 
-def new_folder(out: str | None) -> Path:
-    """`out`, or runs/gpt-N with the next free N; OptionError where something would be lost in it."""
-    if out is None:
-        taken = [p.name.removeprefix("gpt-") for p in Path("runs").glob("gpt-*")]
-        return Path("runs") / f"gpt-{max([0, *(int(n) for n in taken if n.isdigit())]) + 1}"
+@contextlib.contextmanager
+def claimed(out: str | None, resume: bool | str | None) -> Iterator[Path]:
+    """The folder to train in, which is made if need be; no other process trains in it meanwhile.
+
+    out: --out.  resume: None for a new run, True to go on with one, "auto" for either.
+    """
+    found = find(out, resume)
+    folder, writes = found or numbered(), found is None or may_begin(found)
+    with contextlib.ExitStack() as held:
+        while True:
+            try:
+                held.enter_context(locked(folder, AGAIN, new=found is None, writes=writes))
+                break
+            except FileExistsError:  # another run has just taken the number
+                folder = numbered()
+        find(str(folder), resume)  # a run may have begun and ended in it before it was locked
+        yield folder
+
+
+def numbered() -> Path:
+    """runs/gpt-N with the next free N."""
+    taken = [p.name.removeprefix("gpt-") for p in Path("runs").glob("gpt-*")]
+    return Path("runs") / f"gpt-{max([0, *(int(n) for n in taken if n.isdigit())]) + 1}"
+
+
+def new_folder(out: str) -> Path:
+    """`out`; OptionError where something would be lost in it."""
     folder = Path(out)
     if not may_begin(folder):
         raise OptionError(
@@ -50,14 +74,13 @@ def no_run(option: str) -> OptionError:
     )
 
 
-def find(out: str | None, resume: bool | str | None) -> Path:
-    """The folder to train in.
-
-    out: --out.  resume: None for a new run, True to go on with one, "auto" for either.
-    """
+def find(out: str | None, resume: bool | str | None) -> Path | None:
+    """The folder that the options name, see `claimed`; None for a new one under runs/."""
+    if resume is None:
+        return None if out is None else new_folder(out)
     folder = Path(out) if out else newest_folder(NAME, LATEST, SETTINGS)
-    if resume is None or (resume == "auto" and folder is None):
-        return new_folder(out)
+    if resume == "auto" and folder is None:
+        return None
     if folder is None:
         raise no_run("--out")
     if resume != "auto" and may_begin(folder) and begun(folder) is None:
@@ -75,13 +98,12 @@ def may_begin(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     partial = {f"{name}.partial" for name in (SETTINGS, NAME, LATEST, LOG)}
-    ours = {SETTINGS, *FOLDERS} | partial
+    ours = {LOCK, SETTINGS, *FOLDERS} | partial
     return all(p.name in ours or (p.name == LOG and not p.stat().st_size) for p in folder.iterdir())
 
 
 def begin(folder: Path, settings: Settings) -> None:
-    """Make the folder, and note in it what the run is."""
-    make_folder(folder)
+    """Note in the folder what the run is."""
     content = json.dumps(dataclasses.asdict(settings), indent=1) + "\n"
     write_atomically(folder / SETTINGS, content.encode())
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from bars import bar
-from errors import DataError, WriteError
+from errors import AGAIN, DataError, WriteError
 from torch import Tensor
 from vocabulary import BPE
 
@@ -31,7 +31,6 @@ INDEX, TOKENIZER, FORMAT = "index.json", "tokenizer.json", "flashproto-tokens-1"
 SPLITS = ("train", "validation")
 UNFINISHED = "unfinished"  # an empty file, made before all others and removed after the index
 BLOCK = 1 << 22  # bytes read at a time
-AGAIN = "run the same command again"  # what to do when a file could not be written
 
 
 def token_dtype(vocab_size: int) -> np.dtype:

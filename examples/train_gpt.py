@@ -41,6 +41,7 @@ import torch
 from bars import bar
 from batches import Batches
 from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
+from folder_lock import LOCK
 from machine import describe, machine, peak_flops
 from parallel import ALONE, World, joined, norm_of_gradients, whole
 from run_folder import Log
@@ -135,19 +136,24 @@ def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, betas=BETAS, fused=True)
 
 
-def find(out: str | None, resume: bool | str | None) -> tuple[Path, bool, Settings | None]:
+def claim(
+    held: contextlib.ExitStack, out: str | None, resume: bool | str | None
+) -> tuple[Path, bool, Settings | None]:
     """(the folder to train in, whether a run goes on in it, the settings of one that has yet to begin
-    there)"""
-    folder = run_folder.find(out, resume)
+    there).  Until `held` is closed no other process trains in it."""
+    folder = held.enter_context(run_folder.claimed(out, resume))
     resumed = resume is not None and not run_folder.may_begin(folder)
     return folder, resumed, run_folder.begun(folder) if resume and not resumed else None
 
 
-def prepare(given: dict, world: World = ALONE) -> Run:
-    """Read the checkpoint to go on with or to begin with, and the text, and build the model; writes
-    nothing."""
+def prepare(given: dict, held: contextlib.ExitStack, world: World = ALONE) -> Run:
+    """Claim the folder, read the checkpoint to go on with or to begin with, and the text, and build the
+    model; writes nothing.
+
+    held: to be closed when the run ends.
+    """
     resume, out = given.pop("resume", None), given.pop("out", None)
-    folder, resumed, earlier = world.from_main(lambda: find(out, resume))
+    folder, resumed, earlier = world.from_main(lambda: claim(held, out, resume))
     world.begin(folder)
     saved: Saved | None = None
     config: GPTConfig | None = None
@@ -360,14 +366,21 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     print(f"bigram      {bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte")
     if run.speed is not None:
         print(f"speed       {run.speed:,.0f} tokens/s (median step)")
-    print(f"files       {run.folder}: {', '.join(sorted(p.name for p in run.folder.iterdir()))}")
+    files = sorted(p.name for p in run.folder.iterdir() if p.name != LOCK)
+    print(f"files       {run.folder}: {', '.join(files)}")
     print("\nsample after training:")
     run.sample(400, stop)
 
 
 def whole_run(given: dict, world: World) -> int:
     """All that main does, in one of the processes of `world`; returns the exit code."""
-    run = prepare(given, world)
+    with contextlib.ExitStack() as held:
+        return train_and_report(prepare(given, held, world))
+
+
+def train_and_report(run: Run) -> int:
+    """All that comes after `prepare`; returns the exit code."""
+    world = run.world
     s, bigram = run.settings, run.corpus.bigram_loss()
     describe(run.model, run.corpus, s, bigram, world)
     print(f"run         {run.folder}, steps {run.step} to {s.steps} of {s.batch_size} x {s.context}")

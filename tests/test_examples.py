@@ -6,6 +6,7 @@ Runs that are killed are processes of their own; what ends by itself runs in thi
 from __future__ import annotations
 
 # ruff: noqa: F401, F811  (fixtures are imported)
+import contextlib
 import importlib
 import json
 import math
@@ -208,6 +209,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path, text
     run_folder, settings = map(importlib.import_module, ("run_folder", "settings"))
     folder = tmp_path / "run"
     given = ["--data", str(text), *TINY]
+    folder.mkdir()
     run_folder.begin(folder, settings.Settings(**settings.parse(given, None)).resolved())
     leave(folder, *files)
     options = given if how == "the same command" else how.split()
@@ -235,6 +237,7 @@ def test_resume_takes_the_newest_run_also_one_without_a_checkpoint(tmp_path, mon
     run_folder = importlib.import_module("run_folder")
     settings = run_folder.Settings(**json.loads((tiny / SETTINGS).read_text()))
     time.sleep(0.01)
+    Path("runs/gpt-2").mkdir()
     run_folder.begin(Path("runs/gpt-2"), settings)
     before = fingerprint(Path("runs/gpt-1"))
     called("train_gpt", "--resume")
@@ -311,7 +314,8 @@ def test_init_from_begins_with_the_weights_of_a_run(tmp_path, monkeypatch, capsy
     train_gpt, checkpoint = map(importlib.import_module, ("train_gpt", "checkpoint"))
     Path("other.txt").write_text("some other text, with a \u2603. " * 60, encoding="utf-8")
     options = [*TINY, "--data", "other.txt", "--context", "24", "--init-from", str(tiny)]
-    prepared = train_gpt.prepare(train_gpt.parse(options, None))
+    with contextlib.ExitStack() as held:
+        prepared = train_gpt.prepare(train_gpt.parse(options, None), held)
     tensors, facts = checkpoint.load(tiny / CHECKPOINT)
     for name, value in prepared.model.state_dict().items():
         assert torch.equal(value, tensors[f"model.{name}"])
@@ -415,16 +419,30 @@ def test_ctrl_c_during_imports_is_no_traceback(tmp_path, script):
 
 
 def read_only(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """No file of the folder can be opened to write: permissions would not stop root."""
+    """No file of the folder can be opened to write, or removed: permissions would not stop root."""
     checkpoint, run_folder = map(importlib.import_module, ("checkpoint", "run_folder"))
+    by_descriptor, unlink = os.open, Path.unlink
+
+    def check(path: Path, writes: bool = True) -> None:
+        if folder in Path(path).parents and writes:
+            raise OSError(30, "Read-only file system", str(path))
 
     def guarded(path: Path, mode: str = "r", **how: object):
-        if folder in Path(path).parents and mode[0] in "wax":
-            raise OSError(30, "Read-only file system", str(path))
+        check(path, mode[0] in "wax")
         return open(path, mode, **how)
+
+    def guarded_by_descriptor(path: Path, flags: int, *how: int) -> int:
+        check(path, bool(flags & (os.O_WRONLY | os.O_RDWR)))
+        return by_descriptor(path, flags, *how)
+
+    def guarded_unlink(path: Path, missing_ok: bool = False) -> None:
+        check(path)
+        unlink(path, missing_ok)
 
     for module in (checkpoint, run_folder):
         monkeypatch.setattr(module, "open", guarded, raising=False)
+    monkeypatch.setattr(os, "open", guarded_by_descriptor)
+    monkeypatch.setattr(Path, "unlink", guarded_unlink)
 
 
 def test_a_finished_run_in_a_read_only_folder_can_be_looked_at(monkeypatch, capsys, tiny):
