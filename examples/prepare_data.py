@@ -21,6 +21,7 @@ if __name__ == "__main__":
 
 import argparse
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from shards import (
     left_over,
     token_dtype,
 )
-from text_folder import Chunk, Source, Split, chunks, find_sources
+from text_folder import Chunk, Source, Split, changed, chunks, find_sources, note
 from vocabulary import BPE, END_OF_TEXT, vocabulary_of
 
 VOCABULARY, SMALLEST, LARGEST = 32768, 257, 1 << 24  # of ids; each byte is one, and END_OF_TEXT
@@ -84,6 +85,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         p.error(f"--vocab-size is {options.vocab_size}; it takes from {SMALLEST} to {LARGEST}")
     if options.validation_share >= 1:
         p.error(f"--validation-share is {options.validation_share:g}; it takes a number below 1")
+    options.include = options.include.removeprefix("**/")
+    if not options.include or os.path.isabs(options.include) or "**" in options.include:
+        p.error(f"--include is {options.include!r}; it takes the name of files, '*.txt' say")
     if options.out is None:
         options.out = f"{Path(options.text or 'reference').resolve().stem}-tokens"
     return options
@@ -206,12 +210,21 @@ def write(folder: Path, options: argparse.Namespace) -> None:
     def text(what: str, total: int | None = None) -> Iterator[Chunk]:
         return with_bar(chunks(sources, options.separator), what, total)
 
-    split = Split.of(options.validation_share, text("reading"))
+    with_text: set[Source] = set()
+
+    def reading() -> Iterator[Chunk]:
+        for chunk in text("reading"):
+            with_text.add(chunk.source)
+            yield chunk
+
+    split = Split.of(options.validation_share, reading())
     if not len(split.digests):
         raise DataError(
             f"there is no text in {options.text!r} ({len(sources)} files fit --include "
             f"{options.include!r}); it takes at least one document. Pass another folder."
         )
+    note("empty, or nothing but white space", [s for s in sources if s not in with_text])
+    split.check()
     total = split.n_bytes
     if bpe is None:
         share = min(1.0, options.tokenizer_bytes / total)
@@ -225,10 +238,7 @@ def write(folder: Path, options: argparse.Namespace) -> None:
     writers = {name: ShardWriter(folder, name, dtype, options.shard_tokens) for name in SPLITS}
     n_bytes = write_tokens(split.parts(text("encoding", total)), bpe, writers)
     if sum(n_bytes.values()) != total:
-        raise DataError(
-            f"the text in {options.text!r} has changed while it was read; it takes one that does not. "
-            "Run the same command again."
-        )
+        raise changed()
     index: dict[str, Any] = {
         "format": FORMAT,
         "vocab_size": bpe.size,

@@ -127,6 +127,12 @@ class Corpus:
         windows = Windows.of(len(validation) - 1, s.context, s.validate_tokens)
         targets = windows.targets()
         n_bytes = known.n_bytes(codes[targets])
+        if not n_bytes:
+            raise DataError(
+                f"the text {name!r} has {len(validation)} {known.unit}s to validate on, of which "
+                f"{len(targets)} are predicted: ends of documents, with 0 bytes; it takes some text. "
+                "Prepare it with a larger --validation-share, or pass a larger --validate-tokens."
+            )
         return cls(name, sha256, known, train, validation, windows, targets, n_bytes)
 
     @property

@@ -1,13 +1,15 @@
-"""The documents of a folder of text, a chunk at a time: memory does not grow with the text."""
+"""The documents of a file or folder of text, a chunk at a time: memory does not grow with the text."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import os
+import stat
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -31,18 +33,85 @@ Source = Path | Topic
 
 def find_sources(path: str | None, include: str) -> Sequence[Source]:
     """The file, the files of the folder whose names fit `include`, or the language reference, in the
-    order of their names.  Hidden ones are left out."""
+    order of their names.  Hidden ones are left out; a note tells what else is."""
     if path is None:
         from pydoc_data.topics import topics
 
         return [Topic(name, topics[name]) for name in sorted(topics)]
     root = Path(path)
-    if root.is_file():
-        return [root]
-    if not root.is_dir():
+    if not os.path.lexists(root):
         raise DataError(f"there is no {path!r}; it takes a text file or a folder. Pass another.")
-    files = {p.relative_to(root).parts: p for p in root.rglob(include) if p.is_file()}
-    return [files[parts] for parts in sorted(files) if not any(x[0] == "." for x in parts)]
+    kind = stat.S_IFMT(status(root).st_mode)
+    if kind == stat.S_IFREG:
+        return [root]
+    if kind != stat.S_IFDIR:
+        raise DataError(
+            f"{path!r} is neither a file nor a folder; it takes one of them, because a text is read "
+            "several times. Write it to a file."
+        )
+    files, twice = walk(root)
+    fitting = [file for file in files if PurePath("/", file.relative_to(root)).match(include)]
+    regular = [file for file in fitting if stat.S_ISREG(files[file].st_mode)]
+    note("read already under another name", twice)
+    note("no file but a pipe, a socket or a device, left out", sorted({*fitting} - {*regular}))
+    return sorted(regular, key=lambda file: file.parts)
+
+
+def walk(root: Path) -> tuple[dict[Path, os.stat_result], list[Path]]:
+    """(What is below the folder, but for folders and hidden things; the folders that are there once
+    more, or within themselves, and were left out).  Links are followed.
+
+    DataError where something cannot be looked at.
+    """
+    found: dict[Path, os.stat_result] = {}
+    twice: list[Path] = []
+    about = status(root)
+    seen = {(about.st_dev, about.st_ino)}
+
+    def refuse(error: OSError) -> None:
+        raise unreadable(error.filename, error)
+
+    for name, folders, others in os.walk(root, onerror=refuse, followlinks=True):
+        inner = [Path(name, each) for each in folders if each[0] != "."]
+        folders.clear()
+        for path in sorted(inner, key=lambda path: (path.is_symlink(), path)):
+            about = status(path)
+            if (about.st_dev, about.st_ino) in seen:
+                twice.append(path)
+            else:
+                seen.add((about.st_dev, about.st_ino))
+                folders.append(path.name)
+        # Also of what does not fit: what a link that is broken should lead to may be a folder.
+        found |= {Path(name, each): status(Path(name, each)) for each in others if each[0] != "."}
+    return found, twice
+
+
+def status(path: Path) -> os.stat_result:
+    """Of what it leads to, if it is a link; DataError where that cannot be looked at."""
+    try:
+        return path.stat()
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def unreadable(path: str | Path, error: OSError) -> DataError:
+    what = "a link that cannot be followed" if os.path.islink(path) else "which cannot be read"
+    return DataError(
+        f"the text has {str(path)!r}, {what} ({error.strerror}). Mend it, or take it out of the text."
+    )
+
+
+def changed() -> DataError:
+    return DataError(
+        "the text has changed while it was read; it takes one that does not. Run the same command "
+        "again."
+    )
+
+
+def note(what: str, paths: Sequence[object]) -> None:
+    """Tell what there is to say of some paths."""
+    if paths:
+        print(f"note: {what}: {', '.join(map(str, paths[:5]))}{', ...' * (len(paths) > 5)}")
 
 
 class Chunk(NamedTuple):
@@ -68,28 +137,38 @@ def chunks(sources: Sequence[Source], separator: str) -> Iterator[Chunk]:
     the separator; one without anything but white space is left out."""
     document, line_between = -1, separator.encode()
     for source in sources:
-        with source.open("rb") as file:
-            held, offset, begun, whole = bytearray(), 0, False, True
-            while line := file.readline(CHUNK):
-                at_its_begin, whole = whole, line.endswith(b"\n")
-                if at_its_begin and line.strip() == line_between:
-                    if begun or held.strip():
-                        document += not begun
-                        yield Chunk(document, bytes(held), True, source, offset)
-                    offset += len(held) + len(line)
-                    held, begun = bytearray(), False
-                    continue
-                # Before a line that begins with white space a text would have other tokens.
-                if len(held) >= (CHUNK if line.strip() and not line[:1].isspace() else 2 * CHUNK):
-                    cut = whole_characters(held, line)
+        held, offset, begun, whole = bytearray(), 0, False, True
+        for line in lines(source):
+            at_its_begin, whole = whole, line.endswith(b"\n")
+            if at_its_begin and line.strip() == line_between:
+                if begun or held.strip():
                     document += not begun
-                    yield Chunk(document, bytes(held[:cut]), False, source, offset)
-                    del held[:cut]
-                    offset, begun = offset + cut, True
-                held += line
-            if begun or held.strip():
+                    yield Chunk(document, bytes(held), True, source, offset)
+                offset += len(held) + len(line)
+                held, begun = bytearray(), False
+                continue
+            # Before a line that begins with white space a text would have other tokens.
+            if len(held) >= (CHUNK if line.strip() and not line[:1].isspace() else 2 * CHUNK):
+                cut = whole_characters(held, line)
                 document += not begun
-                yield Chunk(document, bytes(held), True, source, offset)
+                yield Chunk(document, bytes(held[:cut]), False, source, offset)
+                del held[:cut]
+                offset, begun = offset + cut, True
+            held += line
+        if begun or held.strip():
+            document += not begun
+            yield Chunk(document, bytes(held), True, source, offset)
+
+
+def lines(source: Source) -> Iterator[bytes]:
+    """Its lines, long ones in pieces of CHUNK bytes; DataError where it cannot be read."""
+    try:
+        with source.open("rb") as file:
+            while line := file.readline(CHUNK):
+                yield line
+    except OSError as error:
+        assert isinstance(source, Path)
+        raise unreadable(source, error) from None
 
 
 def is_inside(byte: int) -> bool:
@@ -118,24 +197,37 @@ class Split:
     share: float
     digests: np.ndarray  # [documents] uint64
     lengths: np.ndarray  # [documents] int64, bytes
+    characters: int  # in all
 
     @classmethod
     def of(cls, share: float, found: Iterable[Chunk]) -> Split:
         """Of all chunks; DataError where there is something that is not UTF-8."""
         digests, lengths, sha, length = array("Q"), array("q"), hashlib.sha256(), 0
+        characters = 0
         for chunk in found:
-            chunk.decode()
+            characters += len(chunk.decode())
             sha.update(chunk.text)
             length += len(chunk.text)
             if chunk.last:
                 digests.append(int.from_bytes(sha.digest()[:8], "little"))
                 lengths.append(length)
                 sha, length = hashlib.sha256(), 0
-        return cls(share, np.frombuffer(digests, np.uint64), np.frombuffer(lengths, np.int64))
+        as_arrays = np.frombuffer(digests, np.uint64), np.frombuffer(lengths, np.int64)
+        return cls(share, *as_arrays, characters)
 
     @property
     def n_bytes(self) -> int:
         return int(self.lengths.sum())
+
+    def check(self) -> None:
+        """DataError where there are no two parts."""
+        if len(self.digests) > 1:
+            self.validates()
+        elif self.characters < 2:
+            raise DataError(
+                "the text has one character; it takes two at least, to train and to validate on. Pass "
+                "a longer one."
+            )
 
     def validates(self) -> np.ndarray:
         """[documents] bool; DataError where all documents are the same."""
@@ -156,14 +248,16 @@ class Split:
         if len(self.digests) > 1:
             validates = self.validates()
             for chunk in found:
+                if chunk.document >= len(validates):
+                    raise changed()
                 split = "validation" if validates[chunk.document] else "train"
                 yield split, chunk.decode(), chunk.last
             return
         place, cut = 0, int(self.n_bytes * (1 - self.share))
         for chunk in found:
             text, here = chunk.text, cut - place
-            place += len(text)
             if here >= len(text):
+                place += len(text)
                 yield "train", chunk.decode(), False
                 continue
             if here >= 0:
@@ -172,6 +266,9 @@ class Split:
                     line = here
                     while is_inside(text[line]):
                         line -= 1
+                    if not line and not place:  # nothing would be trained on
+                        line = next(i for i in range(1, len(text)) if not is_inside(text[i]))
                 yield "train", text[:line].decode(), True
                 text = text[line:]
+            place += len(chunk.text)
             yield "validation", text.decode(), chunk.last

@@ -140,6 +140,12 @@ class BPE:
                 f"the tokenizer is not a byte-level BPE with a token {END_OF_TEXT}, from which a text "
                 "comes back as it was. Take one that prepare_data.py trained."
             )
+        ids = engine.get_vocab().values()
+        if len(ids) <= max(ids):
+            raise DataError(
+                f"the tokenizer has {len(ids)} tokens with ids up to {max(ids)}; it takes ids without "
+                "gaps, from 0. Take one that prepare_data.py trained."
+            )
         engine.encode_special_tokens = True  # what a text has in their form is text
         return engine
 

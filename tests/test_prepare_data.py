@@ -7,9 +7,11 @@ import hashlib
 import importlib
 import io
 import json
+import os
 import resource
 import shutil
 import signal
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +170,159 @@ def test_text_comes_back_from_its_tokens(tokens, text):
     assert bpe.n_bytes(ids) == len(text.encode())
 
 
+@given(st.text(alphabet="a\n\u2603", min_size=2, max_size=6), st.floats(0.01, 0.99))
+def test_both_parts_of_a_single_document_have_text(text, share):
+    text_folder = module("text_folder")
+    text += "a" if not text.strip() else ""
+    source = [text_folder.Topic("x", text)]
+    split = text_folder.Split.of(share, text_folder.chunks(source, "-"))
+    split.check()
+    parts = list(split.parts(text_folder.chunks(source, "-")))
+    assert [name for name, _, _ in parts] == ["train", "validation"]
+    assert all(ends and part for _, part, ends in parts)
+    assert "".join(part for _, part, _ in parts) == text
+
+
+# --- odd texts ------------------------------------------------------------------------------------
+
+
+def found(root: Path, include: str = "*") -> list[str]:
+    return [str(p.relative_to(root)) for p in module("text_folder").find_sources(str(root), include)]
+
+
+def test_links_are_followed_and_no_folder_is_read_twice(tmp_path, capsys):
+    """A link to a folder elsewhere, one to a folder of the text, one to the text itself, links to each
+    other's folders, and one to a file."""
+    root, elsewhere = tmp_path / "texts", tmp_path / "elsewhere"
+    for folder in (root / "b" / "c", elsewhere / "deep"):
+        folder.mkdir(parents=True)
+    for file in (root / "b" / "c" / "1.txt", elsewhere / "2.txt", elsewhere / "deep" / "3.txt"):
+        file.write_text(file.name)
+    (root / "a").symlink_to(root / "b")
+    (root / "linked").symlink_to(elsewhere)
+    (root / "b" / "up").symlink_to("..")
+    (elsewhere / "deep" / "back").symlink_to(root / "b")
+    (root / "one.txt").symlink_to(elsewhere / "2.txt")
+    files = ["b/c/1.txt", "linked/2.txt", "linked/deep/3.txt", "one.txt"]
+    assert found(root) == files
+    said = capsys.readouterr().out
+    assert said == (
+        f"note: read already under another name: {root}/a, {root}/b/up, {root}/linked/deep/back\n"
+    )
+    (tmp_path / "link").symlink_to(root)
+    assert found(tmp_path / "link") == files
+
+
+def test_what_holds_no_text_is_told(tmp_path, capsys, books, tokens):
+    root = tmp_path / "texts"
+    shutil.copytree(books, root)
+    os.mkfifo(root / "pipe.txt")
+    os.mkfifo(root / "pipe.other")
+    with socket.socket(socket.AF_UNIX) as at:
+        at.bind(os.path.relpath(root / "socket.txt"))
+    (root / "empty.txt").touch()
+    (root / "blank.txt").write_text(" \n\n")
+    options = ["--include", "*.txt", "--tokenizer", tokens, *PREPARED[2:]]
+    called("prepare_data", root, "--out", tmp_path / "out", *options)
+    said = capsys.readouterr().out
+    assert (
+        "note: no file but a pipe, a socket or a device, left out: "
+        f"{root}/pipe.txt, {root}/socket.txt\n"
+        f"note: empty, or nothing but white space: {root}/blank.txt, {root}/empty.txt\n"
+    ) in said
+    assert files(tmp_path / "out") == files(tokens)
+
+
+def test_many_are_told_by_the_first(capsys):
+    module("text_folder").note("empty", [f"{n}" for n in range(7)])
+    assert capsys.readouterr().out == "note: empty: 0, 1, 2, 3, 4, ...\n"
+
+
+def closed(path: Path, monkeypatch) -> None:
+    """It cannot be read: permissions would not stop root."""
+
+    def guarded(before):
+        def call(at, *arguments: object, **how: object):
+            if Path(at) == path:
+                raise PermissionError(13, "Permission denied", str(path))
+            return before(at, *arguments, **how)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", guarded(os.scandir))
+    monkeypatch.setattr(Path, "open", guarded(Path.open))
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "said"),
+    [
+        (lambda path, m: (path.mkdir(), closed(path, m)), "closed", "which cannot be read (Permission"),
+        (lambda path, m: (path.touch(), closed(path, m)), "closed.txt", "which cannot be read (Permi"),
+        (
+            lambda path, m: path.symlink_to("nowhere"),
+            "linked",
+            "a link that cannot be followed (No such",
+        ),
+        (lambda path, m: path.symlink_to(path), "loop", "a link that cannot be followed (Too many"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys, books, make, name, said):
+    """A folder or a link also where its name does not fit: what it should lead to may."""
+    root = tmp_path / "texts"
+    shutil.copytree(books, root)
+    path = root / "more" / name
+    make(path, monkeypatch)
+    options = ["--include", "*.txt", "--out", tmp_path / "out"]
+    out = refused(capsys, "prepare_data", root, *options, *PREPARED)
+    assert f"the text has {str(path)!r}, {said}" in out
+    assert "Mend it, or take it out of the text." in out
+    assert not (tmp_path / "out").exists()
+
+
+def test_hidden_things_may_be_anything(tmp_path, monkeypatch):
+    for folder in (".git", "more"):
+        (tmp_path / folder).mkdir()
+    closed(tmp_path / ".git", monkeypatch)
+    (tmp_path / ".link").symlink_to("nowhere")
+    (tmp_path / "more" / "a.txt").write_text("a")
+    (tmp_path / "more" / "b.md").write_text("b")
+    assert found(tmp_path) == ["more/a.txt", "more/b.md"]
+    assert found(tmp_path, "*.txt") == found(tmp_path, "more/*.txt") == ["more/a.txt"]
+    assert found(tmp_path, "other/*.txt") == []
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, capsys, books):
+    """It grows by documents, or by a line, behind the first reading."""
+    root = tmp_path / "texts"
+    shutil.copytree(books, root)
+    check = module("text_folder").Split.check
+
+    for more in ("\n<|endoftext|>\nmore" * 3, " and more"):
+
+        def grown(self, more: str = more) -> None:
+            with open(root / "more" / "several.txt", "a") as file:
+                file.write(more)
+            check(self)
+
+        monkeypatch.setattr(module("text_folder").Split, "check", grown)
+        said = refused(capsys, "prepare_data", root, "--out", tmp_path / "out", *PREPARED)
+        assert "the text has changed while it was read" in said
+
+
+def test_a_validation_part_without_text_is_refused_before_training(tmp_path, capsys):
+    """A document of one letter: what is predicted behind that is its end alone."""
+    texts, out = tmp_path / "texts", tmp_path / "out"
+    texts.mkdir()
+    (texts / "long.txt").write_text("the cat sat on the mat and ran far away\n" * 500)
+    (texts / "short.txt").write_text("a")
+    sizes = ["--vocab-size", "300", "--validation-share", "0.00001"]
+    called("prepare_data", texts, "--out", out, *sizes)
+    said = refused(capsys, "train_gpt", "--data", out, "--out", tmp_path / "run", *TINY)
+    assert "has 2 tokens to validate on, of which 1 are predicted: ends of documents, with 0 b" in said
+    assert "Prepare it with a larger --validation-share" in said
+    assert not (tmp_path / "run").exists()
+
+
 # --- damage ---------------------------------------------------------------------------------------
 
 
@@ -258,6 +413,12 @@ def test_a_full_disk_is_named(tmp_path, capsys, books):
         (["nowhere"], "there is no 'nowhere'; it takes a text file or a folder"),
         (["empty"], "there is no text in 'empty' (1 files fit --include '*')"),
         (["books", "--include", "*.md"], "there is no text in 'books' (0 files fit --include '*.md')"),
+        (["letter.txt"], "the text has one character; it takes two at least"),
+        (["/dev/null"], "'/dev/null' is neither a file nor a folder"),
+        (["gone"], "the text has 'gone', a link that cannot be followed (No such file or directory)"),
+        (["books", "--include", "/x"], "--include is '/x'; it takes the name of files, '*.txt' say"),
+        (["books", "--include", ""], "--include is ''; it takes the name of files"),
+        (["books", "--include", "a/**/b"], "--include is 'a/**/b'; it takes the name of files"),
         (["latin"], "latin/a.txt is not UTF-8 (byte 0xe9 at offset 70003); it takes text"),
         (["same"], "the 2 documents are the same"),
         (["books", "--out", "latin"], "--out is 'latin', which is there and not an empty folder"),
@@ -277,6 +438,8 @@ def test_bad_input_is_refused_and_nothing_written(
     for folder in ("empty", "latin", "same"):
         Path(folder).mkdir()
     Path("empty/nothing.txt").write_text(" \n")
+    Path("letter.txt").write_text("\u2603")
+    Path("gone").symlink_to("nowhere")
     Path("latin/a.txt").write_bytes(b"a line\n" * 10000 + "caf\u00e9".encode("latin-1"))
     for name in "ab":
         Path(f"same/{name}.txt").write_text("the same")
@@ -295,3 +458,15 @@ def test_tokenizers_that_lose_something_are_refused(tokens):
             del changed["model"]["vocab"]["<|endoftext|>"]
         with pytest.raises(module("errors").DataError, match="not a byte-level BPE"):
             vocabulary.BPE(json.dumps(changed)).opening()
+
+
+def test_a_tokenizer_whose_ids_have_gaps_is_refused(tmp_path, capsys, books, tokens):
+    content = json.loads((tokens / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    last = max(vocab, key=vocab.get)
+    vocab[last] = 600
+    (tmp_path / "gaps.json").write_text(json.dumps(content))
+    out = tmp_path / "out"
+    said = refused(capsys, "prepare_data", books, "--tokenizer", tmp_path / "gaps.json", "--out", out)
+    assert "the tokenizer has 512 tokens with ids up to 600; it takes ids without gaps, from 0" in said
+    assert not out.exists()
