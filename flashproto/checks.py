@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Hashable, Sequence
 from numbers import Integral, Real
@@ -22,6 +23,10 @@ from torch.nn import Parameter
 PRE_DISPATCH, BATCHED_GRADIENTS, JIT_TRACE = map(key_named, ("PreDispatch", "VmapMode", "Tracer"))
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+# The checked mode: lengths and pages are looked at on a GPU too, which makes each call wait for it, and
+# ranks compare their calls.
+CHECKED = os.environ.get("FLASHPROTO_CHECKED", "0") == "1"
 
 
 def spreads(n: int, size: int) -> bool:
@@ -185,6 +190,16 @@ def is_readable(x: Tensor) -> bool:
         or transforms_active()
         or watched()
     )
+
+
+def can_be_read(x: Tensor) -> bool:
+    """Whether x's values may be looked at: for nothing, or in the checked mode at the price of waiting
+    for the GPU."""
+    if is_readable(x):
+        return True
+    if not CHECKED or is_compiling() or not x.is_cuda or type(x) is not Tensor or watched():
+        return False
+    return not transforms_active() and not torch.cuda.is_current_stream_capturing()
 
 
 def check_values(operator: str, argument: str, x: Tensor, wrong: Tensor, takes: str, do: str) -> None:

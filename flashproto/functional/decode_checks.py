@@ -3,7 +3,6 @@ where it can be read for nothing, or in the checked mode."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from operator import mul
 from typing import Any, NamedTuple
@@ -13,8 +12,9 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.compiler import is_compiling
 
-from .. import backends
+from .. import backends, checks
 from ..checks import (
+    can_be_read,
     check_attention,
     check_on,
     check_tables,
@@ -22,15 +22,12 @@ from ..checks import (
     check_values,
     converted,
     described,
-    is_readable,
     matches,
     refuse,
     watched,
 )
 
 NAME = "attention_with_kv_cache"
-# Whether lengths and pages are looked at on a GPU too, which makes each call wait for it.
-CHECKED = os.environ.get("FLASHPROTO_CHECKED", "0") == "1"
 
 
 def check_int32(argument: str, x: object, device: torch.device, shape: Sequence[int | None]) -> None:
@@ -300,19 +297,9 @@ def check_apart(names: tuple[str, str], x: Tensor, y: Tensor) -> None:
 # --- what is in them ------------------------------------------------------------------------------
 
 
-def can_be_read(x: Tensor) -> bool:
-    """Whether x's values may be looked at: for nothing, or in the checked mode at the price of waiting
-    for the GPU."""
-    if is_readable(x):
-        return True
-    if not CHECKED or is_compiling() or not x.is_cuda or type(x) is not Tensor or watched():
-        return False
-    return not transforms_active() and not torch.cuda.is_current_stream_capturing()
-
-
 def are_values_checked(x: Tensor) -> bool:
     """Whether calls with tensors like x look at values, as far as they can be read."""
-    return x.is_cpu or CHECKED
+    return x.is_cpu or checks.CHECKED
 
 
 def values_check(present: Sequence[str], limits: tuple[Any, Any]) -> Callable[..., None]:
