@@ -25,6 +25,7 @@ from ..functional.attention_request import attention_request
 from ..functional.autocast import autocast_low_precision
 from ..mask_values import Diagonals
 from ..variant import NUMBERS
+from .agreement import agreed, all_in_backward
 from .call import NAME, Call, Needs, Rows
 from .group import NOT_TRACED, check_plain, check_untransformed, group_of, once
 from .order import Part, Range, check_length, cut, ranges
@@ -59,9 +60,11 @@ def ring_attention(
     masks and windows are those of the whole sequence.
 
     All ranks of the group make the same call, with shards of the same shape, and the same tensors
-    require gradients on all.  A backward pass moves keys, values and their gradients again, and so has
-    to run on all ranks too.  Activation checkpointing repeats the transfers, in the same order on all.
-    torch.compile does not trace it: it breaks the graph there, and fullgraph=True raises.
+    require gradients on all.  Otherwise the process ends, waits, or returns wrong numbers; with
+    FLASHPROTO_CHECKED=1 in the environment all ranks raise an error that says what differs.  A backward
+    pass moves keys, values and their gradients again, and so has to run on all ranks too.  Activation
+    checkpointing repeats the transfers, in the same order on all.  torch.compile does not trace it: it
+    breaks the graph there, and fullgraph=True raises.
 
     Args:
         q: [B, Hq, S / n, D], this rank's shard, as attention takes it.
@@ -99,13 +102,19 @@ def ring_attention(
         >>> torch.allclose(out, flashproto.attention(q, k, v, causal=True), atol=1e-5)
         True
     """
+    call, *tensors = agreed(NAME, call_of, locals(), own=("q", "k", "v"))
+    out, lse = RingAttention.apply(call, *tensors)
+    return (out, lse) if return_lse else out
+
+
+def call_of(q, k, v, group, method, impl, **options):
+    """What RingAttention takes, of arguments that fit; nothing travels here."""
     name = NAME
     ranks = group_of(name, group)
     q, k, v = autocast_low_precision(q, k, v)
     check_attention(name, q, k, v)
-    tensors = {"q": q, "k": k, "v": v, "sinks": sinks, "alibi_slopes": alibi_slopes}
-    check_plain(name, **tensors)
-    check_untransformed(name, **tensors)
+    check_plain(name, q=q, k=k, v=v, **options)
+    check_untransformed(name, q=q, k=k, v=v, **options)
     length = q.shape[2]
     S = length * ranks.size
     if k.shape[2] != length:
@@ -113,25 +122,11 @@ def ring_attention(
         refuse(name, "k", got, takes, "Shard queries and keys of the same sequence alike.")
     check_length(name, "the length of all shards", S, ranks.size)
     check_choice(name, "method", method, METHODS, "Pass 'ring' for long sequences.")
-    request = attention_request(
-        name,
-        q,
-        k,
-        v,
-        lengths=(S, S),
-        causal=causal,
-        window=window,
-        mask=mask,
-        scale=scale,
-        return_lse=return_lse,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-    )
-    gather = method == "all_gather"
-    if alibi_slopes is not None and not (causal and gather):
+    request = attention_request(name, q, k, v, lengths=(S, S), **options)
+    gather, slopes = method == "all_gather", options["alibi_slopes"]
+    if slopes is not None and not (options["causal"] and gather):
         takes = "None, unless causal=True and method='all_gather'"
-        refuse(name, "alibi_slopes", alibi_slopes, takes, "Pass these two, or window=.")
+        refuse(name, "alibi_slopes", slopes, takes, "Pass these two, or window=.")
     (kind, offset, _), named, scale = request.variant, request.variant.named, request.scale
     of_keys: dict[str, Tensor] = {n: x for n, x in named.items() if isinstance(x, Tensor)}
     of_keys.pop("sinks", None)
@@ -152,8 +147,7 @@ def ring_attention(
         impl,
     )
     call = call._replace(impl=call.backend(q, k, v, of_keys))
-    out, lse = RingAttention.apply(call, q, k, v, sinks, *of_keys.values())
-    return (out, lse) if len(request.results) > 1 else out
+    return call, q, k, v, options["sinks"], *of_keys.values()
 
 
 class RingAttention(torch.autograd.Function):
@@ -174,6 +168,7 @@ class RingAttention(torch.autograd.Function):
         _, q, k, v, sinks, *tensors = ctx.needs_input_grad
         needs = Needs(q, k or v, sinks, tuple(tensors))
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        all_in_backward(NAME, ctx.call.ranks, q)
         named = dict(zip(ctx.call.names, tensors, strict=True))
         with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
             made = backward(ctx.call, needs, Rows(dout, dlse, out, lse), q, k, v, sinks, named)

@@ -9,6 +9,7 @@ from torch import Tensor
 from .. import reference
 from ..checks import check_norm, check_rows, refuse
 from ..functional.autocast import autocast_float32
+from .agreement import agreed, all_in_backward
 from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once
 
 
@@ -25,8 +26,10 @@ def layer_norm(
 
     Each rank has the state (n, mean, M2) of its own elements of a row.  One all-gather of these, four
     numbers a row, and Chan's merge give that of the whole row; the backward pass gathers two more sums
-    a row.  Every rank of the group makes the same call.  torch.compile does not trace it: it breaks the
-    graph there, and fullgraph=True raises.
+    a row.  Every rank of the group makes the same call: of as many rows, with the same dtypes, eps and
+    parameters.  Otherwise the process ends, waits, or returns wrong numbers; with FLASHPROTO_CHECKED=1
+    in the environment all ranks raise an error that says what differs.  torch.compile does not trace
+    it: it breaks the graph there, and fullgraph=True raises.
 
     Args:
         x: [..., N_r], this rank's elements of rows of N, any floating dtype and strides; other ranks
@@ -47,7 +50,7 @@ def layer_norm(
         >>> torch.allclose(y, flashproto.layer_norm(x, 64, weight, bias), atol=1e-5)
         True
     """
-    return _norm("layer_norm", x, weight, bias, group, eps, True)
+    return _norm(True, name="layer_norm", x=x, weight=weight, bias=bias, group=group, eps=eps)
 
 
 @torch.compiler.disable(reason=NOT_TRACED)
@@ -69,10 +72,16 @@ def rms_norm(
         >>> torch.allclose(y, flashproto.rms_norm(x, 64, weight, eps=1e-6), atol=1e-5)
         True
     """
-    return _norm("rms_norm", x, weight, bias, group, eps, False)
+    return _norm(False, name="rms_norm", x=x, weight=weight, bias=bias, group=group, eps=eps)
 
 
-def _norm(name, x, weight, bias, group, eps, centered):
+def _norm(centered, **given):
+    own = "x", "weight", "bias"
+    return ShardedNorm.apply(*agreed(given["name"], call_of, given, own, uneven=True), centered)
+
+
+def call_of(name, x, weight, bias, group, eps):
+    """What ShardedNorm takes, of arguments that fit; nothing travels here."""
     ranks = group_of(name, group)
     check_plain(name, x=x, weight=weight, bias=bias)
     check_rows(name, x)
@@ -82,7 +91,7 @@ def _norm(name, x, weight, bias, group, eps, centered):
     check_norm(name, x, [x.shape[-1]], weight, bias, None, eps)
     x, weight, bias = autocast_float32(name, x, weight, bias)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
-    return ShardedNorm.apply(x, weight, bias, ranks, eps, centered)
+    return x, weight, bias, ranks, eps
 
 
 def moments(x: Tensor, centered: bool, ranks: Group) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,6 +128,7 @@ class ShardedNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
+        all_in_backward("a norm", ctx.ranks, dy)
         with torch.no_grad():
             made = gradients(dy, ctx.ranks, ctx.centered, *ctx.saved_tensors)
         return *once("a norm of shards", made), None, None, None

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..checks import check_integer, described, refuse
 from ..mask_values import Diagonals
 from ..reference import compute_dtype
+from .agreement import agreed, all_in_backward
 from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once
 
 Range = tuple[int, int]  # from the first to before the second
@@ -164,7 +165,8 @@ def check_length(operator: str, argument: str, length: int, size: int) -> None:
 def shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """This rank's tokens of a whole sequence, in the order in which ring_attention wants them.
 
-    Rank r of n holds the chunks r and 2 n - 1 - r of 2 n (head-tail order).
+    Rank r of n holds the chunks r and 2 n - 1 - r of 2 n (head-tail order).  Nothing travels; but with
+    FLASHPROTO_CHECKED=1 in the environment all ranks have to call it, and compare x.
 
     Args:
         x: the whole sequence, the same on every rank: [B, S, C], [B, H, S, D], token numbers [B, S].
@@ -180,12 +182,17 @@ def shard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor
         >>> distributed.shard(tokens, dim=1)  # of 2 ranks: [[0, 1, 6, 7]] and [[2, 3, 4, 5]]
         tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
     """
+    dim, ranks = agreed("shard", check_whole, {"x": x, "dim": dim, "group": group})
+    held = ranges(ranks.rank, ranks.size, x.shape[dim] // ranks.size)
+    return cut(x, held, dim)
+
+
+def check_whole(x, dim, group):
     name = "shard"
     ranks, dim = group_of(name, group), check_dim(name, x, dim)
     check_plain(name, x=x)
     check_length(name, f"dimension {dim} of x", x.shape[dim], ranks.size)
-    held = ranges(ranks.rank, ranks.size, x.shape[dim] // ranks.size)
-    return cut(x, held, dim)
+    return dim, ranks
 
 
 def positions(
@@ -213,7 +220,8 @@ def positions(
 def unshard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tensor:
     """The whole sequence from every rank's shard, on every rank: undoes shard.
 
-    Args: x: this rank's shard, of the same shape on all; dim, group: as shard.
+    Args: x: this rank's shard, of the same shape and dtype on all, which FLASHPROTO_CHECKED=1 in the
+        environment compares; dim, group: as shard.
     Returns: x with n times the tokens, in the order of the sequence.  Its gradient is that of the sum
         of all ranks' losses, summed in at least float32.
     Raises: as shard; NotImplementedError: a second derivative is asked for.
@@ -223,12 +231,16 @@ def unshard(x: Tensor, dim: int, group: dist.ProcessGroup | None = None) -> Tens
         >>> torch.equal(distributed.unshard(distributed.shard(x, dim=1), dim=1), x)
         True
     """
+    return Unshard.apply(x, *agreed("unshard", check_shard, locals(), own=("x",)))
+
+
+def check_shard(x, dim, group):
     name = "unshard"
     ranks, dim = group_of(name, group), check_dim(name, x, dim)
     check_plain(name, x=x)
     check_untransformed(name, x=x)
     check_length(name, "the whole length", x.shape[dim] * ranks.size, ranks.size)
-    return Unshard.apply(x, dim, ranks)
+    return dim, ranks
 
 
 class Unshard(torch.autograd.Function):
@@ -242,6 +254,7 @@ class Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ranks, dim = ctx.ranks, ctx.dim
+        all_in_backward("unshard", ranks, gradient)
         with torch.no_grad():
             total = gradient.to(compute_dtype(gradient.dtype), copy=True).contiguous()
             dist.all_reduce(total, group=ranks.group)
