@@ -4,7 +4,7 @@ queries that may see it, which is two vectors; made by the functions of masks.py
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -101,7 +101,8 @@ class Diagonals(NamedTuple):
 class Mask:
     """What a query may see; see the functions of this module, which make masks.
 
-    `a & b`: what both let it see.  print(mask): what it is, and the share of tiles that it visits.
+    `a & b`: what both let it see; there is no `|`, `^` and `~`, and a mask is neither true nor false
+    (TypeError).  print(mask): what it is, and the share of tiles that it visits.
 
     Example:
         >>> masks.causal() & masks.window(1023)
@@ -121,8 +122,30 @@ class Mask:
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
-            return NotImplemented
+            name, takes = f"the other side of {self!r} &", "a mask of flashproto.masks"
+            do = "A boolean tensor is scaled_dot_product_attention's attn_mask."
+            refuse("masks", name, described(other), takes, do, TypeError)
         return Mask(self.bands + other.bands, self.parts + other.parts)
+
+    __rand__ = __and__
+
+    def __bool__(self) -> bool:
+        takes, do = "&, which joins masks", "Write a & b for `a and b`, `mask is None` for `not mask`."
+        refuse("masks", repr(self), "used as true or false", takes, do, TypeError)
+
+    def __or__(self, other: object = None) -> NoReturn:
+        """Refuse |, ^ and ~, and say which masks there are in their place."""
+        refuse(
+            "masks",
+            repr(self),
+            "used with |, ^ or ~",
+            "&, which lets a query see what both masks let it see",
+            "masks.window(left, first=n) keeps the first keys beside a window, masks.prefix beside"
+            " causal(); masks.intervals(begin, end) takes others.",
+            TypeError,
+        )
+
+    __ror__ = __xor__ = __rxor__ = __invert__ = __or__
 
     def __repr__(self) -> str:
         return " & ".join(map(str, (*self.bands, *self.parts))) or "everything"

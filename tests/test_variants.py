@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import pickle
 import random
 from dataclasses import replace
 
@@ -163,6 +165,12 @@ def test_masks_say_what_they_are() -> None:
     ):
         assert str(mask).startswith(repr(mask)) and why in str(mask)
     assert "meta" in str(masks.documents(ids.to("meta")))
+
+
+def test_masks_are_copied_and_equal_only_themselves() -> None:
+    mask = masks.causal() & masks.documents(torch.tensor([0, 0, 1]))
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+        assert mask == mask and mask != other and torch.equal(other.visible(3, 3), mask.visible(3, 3))
 
 
 def test_masks_are_drawn(tmp_path) -> None:
@@ -353,6 +361,23 @@ REFUSED = {
         lambda: flashproto.attention(Q, Q, Q, mask=masks.window(5, first=1) & masks.window(2, first=3)),
         "the narrower with first=3",
     ),
+    "masks joined by and": (
+        lambda: masks.causal() and B2,
+        "causal.. is used as true or false; .* a & b",
+    ),
+    "masks joined by or": (lambda: masks.causal() or B2, "takes &, which joins masks"),
+    "the truth of a mask": (lambda: bool(B2), "padding.* is used as true or false"),
+    "not a mask": (lambda: not masks.causal(), "`mask is None` for `not mask`"),
+    "a union of masks": (
+        lambda: masks.causal() | B2,
+        r"takes &, .* masks\.window\(left, first=n\) keeps the first keys",
+    ),
+    "a union with a tensor": (lambda: (Q > 0) | B2, "padding.* takes &"),
+    "a difference of masks": (lambda: masks.causal() ^ B2, "takes &"),
+    "a complement": (lambda: ~masks.causal(), r"takes &, .* masks\.intervals\(begin, end\)"),
+    "a mask and a tensor": (lambda: masks.causal() & (Q > 0), "& is a tensor of shape .* attn_mask"),
+    "a tensor and a mask": (lambda: (Q > 0) & masks.causal(), "& is a tensor of shape .* attn_mask"),
+    "a mask and nothing": (lambda: masks.causal() & None, "& is None; it takes a mask"),
 }
 
 
