@@ -22,6 +22,7 @@ from ..checks import (
     check_number,
     check_on,
     check_scale,
+    is_readable,
     refuse,
     spreads,
 )
@@ -48,6 +49,7 @@ else:
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 INTERVALS = ("begin", "end")
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 class Request(NamedTuple):
@@ -191,18 +193,21 @@ class Request(NamedTuple):
     def _by_reference(self) -> tuple[Tensor, ...]:
         """The definition; statistics have no gradient, as on other backends."""
         q, k, v, variant = self.q, self.k, self.v, self.variant
-        statistics = self.results[-1] >= 2
+        statistics, named, offset = self.results[-1] >= 2, variant.named, variant.offset
+        given: dict[str, Any] = {"causal": variant.kind.CAUSAL, "scale": self.scale}
+        given["return_aux"] = statistics
+        starts = [named[name] for name in BOUNDARIES if name in named]
         with without_autocast(q):
-            made = reference.attention(
-                q,
-                k,
-                v,
-                causal=variant.kind.CAUSAL,
-                causal_offset=variant.offset,
-                scale=self.scale,
-                return_aux=statistics,
-                **variant.named,
-            )
+            if starts and all(map(is_readable, starts)):
+                given |= {name: x for name, x in named.items() if name not in BOUNDARIES}
+
+                def of_sequence(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+                    diagonal = k.shape[2] - q.shape[2] + offset
+                    return reference.attention(q, k, v, causal_offset=diagonal, **given)
+
+                made = reference.each_sequence(of_sequence, q, k, v, *(x.tolist() for x in starts))
+            else:
+                made = reference.attention(q, k, v, causal_offset=offset, **given, **named)
         if not statistics:
             return made[: len(self.results)]
 

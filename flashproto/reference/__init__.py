@@ -11,6 +11,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]
 from .attention import (
     attention,
     causal_mask,
+    each_sequence,
 )
 from .cross_entropy import (
     cross_entropy,
@@ -62,6 +63,7 @@ __all__ = [
     "causal_mask",
     "compute_dtype",
     "cross_entropy",
+    "each_sequence",
     "glu",
     "linear_cross_entropy",
     "log_softmax",

@@ -6,6 +6,7 @@ What happens to a score, in this order: scale, softcap, ALiBi, mask; then the so
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -124,7 +125,8 @@ def attention(
     causal_offset defaults to Sk - Sq (bottom-right); scale to 1 / sqrt(D).  What a query sees: see
     `visible`; how scores change: see `modified`.  sinks [Hq] is one more score of each row, without a
     value.  With cu_seqlens (of one batch entry) causal_offset counts from the bottom-right diagonal of
-    each sequence.  A query with no visible key gives 0 and lse = -inf, or its sink.
+    each sequence; NaN in one reaches the others, unless `each_sequence` takes them apart.  A query with
+    no visible key gives a constant 0, and lse = -inf, or its sink.
     Returns out [B, Hq, Sq, Dv] in q's dtype, lse [B, Hq, Sq] in the computing dtype; with return_aux
     also, for each row, the largest of scale * q k^T before softcap over the visible keys (-inf without
     one), and the entropy of the keys' probabilities, the sink left out (0 without a key).
@@ -132,14 +134,19 @@ def attention(
     Sq, Sk, group = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = compute_dtype(q.dtype)
-    k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
-    scores = (q.to(dtype) @ k.mT) * scale  # [B, Hq, Sq, Sk]
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         pairs = packed_pairs(Sq, Sk, cu_seqlens_q, cu_seqlens_k)
         offset = pairs.diagonal + (causal_offset or 0)
+        # Behind the last sequence there may be anything, which times 0 may be NaN.
+        q, k, v = (
+            x.masked_fill((indices(x.shape[2], starts) >= starts[-1])[:, None], 0.0)
+            for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
+        )
     else:
         pairs = dense_pairs(Sq, Sk, q)
         offset = pairs.diagonal if causal_offset is None else causal_offset
+    k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
+    scores = (q.to(dtype) @ k.mT) * scale  # [B, Hq, Sq, Sk]
     hidden = ~visible(pairs, causal, offset, left, first, begin, end)
     max_score = largest(scores.masked_fill(hidden, -math.inf))
     scores = modified(scores, pairs, softcap, alibi_slopes).masked_fill(hidden, -math.inf)
@@ -156,8 +163,29 @@ def attention(
     mean = (p * shifted.masked_fill(hidden, 0.0)).sum(-1) / torch.where(l == 0, 1.0, l)
     entropy = torch.where(l == 0, 0.0, keys - mean)
     lse, normaliser = online_softmax_finish(m, l if sinks is None else l + torch.exp(sink - shift))
-    out = ((p @ v) * normaliser[..., None]).to(q.dtype)
+    keyless = hidden.all(-1, keepdim=True)
+    out = ((p @ v) * normaliser[..., None]).masked_fill(keyless, 0.0).to(q.dtype)
     return (out, lse, max_score, entropy) if return_aux else (out, lse)
+
+
+def each_sequence(
+    function: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts_q: Sequence[int],
+    starts_k: Sequence[int],
+) -> tuple[Tensor, ...]:
+    """What function(q, k, v) gives of each sequence by itself, with the tokens starts[s] to
+    starts[s + 1] - 1, and of the queries behind the last one, which see no key; side by side."""
+    parts = [
+        x.split([b - a for a, b in zip(starts, [*starts[1:], x.shape[2]], strict=True)], 2)
+        for x, starts in ((q, starts_q), (k, starts_k), (v, starts_k))
+    ]
+    made = [function(*sequence) for sequence in zip(*(x[:-1] for x in parts), strict=True)]
+    behind, *empty = (x[-1] for x in parts)
+    made.append(function(behind, *(x[:, :, :0] for x in empty)))
+    return tuple(torch.cat(x, 2) for x in zip(*made, strict=True))
 
 
 def largest(x: Tensor) -> Tensor:
