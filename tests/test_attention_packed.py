@@ -315,9 +315,8 @@ def check(problem: Aligned) -> dict[str, Tensor]:
     doubled = [t.detach().double().requires_grad_() for t in inputs]
     exact = reference.attention(*doubled, causal=problem.causal, causal_offset=problem.offset)
     plain = [t.detach().requires_grad_() for t in inputs]
-    tensors, ints, floats, text = pack(Variant(Kind(problem.causal), problem.offset))
-    settings = ops.Settings(tuple(ints), tuple(floats), text, scale, "hopper")
-    outputs = ops.attention((*inputs, *tensors), settings, (0, 1))
+    form = Variant(Kind(problem.causal), problem.offset).form
+    outputs = ops.attention(inputs, ops.Settings(form, scale, "hopper"), (0, 1))
     got = results(outputs, inputs, gradients)
     assert_within_bound(
         got,
