@@ -195,8 +195,8 @@ def test_max_scores_are_those_of_the_layers(preset):
     ids, want = torch.randint(50, (3, 8)), []
     heads = nn.Attention._heads
 
-    def noted(self, qkv, rope):
-        q, k, v = heads(self, qkv, rope)
+    def noted(self, *given):
+        q, k, v = heads(self, *given)
         scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[-1])
         want.append(scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -math.inf).max().item())
         return q, k, v

@@ -26,6 +26,7 @@ PARTS = {
         "bias": False,
         "tie_weights": False,
     },
+    "gpt-oss": {"positions": "rope", "window": 7, "window_pattern": "SL", "sinks": True},
 }
 
 
@@ -60,7 +61,7 @@ def check_gpt2s(model: nn.GPT) -> None:
     into_stream = 0.02 / math.sqrt(2 * model.config.n_layers)
     for name, p in model.named_parameters():
         p = p.full_tensor() if hasattr(p, "full_tensor") else p
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             assert torch.equal(p, torch.zeros_like(p)), name
         elif "norm" in name:
             assert torch.equal(p, torch.ones_like(p)), name
@@ -78,7 +79,7 @@ def test_a_model_of_the_meta_device_is_initialised_as_any(parts, initialise):
     config = dataclasses.replace(SMALL, **parts)
     check_gpt2s(nn.GPT(config))
     with torch.device("meta"):
-        model = nn.GPT(config, impl="torch")
+        model = nn.GPT(config, impl="reference")
     initialise(emptied(model))
     check_gpt2s(model)
     tokens, targets = torch.randint(211, (2, 2, 64))
@@ -102,7 +103,8 @@ def test_reset_parameters_draws_what_the_constructor_draws():
 def test_the_state_dict_is_all_that_a_model_holds(parts):
     """No table outside of it is left unmade by to_empty."""
     config = dataclasses.replace(SMALL, **parts)
-    model, copy = nn.GPT(config, impl="torch"), emptied(nn.GPT(config, impl="torch", device="meta"))
+    model = nn.GPT(config, impl="reference")
+    copy = emptied(nn.GPT(config, impl="reference", device="meta"))
     copy.load_state_dict(model.state_dict())
     tokens = torch.randint(211, (2, 9))
     assert torch.equal(model(tokens)[0], copy(tokens)[0])
@@ -110,12 +112,14 @@ def test_the_state_dict_is_all_that_a_model_holds(parts):
 
 def test_modules_outside_a_gpt_keep_torchs_initialisation():
     block = nn.TransformerBlock(64, 4, norm="rms", device="meta")
-    attention = nn.Attention(64, 4, qk_norm=True, device="meta")
+    attention = nn.Attention(64, 4, qk_norm=True, sinks=True, alibi=True, device="meta")
     for module in (emptied(block), emptied(attention)):
         each(module)
         for name, p in module.named_parameters():
             if "norm" in name:
                 assert torch.equal(p, torch.zeros_like(p) if "bias" in name else torch.ones_like(p))
+            elif name == "sinks":
+                assert torch.equal(p, torch.zeros_like(p))
             elif name.endswith("weight"):
                 bound = 1 / math.sqrt(p.shape[1])
                 assert 0.95 * bound < p.abs().amax() <= bound
@@ -154,7 +158,8 @@ def test_a_sharded_model_of_the_meta_device(initialise):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        model = nn.GPT(dataclasses.replace(SMALL, tie_weights=False), impl="torch", device="meta")
+        config = dataclasses.replace(SMALL, tie_weights=False, sinks=True)
+        model = nn.GPT(config, impl="reference", device="meta")
         for module in (*model.blocks, model.embedding, model.head):
             fully_shard(module, mesh=mesh)
         fully_shard(model, mesh=mesh)

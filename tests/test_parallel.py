@@ -25,7 +25,7 @@ from example_scripts import BEST, CHECKPOINT, LOG, PLOT, SETTINGS, called, examp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from flashproto import distributed, nn
+from flashproto import distributed, masks, nn
 from flashproto.backends import set_default
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch is built without it")
@@ -37,8 +37,15 @@ LLAMA = nn.GPTConfig(
     67, 16, 2, 4, 32, n_kv_heads=2, norm="rms", mlp="swiglu", positions="rope", bias=False
 )
 UNTIED = dataclasses.replace(LLAMA, tie_weights=False, bias=True)
-CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "untied": UNTIED}
-CONTEXT_CASES = [("gpt2", "ddp"), ("llama", "fsdp")]  # learned positions; rope, fewer key heads
+OSS = dataclasses.replace(LLAMA, window=5, window_pattern="SL", softcap=3.0, sinks=True)
+CONFIGS = {"gpt2": GPT2, "llama": LLAMA, "untied": UNTIED, "gpt-oss": OSS}
+# Learned positions; rope, fewer key heads; the same with documents.
+CONTEXT_CASES = [
+    ("gpt2", "ddp", False),
+    ("llama", "fsdp", False),
+    ("gpt2", "fsdp", True),
+    ("gpt-oss", "ddp", True),
+]
 ROWS = 8
 RATE, LIMIT = 1e-2, 0.25  # of learning, and of the gradient's norm
 
@@ -54,7 +61,11 @@ def world():
 
 def make_model(config: nn.GPTConfig, dtype: torch.dtype = torch.float64, impl: str = "torch") -> nn.GPT:
     torch.manual_seed(5)
-    return nn.GPT(config, impl=impl, dtype=dtype)
+    model = nn.GPT(config, impl="reference" if config.sinks else impl, dtype=dtype)
+    for name, p in model.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(p)
+    return model
 
 
 def make_optimizer(model: nn.GPT) -> torch.optim.Optimizer:
@@ -84,14 +95,20 @@ def close(got: Tensor, want: Tensor, what: str, most: float | None = None) -> No
 # --- losses, gradients and steps ------------------------------------------------------------------
 
 
-def step(w, model, forward, optimizer, batches: list[Tensor]) -> tuple[float, Tensor]:
-    """The gradient of several global batches, clipped; returns their loss and the norm before."""
+def step(
+    w, model, forward, optimizer, batches: list[Tensor], documents: bool = False
+) -> tuple[float, Tensor]:
+    """The gradient of several global batches, clipped; returns their loss and the norm before.
+
+    documents: each begins with an id that 5 divides.
+    """
     loss = torch.zeros((), dtype=torch.float64)
     for i, batch in enumerate(batches):
         mine = batch.chunk(w.data_size)[w.data_rank]
         x, y = w.tokens(mine[:, :-1], 0), w.tokens(mine[:, 1:], -100)
         with w.accumulating(forward, i == len(batches) - 1):
-            _, mean = forward(x, y, return_logits=False, group=w.group)
+            ids = w.tokens((mine[:, :-1] % 5 == 0).cumsum(1), -1) if documents else None
+            _, mean = forward(x, y, return_logits=False, group=w.group, documents=ids)
             (mean / len(batches)).backward()
         loss += mean.detach() / (len(batches) * w.size)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -100,7 +117,9 @@ def step(w, model, forward, optimizer, batches: list[Tensor]) -> tuple[float, Te
     return w.sum(loss).item(), norm
 
 
-def training_equals_one_process(name: str, way: str, batches: int, context: int = 1) -> None:
+def training_equals_one_process(
+    name: str, way: str, batches: int, context: int = 1, documents: bool = False
+) -> None:
     config, w = CONFIGS[name], world()
     w.share_sequences(context)
     # "torch" gives no lse, by which the parts of a sequence merge.
@@ -113,8 +132,8 @@ def training_equals_one_process(name: str, way: str, batches: int, context: int 
     with torch.no_grad():
         wrapped(make_batch(config, 9)[:1, :3])  # as a sample before the first step
     data = [make_batch(config, i) for i in range(batches)]
-    want = step(module("parallel").ALONE, alone, alone, optimizers[0], data)
-    got = step(w, model, wrapped, optimizers[1], data)
+    want = step(module("parallel").ALONE, alone, alone, optimizers[0], data, documents)
+    got = step(w, model, wrapped, optimizers[1], data, documents)
     assert want[1] > LIMIT  # so that there is something to clip
     close(torch.tensor(got[0]), torch.tensor(want[0]), "loss")
     close(got[1], want[1], "norm")
@@ -155,7 +174,7 @@ def bfloat16_blocks_are_autocast(name: str) -> None:
 # --- sequences that processes share ---------------------------------------------------------------
 
 
-def layer_equals_the_whole(**options: object) -> None:
+def layer_equals_the_whole(mask: masks.Mask | None = None, **options: object) -> None:
     """Attention as a layer on a group's shards, forward and backward, against that on all tokens."""
     w, S = world(), 16
     w.share_sequences(2)
@@ -163,18 +182,28 @@ def layer_equals_the_whole(**options: object) -> None:
     rope = tuple(t.double() for t in nn.rope_tables(S, 8))
     x, dy = (torch.randn(2, S, 32, dtype=torch.float64) for _ in range(2))
     x.requires_grad_()
-    y = layer(x, rope)
+    if layer.sinks is not None:
+        torch.nn.init.normal_(layer.sinks)
+    y = layer(x, rope, mask=mask)
     dx, *want = torch.autograd.grad(y, [x, *layer.parameters()], dy)
     own = functools.partial(distributed.shard, dim=1, group=w.group)
     at = distributed.positions(S, w.group)
     mine = own(x.detach()).requires_grad_()
-    got = layer(mine, (rope[0][at], rope[1][at]), w.group)
+    got = layer(mine, (rope[0][at], rope[1][at]), w.group, mask=mask)
     close(got, own(y), "y")
     dmine, *parts = torch.autograd.grad(got, [mine, *layer.parameters()], own(dy))
     close(dmine, own(dx), "gradient of x")
     for (name, _), part, whole in zip(layer.named_parameters(), parts, want, strict=True):
         dist.all_reduce(part, group=w.group)
         close(part, whole, f"gradient of {name}")
+
+
+def layer_with_options() -> None:
+    """Masks are those of the whole sequence; gradients of sinks add up over the group."""
+    options: dict = {"softcap": 1.0, "sinks": True}
+    layer_equals_the_whole(window=(5, 0), **options)
+    documents = masks.documents(torch.tensor([0] * 7 + [1] * 9))
+    layer_equals_the_whole(documents, causal=False, window=(None, 4), **options)
 
 
 def what_does_not_go_with_a_group() -> None:
@@ -185,10 +214,17 @@ def what_does_not_go_with_a_group() -> None:
         model(part, group=w.group)
     with pytest.raises(ValueError, match="length"):
         model(part[:, :1], group=w.group)
-    layer = nn.Attention(32, 4, impl="reference")
+    layer, x = nn.Attention(32, 4, impl="reference"), torch.zeros(1, 2, 32)
+    cu = torch.tensor([0, 2], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"cu_seqlens is .* \[2\]; it takes None where group"):
+        layer(x, None, w.group, cu_seqlens=cu)
+    with pytest.raises(ValueError, match=r"cu_seqlens is .*; it takes None beside group"):
+        model(part[:, :2], group=w.group, cu_seqlens=cu)
     layer.record_max_score = True
     with pytest.raises(ValueError, match="record_max_score is True; it takes False where group"):
-        layer(torch.zeros(1, 2, 32), None, w.group)
+        layer(x, None, w.group)
+    with pytest.raises(ValueError, match="alibi is True; it takes False where group is given"):
+        nn.Attention(32, 4, alibi=True)(x, None, w.group)
 
 
 def validation_equals_one_process(text: Path, length: int) -> None:
@@ -366,12 +402,13 @@ def test_several_processes_train_as_one(tmp_path, text):
             cases[f"on with {way}"] = functools.partial(
                 goes_on, way, source, tmp_path / f"{size} {way}"
             )
-        for name, way in CONTEXT_CASES:
+        for name, way, documents in CONTEXT_CASES:
             cases[f"{name} {way} context"] = functools.partial(
-                training_equals_one_process, name, way, 2, context=2
+                training_equals_one_process, name, way, 2, context=2, documents=documents
             )
         if size == 2:
             cases["layer"] = layer_equals_the_whole
+            cases["layer with options"] = layer_with_options
             cases["layer with QK norm"] = functools.partial(layer_equals_the_whole, qk_norm=True)
             for length in (13, 20):
                 cases[f"validation of {length}"] = functools.partial(

@@ -5,7 +5,9 @@ Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D h
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +15,17 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..checks import LARGEST, SMALLEST, check_flag, check_integer, check_number, refuse
+from .. import masks
+from ..checks import (
+    LARGEST,
+    SMALLEST,
+    check_flag,
+    check_integer,
+    check_number,
+    described,
+    refuse,
+)
+from ..functional.attention_request import check_window
 from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
@@ -71,6 +83,30 @@ def apply_rope(x: Tensor, rope: Rope) -> Tensor:
     return F.rope(x, None, *rope)
 
 
+def alibi_slopes(n_heads: int, device: torch.device) -> Tensor:
+    """[Hq] float32: 2^(-8/n), 2^(-16/n), ... 2^-8 for a power of 2, n; other numbers of heads have
+    those of the power below, and then every other one of the power above."""
+    below = 1 << (n_heads.bit_length() - 1)
+    i = torch.arange(n_heads, device=device, dtype=torch.float32)
+    return torch.exp2(
+        torch.where(i < below, (i + 1) * (-8 / below), (2 * (i - below) + 1) * (-4 / below))
+    )
+
+
+def check_cu_seqlens(name: str, x: object) -> None:
+    """int32 [n + 1]; attention_varlen checks the numbers in it."""
+    if not isinstance(x, Tensor) or x.dtype != torch.int32 or x.ndim != 1:
+        got = f"of {x.dtype}, {described(x)}" if isinstance(x, Tensor) else described(x)
+        takes, do = "an int32 tensor [n + 1] for n sequences", "Pass where they begin, and the end."
+        refuse(name, "cu_seqlens", got, takes, do, TypeError)
+
+
+def positions_of(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """[tokens]: the position of each in its own sequence."""
+    at = torch.arange(tokens, device=cu_seqlens.device, dtype=torch.int32)
+    return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
+
+
 def beside_attention(impl: str | None) -> str | None:
     """The backend of the other operators in a module whose attention runs on `impl`.
 
@@ -97,22 +133,43 @@ class Attention(nn.Module):
             Normalization", 2020), before RoPE; its weights are q_norm.weight and k_norm.weight.
         eps: epsilon of QK norm; None is torch.finfo's of the dtype.
         interleaved: RoPE turns dimensions (2i, 2i + 1), as in GPT-J, not (i, i + D/2), as in Llama.
+        window, softcap: as flashproto.attention takes them: window=(1023, 0), softcap=30.0.
+        sinks: a learned sink for each query head, the parameter `sinks` [Hq].  They begin at 0, which
+            reset_parameters() sets, and are scores, not weights: keep them out of weight decay.
+        alibi: ALiBi with the slopes of Press et al., "Train Short, Test Long" (2021), which are fixed,
+            in the place of rope.  Blocks and models have no such option.
         impl: the backend by name, None chooses; of RoPE and QK norm too, which choose beside "hopper".
         device, dtype: of the parameters.
 
-    forward(x [B, S, C], rope=None, group=None) returns [B, S, C]; `rope` is what rope_tables(S, D)
-    returned (of any length from S on; of fewer than D dimensions to rotate only those), or None for no
-    rotation.  With a process group, x is this rank's shard of each sequence and `rope` the rows at its
-    positions, as flashproto.distributed has them, and ring_attention takes the place of attention.
-    With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
-    the keys that are seen, in max_score [Hq], float32; not with a group.
+    forward(x [B, S, C], rope=None, group=None, *, mask=None, cu_seqlens=None, positions=None) returns
+    [B, S, C].
 
-    Raises: ValueError: heads and widths do not fit; TypeError: an argument is of another type.
+    - rope: what rope_tables(S, D) returned (of any length from S on; of fewer than D dimensions to
+      rotate only those), or None for no rotation.
+    - positions: integers [S] or [B, S], the row of rope's tables for each token; None is 0 to S - 1.
+    - mask: a value of flashproto.masks, beside causal and window.
+    - cu_seqlens: int32 [n + 1], where n sequences side by side begin, and the end of the last one, as
+      attention_varlen takes it.  x is then [T, C] or [1, T, C], of all tokens, and so is the result.
+      Positions begin anew in each sequence: rope needs rows for the longest one alone.
+    - group: a process group.  x is this rank's shard of each sequence and `rope` the rows at its
+      positions, as flashproto.distributed has them, mask is of the whole sequence, and ring_attention
+      takes the place of attention.  Gradients of parameters, sinks too, are those of this rank's
+      tokens: sum them over the group, once.  No cu_seqlens, alibi and record_max_score beside it.
+
+    With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
+    the keys that are seen, in max_score [Hq], float32.
+
+    Raises: ValueError: heads and widths do not fit, or options do not go together; TypeError: an
+    argument is of another type.
 
     Example:
-        >>> layer = nn.Attention(64, n_heads=4, n_kv_heads=2, qk_norm=True)
-        >>> layer(torch.randn(2, 8, 64), nn.rope_tables(8, 16)).shape
+        >>> layer = nn.Attention(64, n_heads=4, n_kv_heads=2, qk_norm=True, window=(3, 0), sinks=True)
+        >>> x, rope = torch.randn(2, 8, 64), nn.rope_tables(8, 16)
+        >>> layer(x, rope).shape
         torch.Size([2, 8, 64])
+        >>> packed = layer(x.view(1, 16, 64), rope, cu_seqlens=torch.tensor([0, 8, 16]).int())
+        >>> torch.allclose(packed.view(2, 8, 64), layer(x, rope), atol=1e-5)
+        True
     """
 
     def __init__(
@@ -127,6 +184,10 @@ class Attention(nn.Module):
         qk_norm: bool = False,
         eps: float | None = None,
         interleaved: bool = False,
+        window: Sequence[int | None] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
+        alibi: bool = False,
         impl: str | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -135,13 +196,17 @@ class Attention(nn.Module):
         n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         check_heads("Attention", d_model, n_heads, n_kv_heads, head_dim)
         flags = {"bias": bias, "causal": causal, "qk_norm": qk_norm, "interleaved": interleaved}
-        for name, flag in flags.items():
+        for name, flag in (flags | {"sinks": sinks, "alibi": alibi}).items():
             check_flag("Attention", name, flag)
+        check_options("Attention", window, softcap)
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
         self.causal = causal
         self.interleaved = interleaved
+        self.window = None if window is None else tuple(window)
+        self.softcap = softcap
+        self.alibi = alibi
         self.impl = impl
         self.record_max_score = False
         self.max_score: Tensor | None = None
@@ -149,6 +214,8 @@ class Attention(nn.Module):
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         self.qkv = Linear(d_model, width, **place)
         self.out = Linear(n_heads * self.head_dim, d_model, **place)
+        made = torch.zeros(n_heads, device=device, dtype=dtype)
+        self.sinks = nn.Parameter(made) if sinks else None
         self.q_norm, self.k_norm = (
             RMSNorm(self.head_dim, eps, device=device, dtype=dtype, impl=beside_attention(impl))
             if qk_norm
@@ -156,30 +223,66 @@ class Attention(nn.Module):
             for _ in range(2)
         )
 
-    def forward(self, x: Tensor, rope: Rope | None = None, group: ProcessGroup | None = None) -> Tensor:
-        qkv = self.qkv(x)
-        options: dict[str, Any] = {"causal": self.causal, "impl": self.impl}
-        if group is not None:
-            from ..distributed import ring_attention  # torch may be built without process groups
+    def reset_parameters(self) -> None:
+        """Set sinks to 0; the other parameters are those of its layers."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
-            if self.record_max_score:
-                do = "Set it to False."
-                refuse("Attention", "record_max_score", True, "False where group is given", do)
-            y = ring_attention(*self._heads(qkv, rope), group, **options)
-        elif self.record_max_score:
-            heads = self._heads(qkv, rope)
-            y, largest = F.attention(*heads, return_aux=("max_score",), **options)
-            self.max_score = largest.detach().amax((0, 2))
-        elif rope is None and self.q_norm is None and self.k_norm is None:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | None = None,
+        group: ProcessGroup | None = None,
+        *,
+        mask: masks.Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "window": self.window,
+            "softcap": self.softcap,
+            "sinks": self.sinks,
+            "mask": mask,
+            "impl": self.impl,
+        }
+        more: dict[str, Any] = {}  # what attention_qkv does not take
+        if self.alibi:
+            if rope is not None:
+                do = "Leave one of them out."
+                refuse("Attention", "rope", "given", "None where alibi=True, which takes its place", do)
+            more["alibi_slopes"] = alibi_slopes(self.n_heads, x.device)
+        if self.record_max_score:
+            more["return_aux"] = ("max_score",)
+        attend: Callable[..., Any] = F.attention
+        tokens_alone = x.ndim == 2
+        if group is not None:
+            others = {"alibi": self.alibi, "record_max_score": self.record_max_score}
+            attend = of_shards(group, cu_seqlens=cu_seqlens, **others)
+        elif cu_seqlens is not None:
+            check_cu_seqlens("Attention", cu_seqlens)
+            x, attend = as_packed(x), side_by_side(cu_seqlens)
+            if rope is not None and positions is None:
+                positions = positions_of(cu_seqlens, x.shape[1])
+        qkv = self.qkv(x)
+        as_it_is = rope is None and self.q_norm is None and self.k_norm is None
+        if as_it_is and attend is F.attention and not more:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
         else:
-            y = F.attention(*self._heads(qkv, rope), **options)
-        return self.out(rearrange(y, "b h s d -> b s (h d)"))
+            y = attend(*self._heads(qkv, rope, positions), **options, **more)
+        if self.record_max_score:
+            y, largest = y
+            self.max_score = largest.detach().amax((0, 2))
+        y = self.out(rearrange(y, "b h s d -> b s (h d)"))
+        return y.squeeze(0) if tokens_alone else y
 
-    def _heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(
+        self, qkv: Tensor, rope: Rope | None, positions: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """q [B, Hq, S, D], k and v [B, Hkv, S, D] of qkv, q and k normalized and rotated."""
         heads = (self.n_heads, self.n_kv_heads)
         options: dict[str, Any] = {
+            "positions": None if rope is None else positions,
             "interleaved": self.interleaved,
             "impl": beside_attention(self.impl),
         }
@@ -210,8 +313,46 @@ class Attention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
-            f"causal={self.causal}, interleaved={self.interleaved}, impl={self.impl!r}"
+            f"causal={self.causal}, interleaved={self.interleaved}, window={self.window}, "
+            f"softcap={self.softcap}, alibi={self.alibi}, impl={self.impl!r}"
         )
+
+
+# --- functions in the place of flashproto.attention ------------------------------------------------
+
+
+def of_shards(group: ProcessGroup, **others: Any) -> Callable[..., Any]:
+    """ring_attention of a group's shards; `others`: options of a layer that it does not take."""
+    for name, x in others.items():
+        if x is not None and x is not False:
+            takes = f"{'False' if x is True else 'None'} where group is given"
+            refuse("Attention", name, described(x), takes, "Leave one of them out.")
+    from ..distributed import ring_attention  # torch may be built without process groups
+
+    return functools.partial(ring_attention, group=group)
+
+
+def side_by_side(cu_seqlens: Tensor) -> Callable[..., Any]:
+    """attention_varlen of sequences that lie side by side in q [1, Hq, T, D], k and v alike."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        made = F.attention_varlen(q, k, v, cu_seqlens, cu_seqlens, **options)
+        out, *rows = made if isinstance(made, tuple) else (made,)
+        out = out.transpose(0, 1)[None]
+        return (out, *(x[None] for x in rows)) if rows else out
+
+    return attend
+
+
+def as_packed(x: Tensor) -> Tensor:
+    """[1, T, C] of [T, C] or [1, T, C]."""
+    if x.ndim == 2:
+        return x[None]
+    if x.ndim != 3 or x.shape[0] != 1:
+        takes, do = "[T, C] or [1, T, C] where cu_seqlens is given", "Put all tokens side by side."
+        refuse("Attention", "x", f"of shape {list(x.shape)}", takes, do)
+    return x
 
 
 def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
@@ -223,6 +364,15 @@ def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
         and k_norm.bias is None
         and (q_norm.eps, q_norm.casting) == (k_norm.eps, k_norm.casting)
     )
+
+
+def check_options(name: str, window: Any, softcap: Any) -> None:
+    """What attention would refuse at each call."""
+    if window is not None:
+        check_window(name, window)
+    if softcap is not None:
+        takes, do = "a positive number, or None", "Pass None for none."
+        check_number(name, "softcap", softcap, SMALLEST, LARGEST, takes, do)
 
 
 def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:

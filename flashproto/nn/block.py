@@ -5,12 +5,15 @@ Legend: B batch, S tokens, C = d_model; x, residual [B, S, C].
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from .. import masks
 from .attention import Attention, Rope, beside_attention, check_heads
+from .layers import given
 from .mlp import MLP
 from .norm import make_norm, norm_before_linear
 
@@ -32,6 +35,7 @@ class TransformerBlock(nn.Module):
     Args:
         d_model, n_heads, n_kv_heads, head_dim, causal: see Attention.
         d_ff: see MLP.
+        window, softcap, sinks: see Attention, whose alibi is its own.
         norm: "layer" or "rms".
         mlp: "gelu", "swiglu" or "geglu": the kind of MLP.
         bias: whether the projections (and LayerNorm) have one.
@@ -40,8 +44,8 @@ class TransformerBlock(nn.Module):
             attention alone, norms and MLP choose, and that is "triton" on such a GPU.
         device, dtype: of the parameters.
 
-    forward(x [B, S, C], residual=None, rope=None, group=None) returns (x, residual), both [B, S, C];
-    rope and group: see Attention.
+    forward(x [B, S, C], residual=None, rope=None, group=None, *, mask=None, cu_seqlens=None,
+    positions=None) returns (x, residual), both [B, S, C]; for rope and what follows see Attention.
 
     Raises: ValueError: widths and heads do not fit or a name is unknown; TypeError: an argument is of
     another type.
@@ -65,6 +69,9 @@ class TransformerBlock(nn.Module):
         mlp: str = "gelu",
         bias: bool = True,
         causal: bool = True,
+        window: Sequence[int | None] | None = None,
+        softcap: float | None = None,
+        sinks: bool = False,
         eps: float = 1e-5,
         impl: str | None = None,
         device: torch.device | str | None = None,
@@ -76,8 +83,9 @@ class TransformerBlock(nn.Module):
         place: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
         others = beside_attention(impl)
         self.norm1 = make_norm(norm, d_model, eps=eps, impl=others, **place)
+        options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
         self.attention = Attention(
-            d_model, n_heads, n_kv_heads, head_dim, causal=causal, impl=impl, **place
+            d_model, n_heads, n_kv_heads, head_dim, causal=causal, impl=impl, **options, **place
         )
         self.norm2 = make_norm(norm, d_model, eps=eps, impl=others, **place)
         self.mlp = MLP(d_model, d_ff, mlp, impl=others, **place)
@@ -88,11 +96,16 @@ class TransformerBlock(nn.Module):
         residual: Tensor | None = None,
         rope: Rope | None = None,
         group: ProcessGroup | None = None,
+        *,
+        mask: masks.Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             x, residual = self.norm1(x), x
         else:
             x, residual = norm_before_linear(self.norm1, x, residual)
-        shared = () if group is None else (group,)  # what took attention's place may not know of it
-        x, residual = norm_before_linear(self.norm2, self.attention(x, rope, *shared), residual)
+        options = {"group": group, "mask": mask, "cu_seqlens": cu_seqlens, "positions": positions}
+        x = self.attention(x, rope, **given(options))
+        x, residual = norm_before_linear(self.norm2, x, residual)
         return self.mlp(x), residual

@@ -6,6 +6,7 @@ Legend: B batch, S tokens, C = d_model, V vocabulary; tokens [B, S] int64, logit
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import masks
 from ..checks import (
     LARGEST,
     SMALLEST,
@@ -26,9 +28,16 @@ from ..checks import (
     refuse,
 )
 from ..functional import cross_entropy, linear_cross_entropy
-from .attention import beside_attention, check_heads, rope_tables_at
+from .attention import (
+    beside_attention,
+    check_cu_seqlens,
+    check_heads,
+    check_options,
+    positions_of,
+    rope_tables_at,
+)
 from .block import TransformerBlock
-from .layers import Embedding, Linear, is_as_made, is_plain
+from .layers import Embedding, Linear, given, is_as_made, is_plain
 from .mlp import default_d_ff
 from .norm import make_norm, norm_before_linear
 
@@ -43,12 +52,19 @@ class GPTConfig:
     n_kv_heads=None is n_heads; d_ff=None is 4 d_model, or 8/3 of it with mlp="swiglu".  context is the
     longest input; with positions="learned" it is also the length of the position table.
 
+    window=n lets a token see itself and the n tokens before it, as masks.window(n) does (a model of
+    transformers with sliding_window=n has window=n - 1).  window_pattern says in which layers, a letter
+    each, repeated over them: S has the window, L sees everything; "SSSL" is three layers with it and
+    one without.  None is every layer.  softcap and sinks are those of every layer: see Attention.
+
     Raises: ValueError: its parts do not fit together; TypeError: a number or a flag is something else.
 
     Example:
         >>> config = nn.GPTConfig(vocab_size=256, context=128, n_layers=2, n_heads=4, d_model=64)
         >>> config.head_dim, config.kv_heads, config.hidden
         (16, 4, 256)
+        >>> nn.GPTConfig.preset("toy", window=31, window_pattern="SSSL").windows
+        [31, 31, 31, None]
     """
 
     vocab_size: int
@@ -65,11 +81,16 @@ class GPTConfig:
     norm_eps: float = 1e-5
     bias: bool = True
     tie_weights: bool = True
+    window: int | None = None
+    window_pattern: str | None = None
+    softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "context", "n_layers", "n_heads", "d_model", "n_kv_heads", "d_ff"):
+        sizes = ("vocab_size", "context", "n_layers", "n_heads", "d_model")
+        for name in (*sizes, "n_kv_heads", "d_ff", "window"):
             value = getattr(self, name)
-            if value is None and name in ("n_kv_heads", "d_ff"):
+            if value is None and name not in sizes:
                 continue
             if not is_integer(value) or value < 1:
                 refuse("GPTConfig", name, described(value), "an integer of at least 1", "Pass one.")
@@ -81,8 +102,14 @@ class GPTConfig:
         theta, eps, do = self.rope_theta, self.norm_eps, "Leave it out for what is usual."
         check_number("GPTConfig", "rope_theta", theta, SMALLEST, LARGEST, "a positive number", do)
         check_number("GPTConfig", "norm_eps", eps, 0.0, LARGEST, "a finite number, 0 or more", do)
-        for name in ("bias", "tie_weights"):
+        for name in ("bias", "tie_weights", "sinks"):
             check_flag("GPTConfig", name, getattr(self, name))
+        pattern = self.window_pattern
+        if pattern is not None and (self.window is None or not re.fullmatch("[SL]+", str(pattern))):
+            takes = "None without window" if self.window is None else "letters S and L"
+            do = "Pass window=127, say." if self.window is None else 'Pass "SL", say.'
+            refuse("GPTConfig", "window_pattern", described(pattern), takes, do)
+        check_options("GPTConfig", self.window and (self.window, 0), self.softcap)
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
@@ -105,6 +132,13 @@ class GPTConfig:
     def hidden(self) -> int:
         """The MLP's inner width."""
         return default_d_ff(self.d_model, self.mlp) if self.d_ff is None else self.d_ff
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer its window, None for none."""
+        pattern = self.window_pattern or "S"
+        letters = (pattern[i % len(pattern)] for i in range(self.n_layers))
+        return [self.window if letter == "S" else None for letter in letters]
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
@@ -129,6 +163,9 @@ _LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "positions": "rope", "
 PRESETS = {
     "toy": GPTConfig(256, 128, 4, 4, 128, positions="rope", bias=False),
     "toy-llama": GPTConfig(256, 128, 4, 4, 128, n_kv_heads=2, **_LLAMA),
+    "gpt-oss-toy": GPTConfig(
+        256, 128, 4, 4, 128, n_kv_heads=2, window=31, window_pattern="SL", sinks=True, **_LLAMA
+    ),
     "gpt2-124m": GPTConfig(50257, 1024, 12, 12, 768),
     "gpt2-350m": GPTConfig(50257, 1024, 24, 16, 1024),
     "llama-1b": GPTConfig(
@@ -185,11 +222,14 @@ class GPT(nn.Module):
                 norm=c.norm,
                 mlp=c.mlp,
                 bias=c.bias,
+                window=None if window is None else (window, 0),
+                softcap=c.softcap,
+                sinks=c.sinks,
                 eps=c.norm_eps,
                 impl=impl,
                 **place,
             )
-            for _ in range(c.n_layers)
+            for window in c.windows
         )
         self.impl = beside_attention(impl)
         self.norm = make_norm(c.norm, c.d_model, bias=c.bias, eps=c.norm_eps, impl=self.impl, **place)
@@ -205,7 +245,7 @@ class GPT(nn.Module):
 
         As GPT-2: weights of Linear and Embedding from normal(0, 0.02), those of projections into the
         residual stream divided by sqrt(2 n_layers), so that its variance does not grow with depth;
-        biases 0; norms 1.  Modules that were put in later initialise themselves.
+        biases and sinks 0; norms 1.  Modules that were put in later initialise themselves.
         """
         for module in self.modules():
             reset = getattr(module, "reset_parameters", None)
@@ -221,6 +261,9 @@ class GPT(nn.Module):
         *,
         return_logits: bool = True,
         group: ProcessGroup | None = None,
+        mask: masks.Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        documents: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
@@ -236,16 +279,28 @@ class GPT(nn.Module):
         ring_attention.  All ranks make the same calls, forward and backward.  The gradients are those
         of the sum of all ranks' losses: averaged over all ranks, as data parallelism does, they are
         those of the mean over all tokens, where all have as many targets.
+
+        - mask: a value of flashproto.masks, beside the causal mask and the windows; with a group, of
+          the whole sequence.
+        - documents: [B, S], int32 or int64, the document of each token; a document is a run of equal
+          numbers.  Tokens see their own document alone, and positions begin anew in each.  With a
+          group it is this rank's shard, as tokens are.
+        - cu_seqlens: int32 [n + 1], as nn.Attention takes it: tokens [1, T] are n sequences side by
+          side, each of at most `context`; positions begin anew in each.  Not with a group or documents.
         """
-        at, shared = self._positions(tokens, group), () if group is None else (group,)
+        at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
         device = tokens.device
         x, residual, rope = self.embedding(tokens), None, None
+        options = given({"group": group, "mask": mask, "cu_seqlens": cu_seqlens})
         if self.positions is not None:
             x = x + self.positions(at)
         else:
-            rope = rope_tables_at(at, self.config.head_dim, self.config.rope_theta)
+            rows = at
+            if at.ndim == 2:
+                rows, options["positions"] = torch.arange(self.config.context, device=device), at
+            rope = rope_tables_at(rows, self.config.head_dim, self.config.rope_theta)
         for block in self.blocks:
-            x, residual = block(x, residual, rope, *shared)
+            x, residual = block(x, residual, rope, **options)
         x, _ = norm_before_linear(self.norm, x, cast(Tensor, residual))
         head, fused = self.head, targets is not None and not return_logits
         bias = None
@@ -263,17 +318,54 @@ class GPT(nn.Module):
         loss = cast(Tensor, cross_entropy(logits, targets, impl=self.impl))
         return logits if return_logits else None, loss
 
-    def _positions(self, tokens: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Those of the tokens, once these are checked: [S], int64."""
-        if group is None:
-            self._check_tokens("GPT", tokens)
-            return torch.arange(tokens.shape[1], device=tokens.device)
-        from ..distributed import positions  # torch may be built without process groups
-        from ..distributed.group import group_of
+    def _positions(
+        self,
+        tokens: Tensor,
+        group: ProcessGroup | None,
+        mask: masks.Mask | None,
+        cu_seqlens: Tensor | None,
+        documents: Tensor | None,
+    ) -> tuple[Tensor, masks.Mask | None]:
+        """Those of the tokens, once these are checked: [S], or [B, S] where they begin anew on the way;
+        and the mask, with the documents in it."""
+        name, size, context = "GPT", 1, self.config.context
+        self._check_tokens(name, tokens)
+        device = tokens.device
+        if group is not None:
+            from .. import distributed  # torch may be built without process groups
+            from ..distributed.group import group_of
 
-        size = group_of("GPT", group).size
-        self._check_tokens("GPT", tokens, size)
-        return positions(size * tokens.shape[1], group, device=tokens.device)
+            size = group_of(name, group).size
+        length = size * tokens.shape[1]
+        if cu_seqlens is not None:
+            if group is not None or documents is not None:
+                takes, do = "None beside group and documents", "Leave one of them out."
+                refuse(name, "cu_seqlens", described(cu_seqlens), takes, do)
+            check_cu_seqlens(name, cu_seqlens)
+            at = positions_of(cu_seqlens, length)
+            if length and is_readable(at) and (longest := int(at.amax()) + 1) > context:
+                do = "Cut it into shorter ones."
+                got, takes = f"of a sequence of {longest}", f"at most context, {context}"
+                refuse(name, "cu_seqlens", got, takes, do)
+            return at[None], mask
+        if length > context:
+            got = f"{length} long" + f" in {size} shards" * (size > 1)
+            do = "Crop them: tokens[:, -context:]."
+            refuse(name, "tokens", got, f"at most context, {context}", do)
+        if documents is None:
+            if group is not None:
+                return distributed.positions(length, group, device=device), mask
+            return torch.arange(length, device=device), mask
+        if not isinstance(documents, Tensor) or documents.shape != tokens.shape:
+            do = "Pass the document of each token."
+            refuse(name, "documents", described(documents), "a tensor of the shape of tokens", do)
+        if group is not None:
+            documents = distributed.unshard(documents, 1, group)
+        own = masks.documents(documents)
+        begin, _ = cast(tuple[Tensor, Tensor], own.intervals(length, length))
+        at = torch.arange(length, device=device) - begin[:, 0]
+        at = at if group is None else distributed.shard(at, 1, group)
+        return at, own if mask is None else mask & own
 
     def _tied_matrix(self, device: torch.device) -> Tensor:
         """The embedding as the output matrix [V, C]."""
@@ -286,7 +378,7 @@ class GPT(nn.Module):
         """V, also of an embedding of another size in the place of the model's own."""
         return getattr(self.embedding, "num_embeddings", self.config.vocab_size)
 
-    def _check_tokens(self, name: str, tokens: Tensor, shards: int = 1) -> None:
+    def _check_tokens(self, name: str, tokens: Tensor) -> None:
         if not isinstance(tokens, Tensor):
             do = "Pass torch.tensor(ids)[None]."
             refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
@@ -300,14 +392,6 @@ class GPT(nn.Module):
             )
         if tokens.dtype not in (torch.int64, torch.int32):
             refuse(name, "tokens", f"of dtype {tokens.dtype}", "int64 or int32", "Pass token ids.")
-        if name == "GPT" and shards * tokens.shape[1] > self.config.context:
-            refuse(
-                name,
-                "tokens",
-                f"{shards * tokens.shape[1]} long" + f" in {shards} shards" * (shards > 1),
-                f"at most context, {self.config.context}",
-                "Crop them: tokens[:, -context:].",
-            )
         # On a GPU in generate alone, once: to look at ids there is to wait for it.
         waits = name != "GPT" and tokens.is_cuda and type(tokens) is Tensor
         if tokens.numel() and (waits or is_readable(tokens)):
@@ -369,13 +453,14 @@ class GPT(nn.Module):
 
         6 for each weight of a matrix product and 12 n_layers C S for attention over S = length
         (context by default) tokens, causal or not: the usual convention for MFU, from Chowdhery et
-        al., "PaLM" (2022), appendix B.
+        al., "PaLM" (2022), appendix B.  In a layer with a window S is at most what a token sees.
         """
         c = self.config
         looked_up = [self.positions, None if self.head is None else self.embedding]
         tables = sum(p.numel() for table in looked_up if table is not None for p in table.parameters())
         S = c.context if length is None else length
-        return 6 * (self.parameter_count() - tables) + 12 * c.n_layers * c.d_model * S
+        seen = sum(S if window is None else min(S, window + 1) for window in c.windows)
+        return 6 * (self.parameter_count() - tables) + 12 * c.d_model * seen
 
 
 def _probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:

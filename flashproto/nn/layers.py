@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
@@ -60,3 +62,8 @@ def is_as_made(module: nn.Module, *kinds: type[nn.Module]) -> bool:
         or module._compiled_call_impl is not None
         or _has_any_global_hook()
     )
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not None: a module put in the place of another may not know the rest."""
+    return {name: x for name, x in options.items() if x is not None}
