@@ -92,7 +92,8 @@ class Settings:
         has |= {name: getattr(config, name) for name in SHAPE}
         has |= {"n_kv_heads": config.kv_heads, "d_ff": config.hidden}
         for name, value in has.items():
-            if given.get(name, value) != value:
+            # None: not given, in what a run has noted that died before its first checkpoint.
+            if given.get(name) is not None and given[name] != value:
                 raise OptionError(
                     f"{option(name)} is {given[name]!r}; with --init-from it takes what that run has, "
                     f"{value!r}. Leave it out."

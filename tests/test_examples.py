@@ -331,6 +331,9 @@ def test_init_from_begins_with_the_weights_of_a_run(tmp_path, monkeypatch, capsy
     called("train_gpt", *options, "--out", "parts", "--minutes", "1e-6")
     called("train_gpt", "--resume", "--out", "parts")
     assert rows(Path("parts")) == rows(Path("whole"))
+    importlib.import_module("run_folder").begin(Path("died"), prepared.settings)  # before a checkpoint
+    called("train_gpt", "--resume", "--out", "died")
+    assert rows(Path("died")) == rows(Path("whole"))
     assert fingerprint(tiny) == before
     said = refused(capsys, "train_gpt", "--resume", "--out", "parts", "--init-from", "elsewhere")
     assert "--init-from is" in said
