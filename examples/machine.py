@@ -83,6 +83,11 @@ def describe(
 ) -> None:
     """Print what is trained, on what, and what to compare its loss with."""
     unit, config = corpus.unit, model.config
+    options = {
+        "window": f"window {config.window} ({config.window_pattern or 'S'})",
+        "softcap": f"softcap {config.softcap}",
+        "sinks": "sinks",
+    }
     total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
     predicted = len(corpus.targets)
     counted = "the training part"
@@ -102,7 +107,8 @@ def describe(
         + f", {processes(settings, world)}" * (world.size > 1),
         "backends": backends_in_use(model, corpus, settings, world),
         "model": f"{settings.preset}: {model.parameter_count():,} parameters, {config.n_layers} "
-        f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids",
+        f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids"
+        + "".join(f", {words}" for name, words in options.items() if getattr(config, name)),
     }
     for name, line in lines.items():
         print(f"{name:<12}{line}")

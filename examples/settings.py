@@ -32,6 +32,10 @@ class Settings:
     n_kv_heads: int | None = None
     d_model: int | None = None
     d_ff: int | None = None
+    window: int | None = None
+    window_pattern: str | None = None
+    softcap: float | None = None
+    sinks: bool | None = None
     context: int = 128
     batch_size: int = 16
     accumulate: int = 1
@@ -161,7 +165,11 @@ class Settings:
             ) from None
 
 
-SHAPE = ("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff")  # of the model, beside the preset
+# Of the model, beside the preset: fields of GPTConfig.
+SHAPE = (
+    *("n_layers", "n_heads", "n_kv_heads", "d_model", "d_ff"),
+    *("window", "window_pattern", "softcap", "sinks"),
+)
 
 # What a run keeps to its end: what decides its losses, but for the learning rate's schedule, and for
 # the text, which is known by its hash.
@@ -288,6 +296,10 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--n-kv-heads", "of keys and values, a divisor of --n-heads", type=positive(int), metavar="N")
     add("--d-model", "width, instead of the preset's", type=positive(int), metavar="N")
     add("--d-ff", "inner width of the MLP, instead of the preset's", type=positive(int), metavar="N")
+    add("--window", "tokens before its own that attention sees", type=positive(int), metavar="N")
+    add("--window-pattern", "a letter a layer, repeated: S with --window, L without", metavar="SSSL")
+    add("--softcap", "of attention's scores", type=positive(float), metavar="X")
+    add("--sinks", "a learned sink for each head of attention", action="store_true")
     add("--context", "tokens the model sees", type=positive(int), metavar="N")
     add("--batch-size", "sequences a step, of all its parts", type=positive(int), metavar="N")
     add("--accumulate", "parts of a step, whose gradients are added", type=positive(int), metavar="N")

@@ -250,7 +250,8 @@ def validation_equals_one_process(text: Path, length: int) -> None:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
-SAVED = nn.GPTConfig(67, 16, 2, 2, 32, norm="rms", positions="rope")
+# Of 4 processes two hold no part of the sinks.
+SAVED = nn.GPTConfig(67, 16, 2, 2, 32, norm="rms", positions="rope", window=5, sinks=True)
 
 
 def trained() -> tuple[nn.GPT, torch.optim.Optimizer]:

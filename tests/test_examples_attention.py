@@ -1,0 +1,157 @@
+"""Options of attention in train_gpt.py: windows, softcap, sinks and documents."""
+
+from __future__ import annotations
+
+# ruff: noqa: F401, F811  (fixtures are imported)
+import importlib
+import json
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from example_scripts import (
+    CHECKPOINT,
+    SETTINGS,
+    TINY,
+    called,
+    content,
+    examples_path,
+    refused,
+    rows,
+    text,
+)
+
+from flashproto import nn
+
+SMALL = ["--n-layers", "3", "--n-heads", "2", "--n-kv-heads", "1", "--d-model", "16"]
+OPTIONS = {"window": 3, "window_pattern": "SL", "softcap": 20.0, "sinks": True}
+GIVEN = ["--window", "3", "--window-pattern", "SL", "--softcap", "20", "--sinks"]
+EVERYWHERE = ["--impl", "reference"]
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def prepared(*arguments: object):
+    """The run that train_gpt.py makes of its options, before its first step."""
+    train_gpt = module("train_gpt")
+    return train_gpt.prepare(train_gpt.parse([str(a) for a in arguments], None))
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """The folder of a finished run with all options."""
+    folder = tmp_path_factory.mktemp("windowed") / "run"
+    called("train_gpt", "--data", text, *TINY, *SMALL, *GIVEN, *EVERYWHERE, "--out", folder)
+    return folder
+
+
+def test_options_are_part_of_the_models_shape(tmp_path, capsys, text, windowed):
+    """Kept with the run; a stopped one goes on to the same bits, sinks included; text comes from it."""
+    tensors, facts = module("checkpoint").load(windowed / CHECKPOINT)
+    assert {name: facts["config"][name] for name in OPTIONS} == OPTIONS
+    assert {name: facts["settings"][name] for name in OPTIONS} == OPTIONS
+    sinks = [x for name, x in tensors.items() if name.startswith("model.") and "sinks" in name]
+    assert len(sinks) == 3
+    assert all(x.abs().amax() > 0 for x in sinks)
+    folder = tmp_path / "run"
+    options = ["--data", text, *TINY, *SMALL, *GIVEN, *EVERYWHERE, "--out", folder]
+    called("train_gpt", *options, "--minutes", "1e-6")
+    called("train_gpt", "--resume", "--out", folder)
+    assert rows(folder) == rows(windowed)
+    assert content(folder / CHECKPOINT) == content(windowed / CHECKPOINT)
+    capsys.readouterr()
+    called("train_gpt", "--resume", "--out", folder)
+    assert "3 layers, d_model 16, context 16, 91 ids, window 3 (SL), softcap 20.0, sinks\n" in (
+        capsys.readouterr().out
+    )
+    generate = ["generate", "--run", folder, "--tokens", "5", "--device", "cpu", *EVERYWHERE]
+    called(*generate)
+    first = capsys.readouterr().out
+    called(*generate)
+    assert capsys.readouterr().out == first
+    for option, value in (("--window", 4), ("--window-pattern", "L"), ("--softcap", 3.0)):
+        said = refused(capsys, "train_gpt", "--resume", "--out", folder, option, value)
+        assert f"{option} is {value!r}; a resumed run takes what it began with, " in said
+
+
+def test_a_run_takes_the_options_of_the_one_that_it_begins_with(capsys, text, tiny_of, windowed):
+    begin = ["--data", text, *TINY, *EVERYWHERE, "--init-from"]
+    run = prepared(*begin, windowed)
+    assert {name: getattr(run.settings, name) for name in OPTIONS} == OPTIONS
+    assert [b.attention.window for b in run.model.blocks] == [(3, 0), None, (3, 0)]
+    tensors, _ = module("checkpoint").load(windowed / CHECKPOINT)
+    assert all(torch.equal(x, tensors[f"model.{n}"]) for n, x in run.model.state_dict().items())
+    assert prepared(*begin, windowed, *GIVEN).model.config == run.model.config
+    for option, value, has in (("--window", 4, 3), ("--softcap", 3.0, 20.0)):
+        said = refused(capsys, "train_gpt", *begin, windowed, option, value)
+        assert f"{option} is {value!r}; with --init-from it takes what that run has, {has!r}" in said
+    said = refused(capsys, "train_gpt", *begin, tiny_of(), "--sinks")
+    assert "--sinks is True; with --init-from it takes what that run has, False" in said
+
+
+@pytest.fixture
+def tiny_of(tmp_path, text):
+    """Makes a run of another version: without the options, in its settings and its shape."""
+
+    def make() -> Path:
+        checkpoint, folder = module("checkpoint"), tmp_path / "older"
+        options = ["--data", text, *TINY, *SMALL, "--out", folder]
+        called("train_gpt", *options, "--steps", "12", "--minutes", "1e-6")
+        tensors, facts = checkpoint.load(folder / CHECKPOINT)
+        for part in ("settings", "config"):
+            facts[part] = {name: x for name, x in facts[part].items() if name not in OPTIONS}
+        checkpoint.save(folder / CHECKPOINT, tensors, facts)
+        kept = json.loads((folder / SETTINGS).read_text())
+        content = {name: x for name, x in kept.items() if name not in OPTIONS}
+        (folder / SETTINGS).write_text(json.dumps(content))
+        return folder
+
+    return make
+
+
+def test_a_run_of_before_the_options_goes_on(tmp_path, text, tiny_of):
+    called("train_gpt", "--data", text, *TINY, *SMALL, "--steps", "12", "--out", tmp_path / "whole")
+    older = tiny_of()
+    called("train_gpt", "--resume", "--out", older)
+    assert rows(older) == rows(tmp_path / "whole")
+    assert content(older / CHECKPOINT) == content(tmp_path / "whole" / CHECKPOINT)
+    called("generate", "--run", older, "--tokens", "3", "--device", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--window-pattern", "SL"], "--window-pattern is 'SL'; it takes None without --window"),
+        (["--window", "3", "--window-pattern", "SX"], "--window-pattern is 'SX'; it takes letters S"),
+        (["--window", "0"], "--window: 0 is not above 0"),
+        (["--softcap", "-1"], "--softcap: -1 is not above 0"),
+        (["--sinks", "--impl", "torch"], "backend 'torch' cannot run this call: "),
+    ],
+)
+def test_options_of_attention_that_do_not_fit_are_refused(tmp_path, capsys, text, arguments, said):
+    out = tmp_path / "run"
+    assert said in refused(capsys, "train_gpt", "--data", text, *TINY, *arguments, "--out", out)
+    assert not out.exists()
+
+
+def test_sinks_have_no_weight_decay(text):
+    run = prepared("--data", text, *TINY, "--preset", "gpt-oss-toy", *EVERYWHERE)
+    names = {p: name for name, p in run.model.named_parameters()}
+    decayed, others = ([names[p] for p in g["params"]] for g in run.optimizer.param_groups)
+    assert [g["weight_decay"] for g in run.optimizer.param_groups] == [0.1, 0.0]
+    assert sum(name.endswith("sinks") for name in others) == 4
+    assert not any("sinks" in name or "norm" in name for name in decayed)
+
+
+def test_the_toy_of_gpt_oss_is_trained(tmp_path, text):
+    folder, small = tmp_path / "run", ["--d-model", "32", "--d-ff", "64", "--steps", "60"]
+    options = [*TINY, "--preset", "gpt-oss-toy", "--context", "48", *small, *EVERYWHERE]
+    called("train_gpt", "--data", text, *options, "--validate-every", "60", "--out", folder)
+    losses = [row["loss"] for row in rows(folder)]
+    assert losses[0] == pytest.approx(math.log(91), rel=0.05)  # of 91 characters, all alike
+    assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
+    assert rows(folder)[-1]["validation"] < 3.5
