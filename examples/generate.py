@@ -96,6 +96,7 @@ def main(argv: list[str] | None = None) -> int:
             options.temperature,
             options.top_k,
             torch.Generator(device).manual_seed(options.seed),
+            vocabulary.end_of_text if facts["settings"].get("documents") else None,
         )
         print(prompt, end="", flush=True)
         show(vocabulary.pieces(drawn))

@@ -70,8 +70,9 @@ def backends_in_use(model: GPT, corpus: Corpus, settings: Settings, world: World
     try:
         watched = MaxScores(model) if settings.log_max_score else contextlib.nullcontext()
         with torch.no_grad(), settings.autocast(), watched:
-            tokens = world.tokens(corpus.train[:1][None].to(settings.device), 0)
-            model(tokens, group=world.group)
+            token = corpus.train[:1][None].to(settings.device)
+            ids = corpus.documents(token, world)
+            model(world.tokens(token, 0), group=world.group, documents=ids)
     finally:
         log.removeHandler(listener)
         log.setLevel(level)
@@ -110,5 +111,9 @@ def describe(
         f"layers, d_model {config.d_model}, context {config.context}, {config.vocab_size} ids"
         + "".join(f", {words}" for name, words in options.items() if getattr(config, name)),
     }
+    if settings.documents and corpus.separator is None:
+        lines["documents"] = "one: --data is one text; prepare_data.py makes tokens of several"
+    elif settings.documents:
+        lines["documents"] = "attention stays within each, and positions begin anew"
     for name, line in lines.items():
         print(f"{name:<12}{line}")

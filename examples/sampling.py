@@ -17,13 +17,20 @@ def stream(
     temperature: float,
     top_k: int | None,
     generator: torch.Generator,
+    separator: int | None = None,
 ) -> Iterator[int]:
-    """What model.generate adds to ids [S], each id as soon as it is drawn."""
+    """What model.generate adds to ids [S], each id as soon as it is drawn.
+
+    separator: the id that begins a document, where the model has seen each by itself.
+    """
     window = ids[None]
     for _ in range(tokens):
         window = window[:, -model.config.context :]
         window = model.generate(window, 1, temperature=temperature, top_k=top_k, generator=generator)
-        yield int(window[0, -1])
+        new = int(window[0, -1])
+        yield new
+        if new == separator:
+            window = window[:, -1:]
 
 
 def show(pieces: Iterator[str]) -> None:

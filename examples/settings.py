@@ -37,6 +37,7 @@ class Settings:
     softcap: float | None = None
     sinks: bool | None = None
     context: int = 128
+    documents: bool = False
     batch_size: int = 16
     accumulate: int = 1
     steps: int = 1200
@@ -174,7 +175,10 @@ SHAPE = (
 # What a run keeps to its end: what decides its losses, but for the learning rate's schedule, and for
 # the text, which is known by its hash.
 FIXED = frozenset(
-    ["level", "preset", *SHAPE, "context", "batch_size", "clip", "seed", "dtype", "init_from"]
+    [
+        *("level", "preset", *SHAPE, "context", "documents"),
+        *("batch_size", "clip", "seed", "dtype", "init_from"),
+    ]
 )
 SCHEDULE = ("steps", "learning_rate", "schedule", "warmup", "decay")
 
@@ -301,6 +305,7 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--softcap", "of attention's scores", type=positive(float), metavar="X")
     add("--sinks", "a learned sink for each head of attention", action="store_true")
     add("--context", "tokens the model sees", type=positive(int), metavar="N")
+    add("--documents", "attention stays within a document of prepared tokens", action="store_true")
     add("--batch-size", "sequences a step, of all its parts", type=positive(int), metavar="N")
     add("--accumulate", "parts of a step, whose gradients are added", type=positive(int), metavar="N")
     add("--steps", "training steps", type=positive(int), metavar="N")

@@ -85,6 +85,7 @@ class Corpus:
     windows: Windows
     targets: Tensor  # windows.targets(), the places in `validation` that are predicted
     validation_bytes: int  # of the targets
+    separator: int | None = None  # the id that begins a document, where attention stays within one
 
     @classmethod
     def load(
@@ -110,7 +111,9 @@ class Corpus:
             validation: Ids = shards.validation
             codes = validation
             name, sha256 = s.data, shards.sha256
+            separator = shards.vocabulary.end_of_text if s.documents else None
         else:
+            separator = None  # a text is one document
             name, text = read_text(s.data)
             sha256 = hashlib.sha256(text).hexdigest()
             whole = vocabulary.codes(text) if vocabulary else code_points(text, s.level)
@@ -133,7 +136,17 @@ class Corpus:
                 f"{len(targets)} are predicted: ends of documents, with 0 bytes; it takes some text. "
                 "Prepare it with a larger --validation-share, or pass a larger --validate-tokens."
             )
-        return cls(name, sha256, known, train, validation, windows, targets, n_bytes)
+        return cls(name, sha256, known, train, validation, windows, targets, n_bytes, separator)
+
+    def documents(self, tokens: Tensor, world: World = ALONE) -> Tensor | None:
+        """The document of each of the tokens [B, S], of those of this process; None where all are one.
+
+        The token behind a document opens the next one, as it opens a sample: so each token is predicted
+        from its own document alone, and the first one from what opens it.
+        """
+        if self.separator is None:
+            return None
+        return world.tokens((tokens == self.separator).cumsum(1), -1)
 
     @property
     def unit(self) -> str:

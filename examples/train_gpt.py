@@ -121,7 +121,8 @@ class Run:
         ids = vocabulary.opening()[1].to(s.device)
         generator = torch.Generator(s.device).manual_seed(s.seed)
         with s.autocast(), s.eager():
-            drawn = stream(self.model, ids, length, 0.8, None, generator)
+            separator = self.corpus.separator
+            drawn = stream(self.model, ids, length, 0.8, None, generator, separator)
             show(vocabulary.pieces(itertools.takewhile(lambda _: not world.any(stop), drawn)))
 
 
@@ -249,9 +250,10 @@ def gradients(run: Run, forward: Callable) -> Tensor:
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
         x, y = world.tokens(batch[:, :-1], 0), world.tokens(batch[:, 1:], -100)
+        ids = run.corpus.documents(batch[:, :-1], world)
         with world.accumulating(forward, last=micro == s.accumulate - 1):
             with s.autocast(), run.max_scores or contextlib.nullcontext():
-                _, loss = forward(x, y, return_logits=False, group=world.group)
+                _, loss = forward(x, y, return_logits=False, group=world.group, documents=ids)
             loss = loss / s.accumulate
             loss.backward()
         losses.append(loss.detach())

@@ -40,9 +40,11 @@ def validate(
             ids = corpus.validation[starts[:, None] + places]
             x, y = ids[:, :-1].to(device), ids[:, 1:]
             y = y.masked_fill(places[:-1] < skipped[:, None], -100)
+            own = corpus.documents(x, world)
             x, y = world.tokens(x, 0), world.tokens(y, -100)
             with settings.autocast(), settings.eager():
-                _, loss = model(x, y.to(device), return_logits=False, group=world.group)
+                y = y.to(device)
+                _, loss = model(x, y, return_logits=False, group=world.group, documents=own)
             count = int((y != -100).sum())
             if mine < len(parts) and count:  # the mean of none is NaN
                 total += loss.item() * count

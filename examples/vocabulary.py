@@ -34,6 +34,7 @@ class Vocabulary:
 
     level: str  # "char" or "byte"
     symbols: tuple[int, ...]
+    end_of_text = None  # no id stands between documents
 
     @classmethod
     def of(cls, level: str, codes: Tensor) -> Vocabulary:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 # ruff: noqa: F401, F811  (fixtures are imported)
 import importlib
+import itertools
 import json
 import math
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from example_scripts import (
     CHECKPOINT,
+    PREPARED,
     SETTINGS,
     TINY,
     called,
@@ -22,6 +24,7 @@ from example_scripts import (
     rows,
     text,
 )
+from torch import Tensor
 
 from flashproto import nn
 
@@ -155,3 +158,107 @@ def test_the_toy_of_gpt_oss_is_trained(tmp_path, text):
     assert losses[0] == pytest.approx(math.log(91), rel=0.05)  # of 91 characters, all alike
     assert sum(losses[-10:]) < 0.85 * sum(losses[:10])
     assert rows(folder)[-1]["validation"] < 3.5
+
+
+# --- documents ------------------------------------------------------------------------------------
+
+ON_DOCUMENTS = [*TINY, *SMALL, "--context", "40", *EVERYWHERE]
+KINDS = {  # where positions come from
+    "rope": ["--preset", "gpt-oss-toy", "--window", "7"],
+    "learned": ["--preset", "gpt2-124m", "--d-ff", "32"],
+}
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some hundred short documents in tokens, several of them in a context."""
+    pytest.importorskip("tokenizers", reason="BPE needs the package tokenizers")
+    from pydoc_data.topics import topics
+
+    lines = [line.strip() for name in sorted(topics) for line in topics[name][:400].splitlines()]
+    folder = tmp_path_factory.mktemp("documents")
+    text = "\n<|endoftext|>\n".join(dict.fromkeys(line for line in lines if len(line) > 8))
+    (folder / "lines.txt").write_text(text[:30000], encoding="utf-8")
+    called("prepare_data", folder / "lines.txt", "--out", folder / "tokens", *PREPARED)
+    return folder / "tokens"
+
+
+def loss_of_each_alone(run, x: Tensor, y: Tensor) -> Tensor:
+    """The mean loss of targets y [B, S], with the documents of x [B, S] in a batch of their own: each
+    from the token that opens it on, a row of its own, filled up behind its end."""
+    opens, pieces = run.corpus.vocabulary.end_of_text, []
+    for tokens, targets in zip(x, y, strict=True):
+        starts = [0, *((tokens[1:] == opens).nonzero().flatten() + 1).tolist(), len(tokens)]
+        pieces += [(tokens[a:b], targets[a:b]) for a, b in itertools.pairwise(starts)]
+    own, wanted = (
+        torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+        for rows, fill in zip(zip(*pieces, strict=True), (0, -100), strict=True)
+    )
+    assert len(own) > 2 * len(x)  # there are several
+    assert own.shape[1] < x.shape[1]
+    return run.model(own, wanted, return_logits=False)[1]
+
+
+@pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+def test_documents_train_as_in_a_batch_of_their_own(documents, options):
+    """Loss and gradients of a step, in float32; and the validation, of other documents."""
+    run = prepared("--data", documents, *ON_DOCUMENTS, *options, "--documents")
+    with torch.no_grad():
+        for p in run.model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    batch = run.batches(0, 0)
+    ends = run.corpus.vocabulary.end_of_text
+    assert (batch[:, -1] != ends).all()  # the last document of a window is cut by its end
+    want = loss_of_each_alone(run, batch[:, :-1], batch[:, 1:])
+    wanted = torch.autograd.grad(want, list(run.model.parameters()))
+    got = module("train_gpt").gradients(run, run.model)
+    assert got.item() == pytest.approx(want.item(), rel=1e-5)
+    for p, gradient in zip(run.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-5)
+    whole = run.model(batch[:, :-1], batch[:, 1:])[1]
+    assert abs(whole.item() - want.item()) > 1e-3
+
+    windows = run.corpus.windows
+    ids = run.corpus.validation[windows.starts[:, None] + torch.arange(windows.length + 1)]
+    y = ids[:, 1:].masked_fill(torch.arange(windows.length) < windows.skipped[:, None], -100)
+    found = module("validation").validate(run.model, run.corpus, run.settings)
+    want = loss_of_each_alone(run, ids[:, :-1], y)
+    assert found["validation"] == pytest.approx(want.item(), rel=1e-5)
+
+
+def test_a_run_on_documents_goes_on_and_is_fixed(tmp_path, capsys, text, documents):
+    """To the same bits; --documents may not change; a text is one document."""
+    options = ["--data", documents, *ON_DOCUMENTS, *KINDS["rope"], "--documents"]
+    called("train_gpt", *options, "--out", tmp_path / "whole")
+    said = capsys.readouterr().out
+    assert "\ndocuments   attention stays within each, and positions begin anew\n" in said
+    folder = tmp_path / "run"
+    called("train_gpt", *options, "--out", folder, "--minutes", "1e-6")
+    called("train_gpt", "--resume", "--out", folder)
+    assert rows(folder) == rows(tmp_path / "whole")
+    assert content(folder / CHECKPOINT) == content(tmp_path / "whole" / CHECKPOINT)
+    called("generate", "--run", folder, "--tokens", "5", "--device", "cpu", *EVERYWHERE)
+
+    options = ["--data", text, *TINY, *SMALL, *EVERYWHERE]
+    capsys.readouterr()
+    for name, more in (("one", ["--documents"]), ("text", [])):
+        called("train_gpt", *options, *more, "--out", tmp_path / name)
+    assert capsys.readouterr().out.count("\ndocuments   one: --data is one text; ") == 1
+    assert rows(tmp_path / "one") == rows(tmp_path / "text")
+    said = refused(capsys, "train_gpt", "--resume", "--out", tmp_path / "text", "--documents")
+    assert "--documents is True; a resumed run takes what it began with, False" in said
+
+
+def test_what_opens_a_document_is_all_that_a_sample_sees_before_it():
+    sampling, seen = module("sampling"), []
+
+    class Model:
+        config = nn.GPTConfig(9, 5, 1, 1, 8)
+
+        def generate(self, window, n, **options):
+            seen.append(window[0].tolist())
+            return torch.cat((window, torch.tensor([[[3, 7, 4, 5][len(seen) - 1]]])), 1)
+
+    drawn = sampling.stream(Model(), torch.tensor([1, 2]), 4, 1.0, None, None, 7)
+    assert list(drawn) == [3, 7, 4, 5]
+    assert seen == [[1, 2], [1, 2, 3], [7], [7, 4]]

@@ -165,7 +165,7 @@ def test_validation_predicts_the_targets(text, most):
     corpus = load(text, "char", 50, most)
     seen = torch.zeros(corpus.vocabulary.size, dtype=torch.int64)
 
-    def model(x, y, return_logits, group):
+    def model(x, y, return_logits, **options):
         assert not return_logits
         kept = y[y != -100]
         seen.add_(torch.bincount(kept, minlength=len(seen)))
@@ -196,7 +196,7 @@ def test_validation_hears_a_stop_and_has_a_bar(monkeypatch, text):
             super().__init__(**how)
             bars.append(self)
 
-    def model(x, y, return_logits, group):
+    def model(x, y, return_logits, **options):
         calls.append(len(x))
         return None, torch.tensor(1.0)
 

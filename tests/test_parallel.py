@@ -240,11 +240,22 @@ def validation_equals_one_process(text: Path, length: int) -> None:
     corpus = module("text_data").Corpus.load(settings)
     part = corpus.validation[: length + 1]
     windows = module("text_data").Windows.of(length, settings.context, None)
-    corpus = dataclasses.replace(corpus, validation=part, windows=windows, targets=windows.targets())
+    corpus = dataclasses.replace(
+        corpus,
+        validation=part,
+        windows=windows,
+        targets=windows.targets(),
+        separator=int(part.mode().values),  # documents, of which there are several in a window
+    )
     model = nn.GPT(dataclasses.replace(LLAMA, vocab_size=corpus.vocabulary.size), dtype=torch.float64)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.2 * torch.randn_like(p))
     want, got = (
         validation.validate(model, corpus, settings, world=each) for each in (parallel.ALONE, w)
     )
+    whole = dataclasses.replace(corpus, separator=None)
+    assert validation.validate(model, whole, settings) != pytest.approx(want, rel=1e-3)
     assert got == {name: pytest.approx(value, rel=1e-6) for name, value in want.items()}  # of float32
 
 
