@@ -261,6 +261,7 @@ def validation_equals_one_process(text: Path, length: int) -> None:
 
 # --- checkpoints ----------------------------------------------------------------------------------
 
+WINDOWED = ["--window", 5, "--window-pattern", "SL", "--sinks", "--impl", "reference"]
 # Of 4 processes two hold no part of the sinks.
 SAVED = nn.GPTConfig(67, 16, 2, 2, 32, norm="rms", positions="rope", window=5, sinks=True)
 
@@ -432,12 +433,12 @@ def test_several_processes_train_as_one(tmp_path, text):
             a_full_disk_in_one_process, source, tmp_path / f"{size} full"
         )
         if size == SIZES[-1]:
-            options = ["--data", text, *torchrun.ROWS, "--steps", 8]
+            options = ["--data", text, *torchrun.ROWS, *WINDOWED, "--steps", 8]
             for way in WAYS:
                 at = tmp_path / f"exact {way}"
                 cases[f"exact {way}"] = functools.partial(resumed_is_exact, way, at, options)
             # Steps so small that they do not make more of what float32 rounds.
-            options = ["--data", text, *torchrun.ROWS, "--steps", 3, "--learning-rate", 1e-4]
+            options = [*options[:-1], 3, "--learning-rate", 1e-4]
             cases["exact with shared sequences"] = functools.partial(
                 shared_sequences_are_exact, tmp_path / "shared", [*options, "--parallel", "fsdp"]
             )
