@@ -184,7 +184,6 @@ class Kind:
 
 
 FILLED_IN = ("RESCALES", "CURVED", "UNHIDES")  # fields that are no options
-Variable = int | float | Tensor
 
 
 class Variant(NamedTuple):
@@ -193,7 +192,7 @@ class Variant(NamedTuple):
 
     kind: Kind = Kind()
     offset: int = 0
-    named: dict[str, Variable] = {}  # noqa: RUF012, nobody writes to it
+    named: dict[str, Any] = {}  # noqa: RUF012, nobody writes to it
 
     @property
     def tensors(self) -> dict[str, Tensor]:
