@@ -85,8 +85,10 @@ def attention_backward_rows_kernel(
 
     With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.
     """
+    end = Sq
     if KIND.VARLEN:
-        _, Sq, _ = counts(given)
+        sequences, Sq, _ = counts(given)
+        end = tl.load(given.cu_seqlens_q + sequences)  # dout behind it may be anything
     ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
@@ -98,7 +100,7 @@ def attention_backward_rows_kernel(
     for part in tl.static_range(0, BLOCK_M, ROWS):
         i0 = first + part
         out = load_tile(out_base, i0, stride_os, stride_od, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
-        dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
+        dout = load_tile(dout_base, i0, stride_gs, stride_gd, end, ROWS, BLOCK_DV, DV, True, WIDE)
         delta = row_sums(out, dout)
         i = i0 + tl.arange(0, ROWS)
         ds_sum = tl.zeros([ROWS], tl.float32)
@@ -115,6 +117,8 @@ def attention_backward_rows_kernel(
         if SLOPES:
             if KIND.SINKS:
                 ds_sum += delta * sink_probability(given.sinks + h, lse2)
+            if KIND.VARLEN:
+                ds_sum = tl.where(i < end, ds_sum, 0.0)
             tl.store(given.slope_sums + row, ds_sum, i < Sq)
 
 

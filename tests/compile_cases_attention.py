@@ -120,8 +120,17 @@ def variant_cases(
 
 
 def small_cases() -> Iterator[Case]:
-    """The gradients of sinks and slopes, and what says which queries meet a tile of keys."""
+    """The gradients of sinks and slopes, delta of sequences side by side, and what says which queries
+    meet a tile of keys."""
     one_warp, four = configs.AttentionConfig(0, 0, 1, 1), configs.AttentionConfig(0, 0, 4, 3)
+    kind = Kind(SINKS=True, ALIBI=True, VARLEN=True)
+    given, absent = given_of(attention_backward_rows_kernel, kind, slopes=True)
+    constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": True}
+    constexprs |= {"SLOPES": True, "WIDE": False} | absent
+    # 64 bytes of stack: on sm_100 with Triton 3.6.
+    yield case(
+        attention_backward_rows_kernel, f"rows-128-{kind.name}", "bf16", four, constexprs, 64, given
+    )
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
         given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
         constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent

@@ -75,7 +75,12 @@ def test_garbage_stays_where_it_is_on_reference(names: tuple[str, ...], seed: in
 
 @pytest.mark.parametrize(
     "names",
-    [("causal", "entropy"), ("window", "max_score", "softcap")],
+    [
+        ("causal", "entropy"),
+        ("sinks",),
+        ("alibi", "max_score"),
+        ("window", "sinks", "alibi", "softcap"),
+    ],
     ids="+".join,
 )
 def test_garbage_stays_where_it_is_in_kernels(names: tuple[str, ...], device: str, seed: int) -> None:
