@@ -153,10 +153,11 @@ class Kind:
     UNHIDES: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        rows = [row for row in FEATURES if getattr(self, row.field, False)]
-        object.__setattr__(self, "RESCALES", any(row.rescales for row in rows))
-        object.__setattr__(self, "CURVED", any(row.curved for row in rows))
-        object.__setattr__(self, "UNHIDES", any(row.unhides for row in rows))
+        for row in FEATURES:
+            if (row.rescales or row.curved or row.unhides) and getattr(self, row.field, False):
+                object.__setattr__(self, "RESCALES", self.RESCALES or row.rescales)
+                object.__setattr__(self, "CURVED", self.CURVED or row.curved)
+                object.__setattr__(self, "UNHIDES", self.UNHIDES or row.unhides)
 
     @property
     def given(self) -> dict[str, Any]:
