@@ -129,10 +129,11 @@ def scaled_dot_product_attention(
     else:
         backend = request.choose(None)
     made: Any = request.run_by(backend)
-    if not isinstance(made, Call):
-        return made.reshape((*lead, *query.shape[-3:-1], made.shape[-1]))
     if q.shape != query.shape or k.shape != key.shape or v.shape != value.shape:
-        return made(q, k, v, *options.values()).reshape((*lead, *query.shape[-3:-1], v.shape[-1]))
+        made = made(q, k, v, *options.values()) if isinstance(made, Call) else made
+        return made.reshape((*lead, *query.shape[-3:-1], made.shape[-1]))
+    if not isinstance(made, Call):
+        return made
     if attn_mask is None:
         return made  # type: ignore[return-value]
     S = k.shape[2]
