@@ -212,7 +212,8 @@ def inner_loop(
         else:
             # Wait for all but the products that make dP.
             x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
-            x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
+            if not KIND.PLAIN:
+                x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
         if MASK == ASKED:
             x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
         elif MASK == MASKED:
