@@ -25,6 +25,7 @@ from .checks import (
     check_flag,
     check_integer,
     described,
+    is_integer,
     is_readable,
     refuse,
 )
@@ -56,7 +57,7 @@ def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
     """Query i sees the keys from its position - left to its position + right, both included.
 
     Args:
-        left, right: 0 to 2^30 - 1, None for no bound (flash-attn's -1).
+        left, right: integers of 0 or more; None, or 2^30 and more, for no bound (flash-attn's -1).
         first: the first keys of the sequence that stay in sight, as far as `right` lets them be seen
             (attention sinks of StreamingLLM).
 
@@ -77,10 +78,10 @@ def window_band(operator: str, left: Any, right: Any, first: Any, argument: str 
     first = check_integer(operator, "first", first, 0, LONGEST, takes, "Pass 0 for none.")
 
     def bound(side: str, x: Any) -> int | None:
-        if x is None:
+        if x is None or (is_integer(x) and x > LONGEST):
             return None
-        do = "Pass None for no bound."
-        return check_integer(operator, argument or side, x, 0, LONGEST, f"{takes}, or None", do)
+        takes, do = "an integer of 0 or more, or None", "Pass None for no bound."
+        return check_integer(operator, argument or side, x, 0, LONGEST, takes, do)
 
     left, right = bound("left", left), bound("right", right)
     return Band(left, right, first if left is not None else 0, False)

@@ -7,8 +7,10 @@ import math
 import os
 import pickle
 import random
+import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from attention_problem import Problem, draw
@@ -171,6 +173,26 @@ def test_masks_are_copied_and_equal_only_themselves() -> None:
     mask = masks.causal() & masks.documents(torch.tensor([0, 0, 1]))
     for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert mask == mask and mask != other and torch.equal(other.visible(3, 3), mask.visible(3, 3))
+
+
+@pytest.mark.parametrize("bound", [2**30, 2**31, sys.maxsize, 2**64, np.int64(2**62)])
+def test_a_bound_beyond_all_keys_is_none(bound: int) -> None:
+    assert masks.window(bound, bound).bands == masks.window(None, None).bands
+    assert masks.window(bound, 3).bands == masks.window(None, 3).bands
+    q = torch.randn(1, 2, 6, 8)
+    for window, same in (((bound, 1), (None, 1)), ((2, bound), (2, None))):
+        got, wanted = (
+            flashproto.attention(q, q, q, window=w, impl="reference") for w in (window, same)
+        )
+        assert torch.equal(got, wanted)
+    cache, lengths = torch.randn(1, 8, 2, 8), torch.tensor([6], dtype=torch.int32)
+    got, wanted = (
+        flashproto.attention_with_kv_cache(
+            q, cache, cache, lengths=lengths, window=window, impl="reference"
+        )
+        for window in ((bound, 0), None)
+    )
+    assert torch.equal(got, wanted)
 
 
 def test_masks_are_drawn(tmp_path) -> None:
@@ -345,7 +367,10 @@ REFUSED = {
     "masks of two devices": (lambda: (masks.padding(IDS.to("meta")) & B3).visible(8, 8), "on meta"),
     "a look at fewer queries than none": (lambda: masks.causal().visible(-1, 3), "Sq is -1"),
     "a look at other keys": (lambda: masks.documents(IDS[:1]).visible(1, 8), "of 1 keys"),
-    "a window that int32 does not hold": (lambda: masks.window(2**30), r"to 2\^30 - 1, or None"),
+    "a bound that is no integer": (
+        lambda: masks.window(math.inf),
+        "left is inf; it takes an integer of 0 or more, or None. Pass None for no bound",
+    ),
     "softcap that float32 does not hold": (
         lambda: flashproto.attention(Q, Q, Q, softcap=1e39),
         "softcap is 1e[+]39",
