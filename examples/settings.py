@@ -18,6 +18,7 @@ from errors import CheckpointError, OptionError
 
 from flashproto.backends import BACKENDS, device_reasons
 from flashproto.nn import PRESETS, GPTConfig
+from flashproto.nn.gpt import SHORT_NAMES
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,6 @@ FIXED = frozenset(
 )
 SCHEDULE = ("steps", "learning_rate", "schedule", "warmup", "decay")
 
-# Other names of presets.
-SHORT = {"tiny": "toy", "124m": "gpt2-124m", "350m": "gpt2-350m", "1b": "llama-1b"}
-
 
 def option(name: str) -> str:
     """How the command line spells a field."""
@@ -290,8 +288,8 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--level", "what a token is", choices=("char", "byte"))
     add(
         "--preset",
-        f"shape of the model: {', '.join(PRESETS)}; or {', '.join(SHORT)}",
-        type=lambda name: SHORT.get(name, name),
+        f"shape of the model: {', '.join(PRESETS)}; or {', '.join(SHORT_NAMES)}",
+        type=lambda name: SHORT_NAMES.get(name, name),
         choices=tuple(PRESETS),
         metavar="NAME",
     )

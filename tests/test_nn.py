@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashproto import BackendError, backends, nn
 from flashproto.nn import PRESETS, GPTConfig
+from flashproto.nn.gpt import SHORT_NAMES
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = [b for b in ("triton", "torch", "reference") if not backends.device_reasons(b, DEVICE)]
@@ -426,6 +427,10 @@ LONG = torch.randn(1000)
         (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=math.nan), "GPTConfig: rope_theta is nan"),
         (lambda: GPTConfig(50, 16, 1, 2, 16, bias="no"), "GPTConfig: bias is "),
         (lambda: GPTConfig.preset(["toy"]), r"GPTConfig.preset: name is \['toy'\]"),
+        (lambda: nn.GPT("toy"), r"GPT: config is 'toy'; it takes an nn.GPTConfig. .*preset\('toy'\)"),
+        (lambda: nn.GPT("124m"), r"GPT: config is '124m'; .* Pass nn.GPTConfig.preset\('124m'\)"),
+        (lambda: nn.GPT("gpt5"), r"GPT: config is 'gpt5'; .* Pass nn.GPTConfig.preset\('toy'\)"),
+        (lambda: nn.GPT({"n_layers": 2}), r"GPT: config is of type dict; .* Pass nn.GPTConfig.preset"),
         (lambda: nn.Attention(16, "2"), "Attention: n_heads is "),
         (lambda: nn.Attention(16.0, 2), "Attention: d_model is 16.0"),
         (lambda: nn.Attention(16, 2, LONG), "Attention: n_kv_heads is a tensor of shape"),
@@ -445,8 +450,9 @@ LONG = torch.randn(1000)
     ],
 )
 def test_wrong_arguments_are_named(make, said):
-    with pytest.raises((ValueError, TypeError), match=rf"^{said}.*; it takes ") as e:
+    with pytest.raises((ValueError, TypeError), match=rf"^{said}") as e:
         make()
+    assert "; it takes " in str(e.value)
     assert len(str(e.value)) < 300
 
 
@@ -458,6 +464,12 @@ def test_targets_out_of_range_are_named_on_a_cpu(return_logits):
         targets[1, 3] = wrong
         with pytest.raises(ValueError, match=rf"cross_entropy: targets is {wrong} at .*; it takes "):
             model(tokens, targets, return_logits=return_logits)
+
+
+@pytest.mark.parametrize(("short", "name"), SHORT_NAMES.items())
+def test_presets_have_short_names(short, name):
+    assert GPTConfig.preset(short) == PRESETS[name]
+    assert GPTConfig.preset(short, n_layers=3) == dataclasses.replace(PRESETS[name], n_layers=3)
 
 
 def test_unknown_preset_is_refused():

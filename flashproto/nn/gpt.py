@@ -142,7 +142,8 @@ class GPTConfig:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """The preset called `name`, one of PRESETS, with some fields changed: any field by its name.
+        """The preset called `name`, one of PRESETS or of SHORT_NAMES ("124m" is "gpt2-124m"), with some
+        fields changed: any field by its name.
 
         Raises: ValueError: there is no such preset; TypeError: there is no such field.
 
@@ -150,10 +151,11 @@ class GPTConfig:
             >>> nn.GPTConfig.preset("toy", n_layers=2).n_layers
             2
         """
-        if not isinstance(name, str) or name not in PRESETS:
+        found = PRESETS.get(SHORT_NAMES.get(name, name)) if isinstance(name, str) else None
+        if found is None:
             names = ", ".join(map(repr, PRESETS))
             refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
-        return dataclasses.replace(PRESETS[name], **changes)
+        return dataclasses.replace(found, **changes)
 
 
 _CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "positions": ("learned", "rope")}
@@ -172,6 +174,7 @@ PRESETS = {
         128256, 8192, 16, 32, 2048, n_kv_heads=8, d_ff=8192, rope_theta=500000.0, **_LLAMA
     ),
 }
+SHORT_NAMES = {"tiny": "toy", "124m": "gpt2-124m", "350m": "gpt2-350m", "1b": "llama-1b"}
 
 
 class GPT(nn.Module):
@@ -208,6 +211,10 @@ class GPT(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, GPTConfig):
+            name = config if isinstance(config, str) and config in (*PRESETS, *SHORT_NAMES) else "toy"
+            do = f"Pass nn.GPTConfig.preset({name!r}), say."
+            refuse("GPT", "config", described(config), "an nn.GPTConfig", do, TypeError)
         self.config = c = config
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = Embedding(c.vocab_size, c.d_model, **place)
