@@ -544,6 +544,7 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, capsys, tiny, da
         (["--impl", "cuda"], "invalid choice: 'cuda' (choose from"),
         (["--impl", "hopper", "--device", "cpu"], "--impl is 'hopper', which cannot run on 'cpu'"),
         (["--preset", "gpt9"], "invalid choice: 'gpt9'"),
+        (["--n-heads", "3"], "takes a multiple of --n-heads, 3. Change --d-model or --n-heads."),
         (["--steps", "0"], "--steps: 0 is not above 0"),
         (["--steps", "many"], "--steps: invalid positive int value: 'many'"),
         (["--validate-tokens", "0"], "--validate-tokens: 0 is not above 0"),

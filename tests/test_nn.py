@@ -427,6 +427,12 @@ LONG = torch.randn(1000)
         (lambda: GPTConfig(50, 16, 1, 2, 16, rope_theta=math.nan), "GPTConfig: rope_theta is nan"),
         (lambda: GPTConfig(50, 16, 1, 2, 16, bias="no"), "GPTConfig: bias is "),
         (lambda: GPTConfig.preset(["toy"]), r"GPTConfig.preset: name is \['toy'\]"),
+        (
+            lambda: GPTConfig(50, 16, 1, 3, 16),
+            r".* multiple of n_heads, 3\. Change d_model or n_heads\.$",
+        ),
+        (lambda: nn.Attention(16, 3), r"Attention: d_model is 16; .* 3\. Pass head_dim"),
+        (lambda: nn.TransformerBlock(16, 3), r"TransformerBlock: d_model is 16; .* 3\. Pass head_dim"),
         (lambda: nn.GPT("toy"), r"GPT: config is 'toy'; it takes an nn.GPTConfig. .*preset\('toy'\)"),
         (lambda: nn.GPT("124m"), r"GPT: config is '124m'; .* Pass nn.GPTConfig.preset\('124m'\)"),
         (lambda: nn.GPT("gpt5"), r"GPT: config is 'gpt5'; .* Pass nn.GPTConfig.preset\('toy'\)"),

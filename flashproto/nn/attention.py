@@ -375,9 +375,16 @@ def check_options(name: str, window: Any, softcap: Any) -> None:
         check_number(name, "softcap", softcap, SMALLEST, LARGEST, takes, do)
 
 
-def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim: int | None) -> None:
-    """Raise ValueError where Hq does not divide d_model (and sets D) or Hkv does not divide Hq, and
-    TypeError where one of them is no integer."""
+def check_heads(
+    name: str,
+    d_model: int,
+    n_heads: int,
+    n_kv_heads: int,
+    head_dim: int | None,
+    do: str = "Pass head_dim to set the width of a head apart from d_model.",
+) -> None:
+    """Raise ValueError where Hq does not divide d_model (and sets D), which `do` mends, or Hkv does not
+    divide Hq, and TypeError where one of them is no integer."""
     sizes = {"d_model": d_model, "n_heads": n_heads, "n_kv_heads": n_kv_heads, "head_dim": head_dim}
     for argument, size in sizes.items():
         if argument != "head_dim" or size is not None:
@@ -391,10 +398,4 @@ def check_heads(name: str, d_model: int, n_heads: int, n_kv_heads: int, head_dim
             "Leave it out for as many key heads as query heads.",
         )
     if head_dim is None and d_model % n_heads:
-        refuse(
-            name,
-            "d_model",
-            d_model,
-            f"a multiple of n_heads, {n_heads}",
-            "Pass head_dim to set the width of a head apart from d_model.",
-        )
+        refuse(name, "d_model", d_model, f"a multiple of n_heads, {n_heads}", do)

@@ -110,7 +110,8 @@ class GPTConfig:
             do = "Pass window=127, say." if self.window is None else 'Pass "SL", say.'
             refuse("GPTConfig", "window_pattern", described(pattern), takes, do)
         check_options("GPTConfig", self.window and (self.window, 0), self.softcap)
-        check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None)
+        do = "Change d_model or n_heads."  # there is no head_dim
+        check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None, do)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
                 "GPTConfig",
