@@ -390,6 +390,11 @@ def test_integers_are_refused_under_autocast_too() -> None:
                 call()
 
 
+SWAPPED = (
+    r"linear_cross_entropy: h is of shape \[9, 64\], and weight .* Pass the hidden states first\.$"
+)
+
+
 @pytest.mark.parametrize(
     ("call", "named"),
     [
@@ -407,6 +412,14 @@ def test_integers_are_refused_under_autocast_too() -> None:
         (
             lambda: flashproto.cross_entropy(X[None], TARGETS[:1], class_dim=-3),
             r"\[4, 64\]. Classes are dimension class_dim of logits, -3",
+        ),
+        *(
+            (lambda h=h, t=t, b=b: flashproto.linear_cross_entropy(W.new_ones(9, 64), h, t, b), SWAPPED)
+            for h, t, b in (
+                (X, TARGETS, None),
+                (X, TARGETS, W[:9]),
+                (X.view(2, 2, 64), TARGETS.view(2, 2), None),
+            )
         ),
         (lambda: flashproto.softmax(X, scale="1"), r"softmax: scale is .* Pass None for 1\.$"),
         (

@@ -190,7 +190,7 @@ def linear_cross_entropy(
         True
     """
     name = "linear_cross_entropy"
-    h = _check_linear(name, h, weight, bias)
+    h = _check_linear(name, h, weight, targets, bias)
     if chunk_size is not None:
         takes, do = "an integer of at least 1, or None", "Pass None for the default."
         chunk_size = check_integer(name, "chunk_size", chunk_size, 1, sys.maxsize, takes, do)
@@ -260,10 +260,15 @@ def _classes_last(name: str, logits: Tensor, class_dim: int) -> Tensor:
     return logits.movedim(class_dim, -1)
 
 
-def _check_linear(name, h, weight, bias) -> Tensor:
+def _check_linear(name, h, weight, targets, bias) -> Tensor:
     """h as autocast wants it, once the shapes and dtypes of the linear layer fit."""
     check_tensor(name, "h", h)
     check_tensor(name, "weight", weight)
+    misfit = isinstance(targets, Tensor) and h.ndim == 2 and h.shape[:-1] != targets.shape
+    if misfit and weight.shape == (*targets.shape, h.shape[1]):
+        got = f"of shape {list(h.shape)}, and weight {list(weight.shape)} has a row for each target"
+        takes = "hidden states [..., D], with weight [V, D] behind them"
+        refuse(name, "h", got, takes, "Pass the hidden states first.")
     D = h.shape[-1] if h.ndim else None
     if weight.ndim != 2 or weight.shape[1] != D:
         refuse(
