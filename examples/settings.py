@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -209,10 +210,35 @@ def check_backend(impl: str | None, device: str) -> None:
         )
 
 
+# What other trainers call their options, where that is not close to the name here.
+OTHER_NAMES = {
+    "--lr": "--learning-rate",
+    "--max-iters": "--steps",
+    "--block-size": "--context",
+    "--seq-len": "--context",
+    "--n-embd": "--d-model",
+    "--gradient-accumulation-steps": "--accumulate",
+    "--grad-clip": "--clip",
+    "--max-grad-norm": "--clip",
+    "--eval-interval": "--validate-every",
+    "--output-dir": "--out",
+    "--out-dir": "--out",
+    "--max-new-tokens": "--tokens",
+}
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line and exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        own = [name for action in self._actions for name in action.option_strings]
+        given = re.findall(r"(?<!\S)--[\w-]+", message) if message.startswith("unrecognized") else []
+        for name in given:
+            plain = name.replace("_", "-")
+            close = (
+                [OTHER_NAMES[plain]] if plain in OTHER_NAMES else get_close_matches(plain, own, 1, 0.8)
+            )
+            message += "".join(f". Write {x} for {name}" for x in close if x in own)
         self.exit(2, f"{self.prog}: error: {message}. See --help.\n")
 
 

@@ -540,7 +540,12 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, capsys, tiny, da
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--no-such-option"], "--no-such-option"),
+        (["--no-such-option"], "unrecognized arguments: --no-such-option. See --help."),
+        (["--lr", "1e-3"], "unrecognized arguments: --lr 1e-3. Write --learning-rate for --lr."),
+        (["--learning_rate=1e-3"], ". Write --learning-rate for --learning_rate. See --help."),
+        (["--batch_size", "4", "--n_layer", "2"], "for --batch_size. Write --n-layers for --n_layer."),
+        (["--max_iters", "9"], "Write --steps for --max_iters."),
+        (["--max-new-tokens", "9"], "unrecognized arguments: --max-new-tokens 9. See --help."),
         (["--impl", "cuda"], "invalid choice: 'cuda' (choose from"),
         (["--impl", "hopper", "--device", "cpu"], "--impl is 'hopper', which cannot run on 'cpu'"),
         (["--preset", "gpt9"], "invalid choice: 'gpt9'"),
@@ -576,6 +581,12 @@ def test_train_refuses_bad_input_and_writes_nothing(tmp_path, monkeypatch, capsy
     assert said in refused(capsys, "train_gpt", *arguments)
     assert fingerprint(tmp_path) == before
     assert not Path("runs").exists()
+
+
+def test_other_trainers_names_of_options_lead_to_ours(capsys):
+    for other, name in importlib.import_module("settings").OTHER_NAMES.items():
+        script = "generate" if name == "--tokens" else "train_gpt"
+        assert f"Write {name} for {other}." in refused(capsys, script, other, "1")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
