@@ -331,7 +331,8 @@ def test_init_from_begins_with_the_weights_of_a_run(tmp_path, monkeypatch, capsy
     called("train_gpt", *options, "--out", "parts", "--minutes", "1e-6")
     called("train_gpt", "--resume", "--out", "parts")
     assert rows(Path("parts")) == rows(Path("whole"))
-    importlib.import_module("run_folder").begin(Path("died"), prepared.settings)  # before a checkpoint
+    Path("died").mkdir()  # before its first checkpoint
+    importlib.import_module("run_folder").begin(Path("died"), prepared.settings)
     called("train_gpt", "--resume", "--out", "died")
     assert rows(Path("died")) == rows(Path("whole"))
     assert fingerprint(tiny) == before

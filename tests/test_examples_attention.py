@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 # ruff: noqa: F401, F811  (fixtures are imported)
+import contextlib
 import importlib
 import itertools
 import json
@@ -41,7 +42,8 @@ def module(name: str) -> ModuleType:
 def prepared(*arguments: object):
     """The run that train_gpt.py makes of its options, before its first step."""
     train_gpt = module("train_gpt")
-    return train_gpt.prepare(train_gpt.parse([str(a) for a in arguments], None))
+    with contextlib.ExitStack() as held:
+        return train_gpt.prepare(train_gpt.parse([str(a) for a in arguments], None), held)
 
 
 @pytest.fixture(scope="module")
