@@ -197,7 +197,7 @@ def misfit(tensors: Sequence[Tensor]) -> tuple[str, str] | None:
         return why, "Pass impl='reference', which has one, or use reverse mode."
     if transforms_active():
         for transform in ("vmap", "functionalize"):
-            if _is_inside(transform):
+            if is_inside(transform):
                 why = f"it is inside torch.func.{transform}, for which the kernels have no rule"
                 return why, f"Call it outside of {transform}."
     if has_dtensors(tensors):
@@ -217,13 +217,13 @@ def has_tangents(tensors: Sequence[Tensor]) -> bool:
     torch.compile traces, whether it is on."""
     return forward_ad._current_level >= 0 and (
         torch.compiler.is_compiling()
-        or _is_inside("jvp")
+        or is_inside("jvp")
         or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
     )
 
 
 @constant_under_compile
-def _is_inside(transform: str) -> bool:
+def is_inside(transform: str) -> bool:
     """Whether it is among the transforms of torch.func that are on."""
     levels = _functorch.get_interpreter_stack() or ()
     return any(level.key().name.lower() == transform for level in levels)

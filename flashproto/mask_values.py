@@ -109,7 +109,7 @@ class Mask:
         causal() & window(1023, 0)
     """
 
-    __slots__ = ("bands", "form", "parts", "tensors")
+    __slots__ = ("__weakref__", "bands", "form", "parts", "tensors")
 
     def __init__(
         self, bands: tuple[Band, ...] = (), parts: tuple[Intervals | Lengths, ...] = ()

@@ -5,7 +5,7 @@
     mask = masks.causal() & masks.documents(ids)
     out = flashproto.attention(q, k, v, mask=mask)
 
-`a & b` lets a query see what both let it see.  Nothing of size Sq x Sk is ever made: a mask is a band
+`a & b` lets a query see what both let it see.  Kernels make nothing of size Sq x Sk: a mask is a band
 around the diagonal, which is a few numbers, and for each key the interval of queries that may see it,
 which is two vectors.  Tiles that no query sees are skipped, tiles that all see take no mask.
 

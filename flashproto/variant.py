@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .backends import Reason
+from .checks import is_readable
 
 # --- the options ----------------------------------------------------------------------------------
 
@@ -40,6 +41,7 @@ STATISTIC = "[B, Hq, Sq], returned"
 # "triton".  "split" is split keys on backend "hopper".
 KERNELS = ("triton", "hopper", "decode", "split")
 BACKENDS = ("reference", "triton", "hopper")
+TORCH_TOO = ("torch", *BACKENDS)
 FUNCTIONS = (
     "attention",
     "attention_varlen",
@@ -79,11 +81,12 @@ class Feature(NamedTuple):
 
 FEATURES = (
     Feature("CAUSAL", "causal", functions=FUNCTIONS,
-            forward=("reference", "torch", *KERNELS), backward=("torch", *BACKENDS)),
-    Feature("WINDOW", "window", INTEGER, ("left",)),
+            forward=(*TORCH_TOO, "decode", "split"), backward=TORCH_TOO),
+    Feature("WINDOW", "window", INTEGER, ("left",),
+            forward=(*TORCH_TOO, "decode", "split"), backward=TORCH_TOO),
     Feature("FIRST", "masks.window(first=n)", INTEGER, ("first",),
             functions=("attention", "attention_varlen", "attention_qkv", "ring_attention"),
-            forward=("reference", "triton", "hopper", "split")),
+            forward=(*TORCH_TOO, "split"), backward=TORCH_TOO),
     Feature("SOFTCAP", "softcap", Number(1e-30, 1e30), ("softcap",),
             rescales=True, curved=True, unhides=True),
     Feature("SINKS", "sinks", BY_HEAD, ("sinks",), backward=None, gradients=BACKENDS),
@@ -91,9 +94,11 @@ FEATURES = (
             functions=("attention", "attention_varlen", "attention_with_kv_cache", "ring_attention"),
             gradients=("reference", "triton"), rescales=True),
     Feature("INTERVALS", "masks.intervals(begin, end)", VECTORS, ("begin", "end"),
-            functions=("attention", "attention_qkv", "ring_attention", "scaled_dot_product_attention")),
+            functions=("attention", "attention_qkv", "ring_attention", "scaled_dot_product_attention"),
+            forward=(*TORCH_TOO, "decode", "split"), backward=TORCH_TOO),
     Feature("VARLEN", "cu_seqlens_q", VECTORS, ("cu_seqlens_q", "cu_seqlens_k"),
-            functions=("attention_varlen", "attention_with_kv_cache"), forward=BACKENDS),
+            functions=("attention_varlen", "attention_with_kv_cache"),
+            forward=TORCH_TOO, backward=TORCH_TOO),
     Feature("MAX_SCORE", "max_score", STATISTIC, functions=("attention", "attention_varlen"),
             forward=BACKENDS, backward=None),
     Feature("ENTROPY", "entropy", STATISTIC, functions=("attention", "attention_varlen"),
@@ -201,6 +206,11 @@ class Variant(NamedTuple):
         return {n: x for n, x in self.named.items() if isinstance(x, Tensor) and x.ndim}
 
     @property
+    def top_left(self) -> bool:
+        """Whether it is full, or torch's is_causal, and no more."""
+        return self.kind.PLAIN and not (self.kind.CAUSAL and self.offset != 0)
+
+    @property
     def form(self) -> Form:
         """What it is beside the values of its tensors."""
         tensors = self.tensors
@@ -297,16 +307,18 @@ def reasons(
     ops/attention_hopper_reasons.py."""
     kind = variant.kind
     without = kind.unsupported_by(backend)
-    if backend == "torch" and without:
-        yield f"its attention is causal or full, and this call is {kind.name}"
-    elif without:
+    if without:
         yield f"its kernels have no {' and no '.join(without)}"
     if backend == "torch":
         if return_lse:
             yield "torch's attention does not return lse"
-        if variant.kind.CAUSAL and variant.offset != 0:
-            why = "torch's is_causal is aligned top-left, this call has Sq = {} and Sk = {}"
-            yield why, q.shape[2], k.shape[2]
+        if q.device.type != "cpu" and not variant.top_left:
+            why = (
+                "off a CPU its masks are causal and aligned top-left, and this is {}, Sq = {}, Sk = {}"
+            )
+            yield why, kind.name, q.shape[2], k.shape[2]
+        elif kind.VARLEN and not all(map(is_readable, variant.tensors.values())):
+            yield "it takes sequences one by one, and their lengths cannot be read here"
         if q.numel() == 0 or v.numel() == 0:
             yield "q or v is empty"
     elif backend == "triton":

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# As it is before anybody puts flashproto's in its place.
-from torch.nn.functional import scaled_dot_product_attention as torch_attention
-
 from .. import backends, reference
 from ..backends import KERNELS, Reason
 from ..checks import (
@@ -38,6 +35,7 @@ from ..variant import (
     reasons,
     variant_of,
 )
+from .attention_torch import attention_by_torch
 from .autocast import without_autocast
 from .cached import held_names
 
@@ -47,7 +45,6 @@ if backends.HAS_TRITON:
 else:
     Call = ()  # type: ignore[assignment, misc]  # of which nothing is an instance
 
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 INTERVALS = ("begin", "end")
 BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
 
@@ -79,6 +76,8 @@ class Request(NamedTuple):
         yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
         if backend == "torch" and backends.has_tangents((q, k, v)):
             yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
+        if backend == "torch" and not self.variant.top_left and backends.is_inside("vmap"):
+            yield "PyTorch's kernels of attention have no rule for torch.func.vmap"
         if backend == "torch" and backends.has_dtensors((q, k, v)):
             fused = q.dtype in (torch.float16, torch.bfloat16) and q.shape[3] == v.shape[3]
             if q.device.type != "cuda" or not fused:
@@ -219,10 +218,28 @@ class Request(NamedTuple):
         return tuple(made[i] if i < 2 else without_gradient(i) for i in self.results)
 
     def _by_torch(self) -> Tensor:
-        q, k, v = self.q, self.k, self.v
-        gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210, a bool of sizes that are symbols
-        q, scale = with_positive_scale(q, self.scale)
-        return torch_attention(q, k, v, is_causal=self.variant.kind.CAUSAL, scale=scale, enable_gqa=gqa)
+        if self.variant.kind.VARLEN:
+            return torch.cat([x._by_torch() for x in self._sequences()], 2)
+        return attention_by_torch(self.q, self.k, self.v, self.variant, self.mask, self.scale)
+
+    def _sequences(self) -> Iterator[Request]:
+        """Each sequence that has queries; then the tokens behind them all, which see no key."""
+        named: dict[str, Any] = self.variant.named
+        own, own_k = (named[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        queries = self.q.split([*own, self.q.shape[2] - sum(own)], 2)
+        keys, values = (
+            [*x.split([*own_k, x.shape[2] - sum(own_k)], 2)[:-1], x[:, :, :0]] for x in (self.k, self.v)
+        )
+        for q, k, v in zip(queries, keys, values, strict=True):
+            if q.shape[2]:
+                yield self.of_sequence(q, k, v)
+
+    def of_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
+        """The same of one sequence, [1, H, S, D]: bands alone, from its own diagonal on."""
+        kind, offset, named = self.variant
+        bands = {name: x for name, x in named.items() if not isinstance(x, Tensor)}
+        variant = Variant(replace(kind, VARLEN=False), offset + k.shape[2] - q.shape[2], bands)
+        return self._replace(q=q, k=k, v=v, variant=variant)
 
 
 class NoGradient(torch.autograd.Function):
@@ -244,14 +261,6 @@ class NoGradient(torch.autograd.Function):
         if gradient is not None:
             raise NotImplementedError(NO_GRADIENT.format(ctx.name))
         return None, None
-
-
-def with_positive_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float | None]:
-    """(q, scale) with the same scores: on a CPU torch multiplies the -inf of its causal mask by scale,
-    in float32."""
-    if scale is None or scale >= SMALLEST_SCALE:
-        return q, scale
-    return (-q, -scale) if scale <= -SMALLEST_SCALE else (q * scale, 1.0)
 
 
 # --- from arguments -------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from .attention_request import (
     Call,
     attention_request,
     check_dtensors,
-    torch_attention,
-    with_positive_scale,
 )
+from .attention_torch import torch_attention, with_positive_scale
 from .autocast import autocast_low_precision
 
 
