@@ -30,7 +30,7 @@ from variant_problem import (
 )
 
 import flashproto
-from flashproto import checks, configs, reference
+from flashproto import backends, checks, configs, reference
 from flashproto.variant import Kind
 
 pytest.importorskip("triton")
@@ -111,6 +111,46 @@ def test_the_reference_follows_the_definition(index: int, device: str, seed: int
     if not problem.eight:
         problem = replace(problem, dtype=torch.float64)
     play(problem, device, generator, "reference")
+
+
+@pytest.mark.parametrize("index", range(24))
+def test_torch_follows_the_definition(index: int, seed: int) -> None:
+    """On a CPU, and leaves the same cache as the reference; its lse is that of the reference."""
+    generator = random.Random(seed)
+    drawn = draw(generator, 90, 8, (8, 16))
+    options = {n: x for n, x in drawn.options.items() if n != "softcap"}
+    options |= {"alibi": False, "sinks": False}
+    problem = replace(drawn, dtype=torch.float64, eight=0, prefix=0, options=options)
+
+    def call(q: Tensor, *caches: Tensor, return_lse: bool, impl: str, **options: Any) -> Any:
+        copies, function = [x.clone() for x in caches], flashproto.attention_with_kv_cache
+        _, lse = function(q, *copies, return_lse=return_lse, impl="reference", **options)
+        out = function(q, *caches, impl=impl, **options)
+        torch.testing.assert_close(caches, tuple(copies), rtol=0, atol=0, equal_nan=True)
+        return out, lse
+
+    play(problem, "cpu", generator, "torch", call)
+
+
+def test_torch_takes_what_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without the interpreter."""
+    monkeypatch.setattr(backends, "INTERPRETED", False)
+    q, k, v = (torch.randn(2, *shape, 8) for shape in ((4, 1), (9, 2), (9, 2)))
+    options = {"lengths": torch.tensor([3, 9], dtype=torch.int32)}
+    prefix = torch.randn(5, 2, 8), torch.randn(5, 2, 8)
+    found: list[str] = []
+    with backends.watch_choices(lambda operator, chosen, against: found.append(chosen)):
+        got = flashproto.attention_with_kv_cache(q, k, v, **options)
+        for more in (
+            {"softcap": 3.0},
+            {"sinks": q[0, :, 0, 0]},
+            {"return_lse": True},
+            {"prefix": prefix},
+        ):
+            flashproto.attention_with_kv_cache(q, k, v, **options, **more)
+    assert found == ["torch", *["reference"] * 4]
+    seen = torch.compile(flashproto.attention_with_kv_cache, backend="eager")(q, k, v, **options)
+    torch.testing.assert_close(seen, got)
 
 
 SIZES = (700, 32, HEAD_DIMS) if ON_GPU else (150, 4, (16, 24))

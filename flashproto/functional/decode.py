@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
-from ..checks import FLOATS, check_flag, check_states, refuse
+from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
 from ..variant import NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
@@ -203,13 +203,15 @@ def attention_with_kv_cache(
     for names in apart:
         check_apart(names, *map(given.__getitem__, names))
     backend = backends.choose(
-        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request.q, k_cache, v_cache)
+        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P)
     )
     limits = (
         None if left is None else left - variant.offset,
         None if cos is None else cos.shape[0] - P,
     )
     check_values_of(q, cache, *limits)
+    if backend == "torch":
+        return _by_torch(request, q, cache, cos=cos, sin=sin, interleaved=interleaved)
     if backend == "reference":
         with without_autocast(q):
             out, lse = reference.attention_with_kv_cache(
@@ -259,6 +261,31 @@ def attention_with_kv_cache(
     return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
 
 
+def _by_torch(request: Request, q: Tensor, cache: Cache, **turns: Any) -> Tensor:
+    """Sequence by sequence, whose keys are read where they lie if they lie side by side."""
+    rolls = "left" in request.variant.named
+    filled = reference.fill_kv_cache(q, *cache, P=0, rolls=rolls, **turns)
+    slots, made = filled.slots, []
+    numbers = zip(*(x.tolist() for x in filled[1:4]), slots.row.tolist(), strict=True)
+    for b, (queries, keys, start, row) in enumerate(numbers):
+        at: Any = slice(row, row + 1), slice(start, max(start, keys))
+        if rolls or slots.pages is not None:
+            first = max(start, keys - slots.capacity)
+            j = torch.arange(first, max(first, keys))[None]
+            own = slots._replace(row=slots.row[b : b + 1])
+            at = own.place(j, torch.ones_like(j, dtype=torch.bool))
+        k, v = (x[at].transpose(1, 2) for x in (cache.k_cache, cache.v_cache))
+        if queries:
+            made.append(request.of_sequence(filled.q[b : b + 1, :, :queries], k, v).run_by("torch"))
+    if cache.cu_seqlens_q is None:
+        return torch.cat(made)
+    out = q.new_zeros(*q.shape[:2], cache.v_cache.shape[3])
+    if made:
+        together = torch.cat(made, 2)[0].transpose(0, 1)
+        out[: together.shape[0]] = together
+    return out
+
+
 WHERE = ("lengths", "page_table", "cache_index", "starts", "cu_seqlens_q", "rope[0]", "rope[1]")
 
 
@@ -302,10 +329,15 @@ def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
-def _cache_reasons(backend: str, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> Iterator[Reason]:
+def _cache_reasons(backend: str, request: Request, cache: Cache, P: int) -> Iterator[Reason]:
+    q, k_cache, v_cache = request.q, cache.k_cache, cache.v_cache
     yield from float64_reasons(backend, (q,))
     if backend == "torch":
-        yield "PyTorch has no attention with a cache"
+        yield from request.reasons(backend)
+        if P or k_cache.dtype != q.dtype:
+            yield "it takes no prefix and no cache of 8 bits"
+        if not all(is_readable(x) for x in cache if x is not None):
+            yield "it takes sequences one by one, and their lengths cannot be read here"
     if backend == "triton":
         if max(q.shape[3], v_cache.shape[3]) > 256:
             yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])

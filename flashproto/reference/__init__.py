@@ -19,6 +19,7 @@ from .cross_entropy import (
 )
 from .decode import (
     attention_with_kv_cache,
+    fill_kv_cache,
     merge_attention,
 )
 from .glu import (
@@ -64,6 +65,7 @@ __all__ = [
     "compute_dtype",
     "cross_entropy",
     "each_sequence",
+    "fill_kv_cache",
     "glu",
     "linear_cross_entropy",
     "log_softmax",

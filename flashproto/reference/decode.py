@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,112 @@ class Slots(NamedTuple):
         return torch.where(exists, page, 0), slot % self.size
 
 
+class Filled(NamedTuple):
+    """A cache with the new tokens in it, of B sequences.
+
+    q: [B, Hq, Sq, D], turned.  queries, keys, start: [B], their numbers, and the first key that counts.
+    tokens: of sequences side by side, each token's index in its sequence, and the number of that.
+    """
+
+    q: Tensor
+    queries: Tensor
+    keys: Tensor
+    start: Tensor
+    slots: Slots
+    tokens: tuple[Tensor, Tensor] | None
+
+
+def fill_kv_cache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    page_table: Tensor | None,
+    cache_index: Tensor | None,
+    starts: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    *,
+    P: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
+    rolls: bool,
+) -> Filled:
+    """What attention_with_kv_cache does before attention; behind a prefix of P keys."""
+    dtype = compute_dtype(q.dtype)
+    device, B = q.device, lengths.shape[0]
+    if cu_seqlens_q is None:
+        sequence = torch.arange(B, device=device)
+        queries = torch.full_like(sequence, q.shape[2])
+        tokens = None
+    else:
+        # The number of each token's sequence, and its index in it.
+        T = q.shape[0]
+        token = torch.arange(T, device=device)
+        sequence = torch.searchsorted(cu_seqlens_q, token.to(torch.int32), right=True) - 1
+        tokens = token - cu_seqlens_q[sequence], sequence
+        queries = cu_seqlens_q.diff().long()
+    lengths = lengths.long()
+    start = torch.zeros_like(lengths) if starts is None else starts.long()
+    new = torch.zeros_like(lengths)
+    if k is not None:
+        new = queries if cu_seqlens_q is not None else torch.full_like(lengths, k.shape[2])
+    keys = lengths + new
+    if page_table is not None and not k_cache.shape[0]:  # no page for a slot to be in
+        page_table = page_table[:, :0]
+    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
+    rows = torch.arange(B, device=device) if cache_index is None else cache_index.long()
+    slots = Slots(rows, page_table, k_cache.shape[1], capacity, rolls)
+
+    def dense(x: Tensor) -> Tensor:
+        """[T, H, D] as [B, H, T, D], in which rows behind a sequence's last token count for nothing."""
+        if tokens is None:
+            return x
+        i, s = tokens
+        made = x.new_zeros(B + 1, x.shape[0], *x.shape[1:])
+        return made.index_put((s, i), x)[:B].transpose(1, 2)
+
+    def turn(x: Tensor, first: Tensor) -> Tensor:
+        """x [B, H, n, D], whose first tokens are at positions `first`."""
+        if cos is None or sin is None:
+            return x
+        return rope(x, cos, sin, offset=P + first - start, interleaved=interleaved)
+
+    q = turn(dense(q), keys - queries)
+    if k is not None and v is not None and B and k.numel():
+        given = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))]  # [B, n, Hkv, D]
+        if cu_seqlens_q is None or tokens is None:
+            n = given[0].shape[1]
+            i, s = torch.arange(n, device=device).expand(B, n), sequence[:, None].expand(B, n)
+        else:
+            # Tokens behind the last sequence's are its last one once more.
+            again = torch.minimum(token, (cu_seqlens_q[-1] - 1).clamp_min(0))
+            i, s = (x[again][:, None] for x in tokens)
+        is_token, s = s < B, s.clamp(max=B - 1)
+        if not rolls:
+            # Those without room are the last one that has some; a full cache keeps what it has there.
+            i = torch.minimum(i, capacity - 1 - lengths[s])
+        exists, i = is_token & (i >= 0), i.clamp_min(0)
+        j = lengths[s] + i
+        j = j if rolls else j.clamp(max=capacity - 1)
+        at = slots._replace(row=rows[s[:, 0]]).place(j, is_token)
+        given = [x[s, i] for x in given]
+        for x, cache, by in zip(given, (k_cache, v_cache), (k_scale, v_scale), strict=True):
+            scales = by
+            if by is not None and by.ndim > 1:
+                largest = x.to(dtype).abs().amax(-1)
+                scales = (largest / LARGEST).clamp_min(2.0**-126).to(by.dtype)
+                by[at] = torch.where(exists[..., None], scales, by[at])
+            if scales is not None:
+                x = (x.to(dtype) / scales.to(dtype)[..., None]).clamp(-LARGEST, LARGEST)
+            cache[at] = torch.where(exists[..., None, None], x.to(cache.dtype), cache[at])
+    return Filled(q, queries, keys, start, slots, tokens)
+
+
 def attention_with_kv_cache(
     q: Tensor,
     k_cache: Tensor,
@@ -110,72 +216,12 @@ def attention_with_kv_cache(
     Hkv, D = k_cache.shape[2:]
     group = q.shape[-2 if cu_seqlens_q is not None else 1] // max(Hkv, 1)
     scale = D**-0.5 if scale is None else scale
-    if cu_seqlens_q is None:
-        sequence = torch.arange(B, device=device)
-        queries = torch.full_like(sequence, q.shape[2])
-        tokens = None
-    else:
-        # The number of each token's sequence, and its index in it.
-        T = q.shape[0]
-        token = torch.arange(T, device=device)
-        sequence = torch.searchsorted(cu_seqlens_q, token.to(torch.int32), right=True) - 1
-        tokens = token - cu_seqlens_q[sequence], sequence
-        queries = cu_seqlens_q.diff().long()
+    cache = k_cache, v_cache, lengths, k, v, page_table, cache_index, starts, cu_seqlens_q
     P = 0 if prefix is None else prefix[0].shape[0]
-    lengths = lengths.long()
-    start = torch.zeros_like(lengths) if starts is None else starts.long()
-    new = torch.zeros_like(lengths)
-    if k is not None:
-        new = queries if cu_seqlens_q is not None else torch.full_like(lengths, k.shape[2])
-    keys = lengths + new
-    if page_table is not None and not k_cache.shape[0]:  # no page for a slot to be in
-        page_table = page_table[:, :0]
-    capacity = k_cache.shape[1] * (1 if page_table is None else page_table.shape[1])
-    rows = torch.arange(B, device=device) if cache_index is None else cache_index.long()
-    slots = Slots(rows, page_table, k_cache.shape[1], capacity, left is not None)
-
-    def dense(x: Tensor) -> Tensor:
-        """[T, H, D] as [B, H, T, D], in which rows behind a sequence's last token count for nothing."""
-        if tokens is None:
-            return x
-        i, s = tokens
-        made = x.new_zeros(B + 1, x.shape[0], *x.shape[1:])
-        return made.index_put((s, i), x)[:B].transpose(1, 2)
-
-    def turn(x: Tensor, first: Tensor) -> Tensor:
-        """x [B, H, n, D], whose first tokens are at positions `first`."""
-        if cos is None or sin is None:
-            return x
-        return rope(x, cos, sin, offset=P + first - start, interleaved=interleaved)
-
-    q = turn(dense(q), keys - queries)
-    if k is not None and v is not None and B and k.numel():
-        given = [x.transpose(1, 2) for x in (turn(dense(k), lengths), dense(v))]  # [B, n, Hkv, D]
-        if cu_seqlens_q is None or tokens is None:
-            n = given[0].shape[1]
-            i, s = torch.arange(n, device=device).expand(B, n), sequence[:, None].expand(B, n)
-        else:
-            # Tokens behind the last sequence's are its last one once more.
-            again = torch.minimum(token, (cu_seqlens_q[-1] - 1).clamp_min(0))
-            i, s = (x[again][:, None] for x in tokens)
-        is_token, s = s < B, s.clamp(max=B - 1)
-        if left is None:
-            # Those without room are the last one that has some; a full cache keeps what it has there.
-            i = torch.minimum(i, capacity - 1 - lengths[s])
-        exists, i = is_token & (i >= 0), i.clamp_min(0)
-        j = lengths[s] + i
-        j = j if left is not None else j.clamp(max=capacity - 1)
-        at = slots._replace(row=rows[s[:, 0]]).place(j, is_token)
-        given = [x[s, i] for x in given]
-        for x, cache, by in zip(given, (k_cache, v_cache), (k_scale, v_scale), strict=True):
-            scales = by
-            if by is not None and by.ndim > 1:
-                largest = x.to(dtype).abs().amax(-1)
-                scales = (largest / LARGEST).clamp_min(2.0**-126).to(by.dtype)
-                by[at] = torch.where(exists[..., None], scales, by[at])
-            if scales is not None:
-                x = (x.to(dtype) / scales.to(dtype)[..., None]).clamp(-LARGEST, LARGEST)
-            cache[at] = torch.where(exists[..., None, None], x.to(cache.dtype), cache[at])
+    turns: Any = {"P": P, "cos": cos, "sin": sin, "interleaved": interleaved}
+    filled = fill_kv_cache(q, *cache, k_scale, v_scale, rolls=left is not None, **turns)
+    q, queries, keys, start, slots, tokens = filled
+    capacity = slots.capacity
 
     # Which key each slot holds: the last one that belongs there.
     slot = torch.arange(capacity, device=device).expand(B, -1)
