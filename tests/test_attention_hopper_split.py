@@ -32,7 +32,7 @@ from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.kernels.scores import Given
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper, call_cache, recipe
-from flashproto.variant import VARIABLES, Kind, Variant
+from flashproto.variant import Kind, Variant
 
 # --- which part visits which key tiles ---------------------------------------------------------------
 
@@ -284,8 +284,7 @@ def test_parts_are_not_short_and_save_time(
 def test_keys_that_queries_see_are_counted(
     causal: bool, window: bool, Sq: int, Sk: int, offset: int, left: int, first: int
 ) -> None:
-    named = {"left": left, "first": first or None} if window else {}
-    variables = tuple(map(named.get, VARIABLES)) if window else ()
+    named = {"left": left} | ({"first": first} if first else {}) if window else {}
     kind = Kind(CAUSAL=causal, WINDOW=window, FIRST=window and first > 0)
     i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
     seen = torch.ones(Sq, Sk, dtype=torch.bool)
@@ -293,7 +292,7 @@ def test_keys_that_queries_see_are_counted(
         seen &= j <= i + offset
     if window:
         seen &= (j >= i + offset - left) | (j < first)
-    assert attention_hopper.keys_seen(Variant(kind, offset, variables), Sq, Sk) == seen.any(0).sum()
+    assert attention_hopper.keys_seen(Variant(kind, offset, named), Sq, Sk) == seen.any(0).sum()
 
 
 @pytest.fixture
@@ -339,8 +338,8 @@ def test_launches_where_keys_are_not_split(steps: Callable[..., list[recipe.Laun
     q, k = (torch.empty(1, 2, n, 64, dtype=torch.bfloat16) for n in (200, 9000))
 
     def kernels(offset: int, named: dict[str, Any], **kind: bool) -> list[str]:
-        variables = tuple(map(named.get, VARIABLES)) if len(kind) else ()
-        return [x.kernel.__name__ for x in steps(q, k, Variant(Kind(True, **kind), offset, variables))]
+        variant = Variant(Kind(True, **kind), offset, named if kind else {})
+        return [x.kernel.__name__ for x in steps(q, k, variant)]
 
     split = ["attention_forward_kernel", "attention_merge_kernel"]
     assert kernels(8800, {}) == split

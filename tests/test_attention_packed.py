@@ -214,7 +214,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
         variant = Variant(Kind(causal), k.shape[2] - q.shape[2])
         made = recipe.Recipe(q.device)
         operands = [made.input(x) for x in (q, k, k)]
-        settings = ops.Settings((0,), (), "full/", 0.125, "hopper")
+        settings = ops.Settings(Variant().form, 0.125, "hopper")
         out, lse = map(made.make, ops.makes(settings, *operands)[:2])
         attention_hopper.forward(made, *operands, out, lse, variant, 0.125)
         (launch,) = [step for step in made.steps if isinstance(step, recipe.Launch)]
