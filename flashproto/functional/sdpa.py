@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -135,10 +136,12 @@ def scaled_dot_product_attention(
         return made
     if attn_mask is None:
         return made  # type: ignore[return-value]
-    S = k.shape[2]
+    prepare = _quick_intervals(attn_mask, keys)
+    if prepare is None:
+        S = k.shape[2]
 
-    def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        return q, k, v, *_intervals_of(_keys_of(mask, q, S, lead))
+        def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+            return q, k, v, *_intervals_of(_keys_of(mask, q, S, lead))
 
     return made.after(list(given), (q, k, v, attn_mask), prepare)  # type: ignore[return-value]
 
@@ -154,6 +157,26 @@ def _intervals_of(keys: Any) -> tuple[Tensor, Tensor]:
     """begin and end for keys [B | 1, H | 1, S] that all queries see, or none does."""
     end = torch.where(keys, ALWAYS, 0).to(torch.int32)
     return torch.zeros_like(end), end
+
+
+@functools.cache
+def _ends(device: torch.device) -> Tensor:
+    """begin and end of a key that is seen, [2, 1, 1, 1]; times 0, of one that is not."""
+    return torch.tensor([0, ALWAYS], dtype=torch.int32, device=device).view(2, 1, 1, 1)
+
+
+def _quick_intervals(mask: Tensor, keys: Any) -> Callable[..., tuple[Tensor, ...]] | None:
+    """_intervals_of the keys of masks like this one, behind q, k and v, by one product, where they are
+    a view of it; None where they are not, or while a CUDA graph is captured."""
+    capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
+    if capturing or keys.data_ptr() != mask.data_ptr():
+        return None
+    (shape, strides), ends = (keys.shape, keys.stride()), _ends(mask.device)
+
+    def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return q, k, v, *(mask.as_strided(shape, strides) * ends).unbind()
+
+    return prepare
 
 
 def _check_mask(
