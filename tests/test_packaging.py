@@ -154,6 +154,23 @@ print(tuple(model(torch.zeros(1, 5, dtype=torch.long)).logits.shape))
     assert python("-c", code, str(tmp_path), cwd=ROOT).splitlines()[-1] == "(1, 5, 64)"
 
 
+def test_modules_and_distributed_are_there_and_imported_on_first_use(tmp_path: Path) -> None:
+    code = """
+import sys, flashproto
+assert not {"flashproto.nn", "flashproto.distributed"} & sys.modules.keys()
+assert {"attention", "distributed", "masks", "nn"} <= {*dir(flashproto)}
+print(flashproto.nn.RMSNorm(8).weight.shape[0], flashproto.distributed.shard.__name__)
+assert flashproto.nn is sys.modules["flashproto.nn"]
+print(hasattr(flashproto, "modules"), hasattr(flashproto, "_nn"))
+try:
+    flashproto.modules
+except AttributeError as error:
+    print(error)
+"""
+    lines = python("-c", code, cwd=tmp_path, path=str(ROOT)).splitlines()
+    assert lines == ["8 shard", "False False", "module 'flashproto' has no attribute 'modules'"]
+
+
 def test_import_takes_under_one_and_a_half_times_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
