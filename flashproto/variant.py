@@ -228,7 +228,7 @@ class Form(NamedTuple):
 
     kind: Kind
     offset: int
-    numbers: tuple[tuple[str, int | float], ...]
+    numbers: tuple[tuple[str, Any], ...]
     tensors: tuple[str, ...]
 
     def variant(self, tensors: Sequence[Any]) -> Variant:
@@ -273,7 +273,8 @@ def kind_of(text: str) -> Kind:
     if text == "full":
         return Kind()
     given = (word.partition("=") for word in text.split("+"))
-    return Kind(**{n.upper(): int(value) if value else True for n, _, value in given})
+    options: dict[str, Any] = {n.upper(): int(value) if value else True for n, _, value in given}
+    return Kind(**options)
 
 
 # --- what runs where -----------------------------------------------------------------------------
