@@ -313,9 +313,11 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
         if band.CAUSAL:
             moved = generator.choice((0, 0, 40))
         kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, VARLEN=True)
-        numbers = left if kind.WINDOW else None, first if kind.FIRST else None, None
+        named: dict[str, Any] = {"left": left} if kind.WINDOW else {}
+        named |= {"first": first} if kind.FIRST else {}
         cu = starts(lengths, "cpu")
-        variant = Variant(kind, moved, (*numbers, None, None, None, None, *cu))
+        named |= zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=True)
+        variant = Variant(kind, moved, named)
         lse = torch.zeros(q.shape[:3])
         given = (q, None, q, k, k, q, lse)
         with monkeypatch.context() as patch:

@@ -178,7 +178,12 @@ def attention_with_kv_cache(
     interleaved = check_flag(name, "interleaved", interleaved)
     by_head: dict[str, Any] = {"sinks": sinks, "alibi_slopes": alibi_slopes}
     pairs = {"rope": rope, "prefix": prefix}
-    held = {f"{x}[{i}]": y for x in pairs for i, y in enumerate(pairs[x] or ())}
+    held = {
+        f"{name}[{i}]": x
+        for name, pair_of in pairs.items()
+        if isinstance(pair_of, (tuple, list))
+        for i, x in enumerate(pair_of)
+    }
     check_constants({"q": q, **cache._asdict(), **by_head, **held})
     ragged = cu_seqlens_q is not None
     request = attention_request(
