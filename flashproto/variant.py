@@ -237,7 +237,9 @@ class Form(NamedTuple):
 
     def flat(self) -> tuple[list[int], list[float], str]:
         """As the arguments of SCHEMA."""
-        floats = {n: x for n, x in self.numbers if isinstance(x, (float, torch.SymFloat))}
+        floats: dict[str, Any] = {
+            n: x for n, x in self.numbers if isinstance(x, (float, torch.SymFloat))
+        }
         ints = {n: x for n, x in self.numbers if n not in floats}
         names = "/".join(map(",".join, (ints, floats, self.tensors)))
         return [self.offset, *ints.values()], [*floats.values()], f"{self.kind.name}/{names}"
