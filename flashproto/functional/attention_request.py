@@ -131,7 +131,8 @@ class Request(NamedTuple):
     def _settings(self, backend: str) -> tuple[Any, Any]:
         """(operator, settings) of the kernels."""
         operator = attention_op.attention if self.heads is None else attention_op.attention_qkv
-        values = self.variant.form, abs(self.scale_given), backend, *(self.heads or ())
+        scale = self.scale_given  # whose abs() would be a symbol of torch.compile
+        values = self.variant.form, -scale if scale < 0 else scale, backend, *(self.heads or ())
         return operator, operator.settings(*values)
 
     def bind(self, backend: str) -> Any:

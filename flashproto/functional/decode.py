@@ -254,7 +254,7 @@ def attention_with_kv_cache(
             first = first if starts is None else first - starts
             heads = _turned(heads, cos, sin, first, cu_seqlens_q, cache.new, interleaved)
         options = {n: x for n, x in variant.named.items() if n in NUMBERS}
-        states = _of_prefix(heads, prefix, abs(scale), impl, options)
+        states = _of_prefix(heads, prefix, -scale if scale < 0 else scale, impl, options)
         q = heads[0].transpose(0, 1) if ragged else heads
         if ragged:
             states = states[0][0].transpose(0, 1), states[1][0]
@@ -262,7 +262,7 @@ def attention_with_kv_cache(
         given |= dict(zip(("prefix_out", "prefix_lse"), states, strict=True))
     else:
         given["q"] = -q
-    made = _attend(request, given, abs(scale), cache.new, *place)
+    made = _attend(request, given, -scale if scale < 0 else scale, cache.new, *place)
     return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
 
 
