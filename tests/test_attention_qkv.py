@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import flashproto
+from flashproto import masks
 from flashproto.reference import split_heads
 from flashproto.variant import Kind, Variant
 
@@ -51,8 +52,10 @@ def test_tokens_come_first_in_memory(impl: str | None, scale: float | None, devi
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 0.7])
 def test_any_scale(scale: float, device: str) -> None:
     qkv = torch.randn(1, 9, 6 * 8, device=device)
-    got = flashproto.attention_qkv(qkv, 2, 2, scale=scale, impl="triton")
-    assert torch.equal(got, on_views(qkv, (2, 2), "triton", scale=scale))
+    for mask in (None, masks.padding(torch.tensor([7], device=device))):
+        for _ in range(2):
+            got = flashproto.attention_qkv(qkv, 2, 2, scale=scale, mask=mask, impl="triton")
+            assert torch.equal(got, on_views(qkv, (2, 2), "triton", scale=scale, mask=mask))
 
 
 def test_reads_a_projection_wherever_it_lies(device: str) -> None:

@@ -109,8 +109,9 @@ class Request(NamedTuple):
         return made[0] if len(made) == 1 else made
 
     def by_heads(self) -> Request:
-        """Itself on q, k and v in place of a fused projection."""
-        return self._replace(heads=None, inputs={"q": self.q, "k": self.k, "v": self.v})
+        """Itself on q, k and v in place of a fused projection, and on intervals in place of a mask."""
+        inputs = {"q": self.q, "k": self.k, "v": self.v}
+        return self._replace(heads=None, mask=None, inputs=inputs)
 
     def made_by(self, backend: str) -> Any:
         """run_by, and where that is a Call, made."""
