@@ -32,6 +32,17 @@ class Band(NamedTuple):
         return f"window({self.left}, {self.right}{first})"
 
 
+class Tables(dict[Any, Any]):
+    """What kernels make of intervals, as `begin.tables`: kept with them, since nobody writes to these
+    later, by what it is and by stream.  A copy of the intervals has none."""
+
+    def __deepcopy__(self, memo: object) -> Tables:
+        return Tables()
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return Tables, ()
+
+
 class Intervals(NamedTuple):
     """Key j is seen by the queries begin[j] ... end[j] - 1; int32 [B | 1, H | 1, Sk].
 

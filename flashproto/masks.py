@@ -29,7 +29,7 @@ from .checks import (
     is_readable,
     refuse,
 )
-from .mask_values import Band, Intervals, Lengths, Mask
+from .mask_values import Band, Intervals, Lengths, Mask, Tables
 
 LONGEST = 2**30 - 1  # the sum of two is within int32
 
@@ -120,6 +120,16 @@ def by_head(x: Tensor) -> Tensor:
     return x.clamp(-FAR, FAR).to(torch.int32)
 
 
+def of_intervals(
+    words: str, begin: Tensor, end: Tensor, by_position: bool = False, queries: int | None = None
+) -> Mask:
+    """A mask of copies of these vectors."""
+    begin, end = by_head(begin), by_head(end)
+    if not is_compiling():
+        begin.tables = Tables()  # type: ignore[attr-defined]
+    return Mask(parts=(Intervals(words, begin, end, by_position, queries),))
+
+
 def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     """A query sees the keys of its own document: sequences packed side by side.
 
@@ -170,7 +180,7 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
         order = torch.nn.functional.pad(order, (0, 1))  # there may be no query
         begin = order.gather(-1, low)
         end = begin + (high - low)
-    return Mask(parts=(Intervals(words, by_head(begin), by_head(end), False, ids.shape[-1]),))
+    return of_intervals(words, begin, end, queries=ids.shape[-1])
 
 
 def padding(lengths: Tensor) -> Mask:
@@ -256,7 +266,7 @@ def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
         leave = check_vector(name, "leave", leave, "[S], [B, S] or [B, H, S]", 1, 3)
         words = f"tree({described(enter)}, {described(leave)})"
         check_pair(name, "enter", enter, "leave", leave)
-    return Mask(parts=(Intervals(words, by_head(enter), by_head(leave), True, None),))
+    return of_intervals(words, enter, leave, by_position=True)
 
 
 def subtrees(parents: Tensor, values: Tensor, reduce: str) -> Tensor:
@@ -303,7 +313,7 @@ def intervals(begin: Tensor, end: Tensor) -> Mask:
     end = check_vector(name, "end", end, "[Sk], [B, Sk] or [B, H, Sk]", 1, 3)
     check_pair(name, "begin", begin, "end", end)
     words = f"intervals({described(begin)}, {described(end)})"
-    return Mask(parts=(Intervals(words, by_head(begin), by_head(end), False, None),))
+    return of_intervals(words, begin, end)
 
 
 def check_pair(operator: str, name: str, x: Tensor, other: str, y: Tensor) -> None:

@@ -241,6 +241,20 @@ def sequence_of(slot, cu_seqlens_ptr, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def sequences_of(slots, cu_seqlens_ptr, sequences, BLOCK: tl.constexpr):
+    """sequence_of for many slots, 0 or more each."""
+    low, step = slots * 0, 1
+    while 2 * step <= sequences:
+        step *= 2
+    while step > 0:
+        middle = tl.minimum(low + step, sequences)
+        inside = tl.load(cu_seqlens_ptr + middle) // BLOCK + middle <= slots
+        low = tl.where(inside, middle, low)
+        step = step // 2
+    return low, slots - (tl.load(cu_seqlens_ptr + low) // BLOCK + low)
+
+
+@triton.jit
 def tokens_of(s, cu_seqlens_ptr, sequences, total, BEHIND: tl.constexpr):
     """(start, length) of sequence s, of `total` tokens; BEHIND: what is behind the last one has all
     tokens that are left, else none."""
@@ -300,27 +314,67 @@ def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.const
     return head, j0, Sq, Sk, offset, token, key, rows
 
 
-# What slots_kernel says of a slot, one word each: how many key tiles it visits, at least 1, or 0 for a
-# slot without queries; its first query; where its sequence's queries begin, and how many these are; the
-# same of keys.
+# What query_slots_kernel and key_slots_kernel say of a slot, one word each: how many tiles it visits, at
+# least 1, or 0 for a slot without tokens; its first token; where its sequence's queries begin, and how
+# many these are; the same of keys.
 RECORD = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["offset"])
-def slots_kernel(
-    slots_ptr, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
+@triton.jit
+def key_tiles_of(
+    i0, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr
 ):
-    """Program: of one slot of queries, its record.  slots [slots, RECORD]."""
-    _, i0, Sq, Sk, offset, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
+    """How many key tiles the queries from i0 on visit, at least 1; 0 for a tile without queries."""
     begin, _, _, end = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     tiles = tl.maximum(end - begin + first_tiles(begin, given, BLOCK_N, KIND), 1)
-    to = slots_ptr + tl.program_id(0) * RECORD
-    tl.store(to, tl.where(i0 < Sq, tiles, 0))
+    return tl.where(i0 < Sq, tiles, 0)
+
+
+@triton.jit(do_not_specialize=["offset", "n_slots"])
+def query_slots_kernel(
+    ordered_ptr,
+    turns_ptr,
+    offset,
+    given,
+    n_slots,
+    BLOCK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """Program: the record of one slot of queries, at its place among all, those that visit more key
+    tiles first.  It counts the tiles of all slots itself, BLOCK at a time.
+
+    ordered [1 + slots, RECORD]; its first word: how many slots have queries.  turns [1]: set to 0.
+    """
+    index = tl.program_id(0)
+    tl.store(turns_ptr, 0, index == 0)
+    _, i0, Sq, Sk, diagonal, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
+    tiles = key_tiles_of(i0, Sq, Sk, diagonal, given, BLOCK_M, BLOCK_N, KIND)
+    sequences, queries, keys = counts(given)
+    rank, count = 0, 0
+    for at in range(0, n_slots, BLOCK):
+        other = at + tl.arange(0, BLOCK)
+        slots = tl.maximum(query_tile_order(other, n_slots, KIND), 0)
+        s, tile = sequences_of(slots, given.cu_seqlens_q, sequences, BLOCK_M)
+        _, lengths = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
+        _, lengths_k = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
+        diagonals = offset + lengths_k - lengths
+        theirs = key_tiles_of(
+            tile * BLOCK_M, lengths, lengths_k, diagonals, given, BLOCK_M, BLOCK_N, KIND
+        )
+        theirs = tl.where(other < n_slots, theirs, -1)
+        earlier = (theirs > tiles) | ((theirs == tiles) & (other < index))
+        rank += tl.sum(earlier.to(tl.int32), 0)
+        count += tl.sum((theirs > 0).to(tl.int32), 0)
+    to = ordered_ptr + (1 + rank) * RECORD
+    tl.store(to, tiles)
     tl.store(to + 1, i0)
     tl.store(to + 2, token)
     tl.store(to + 3, Sq)
     tl.store(to + 4, key)
     tl.store(to + 5, Sk)
+    tl.store(ordered_ptr, count, index == 0)
 
 
 @triton.jit(do_not_specialize=["offset"])
@@ -349,15 +403,12 @@ def key_slots_kernel(
 
 
 @triton.jit(do_not_specialize=["n_slots"])
-def order_kernel(slots_ptr, ordered_ptr, turns_ptr, n_slots, BLOCK: tl.constexpr):
+def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
     """Program: one slot's record to its place among all, those that visit more tiles first.
 
-    ordered [1 + slots, RECORD]; its first word: how many slots have tokens.  turns [1]: set to 0, if
-    there is one.
+    ordered [1 + slots, RECORD]; its first word: how many slots have tokens.
     """
     slot = tl.program_id(0)
-    if turns_ptr is not None:
-        tl.store(turns_ptr, 0, slot == 0)
     tiles = tl.load(slots_ptr + slot * RECORD)
     rank, count = 0, 0
     for at in range(0, n_slots, BLOCK):

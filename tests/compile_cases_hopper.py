@@ -19,7 +19,12 @@ from flashproto.kernels.hopper.attention_backward import attention_backward_kern
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
-from flashproto.kernels.schedule import key_slots_kernel, order_kernel, slots_kernel, visits_kernel
+from flashproto.kernels.schedule import (
+    key_slots_kernel,
+    order_kernel,
+    query_slots_kernel,
+    visits_kernel,
+)
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 from flashproto.variant import Kind, Variant, fields_on, main_backward
@@ -229,20 +234,21 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
     for kernel, kind in (
         (visits_kernel, Kind(INTERVALS=True)),
         (visits_kernel, Kind(True, True, True, True)),
-        (slots_kernel, Kind(VARLEN=True)),
-        (slots_kernel, Kind(True, True, True, VARLEN=True)),
+        (query_slots_kernel, Kind(VARLEN=True)),
+        (query_slots_kernel, Kind(True, True, True, VARLEN=True)),
         (key_slots_kernel, Kind(VARLEN=True)),
         (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
     ):
         given, absent = given_of(kernel, kind)
-        names = kernel.arg_names[: kernel.arg_names.index("given")]
+        names = [n for n in kernel.arg_names if n.islower() and n != "given"]
         pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
+        constexprs |= {"BLOCK": 256} if "BLOCK" in kernel.arg_names else {}
         signature = {n: "*i32" if n in pointers else "i32" for n in names} | {"given": given}
         name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind.name}"
         yield Case(name, kernel, signature, constexprs, pointers, num_warps=1)
     if BN == 64:
-        aligned = ("slots_ptr", "ordered_ptr", "turns_ptr")
+        aligned = ("slots_ptr", "ordered_ptr")
         signature = dict.fromkeys(aligned, "*i32") | {"n_slots": "i32"}
         yield Case("order_kernel", order_kernel, signature, {"BLOCK": 256}, aligned, num_warps=1)
 

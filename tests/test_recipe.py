@@ -6,6 +6,7 @@ the addresses that an entry is handed."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import math
@@ -23,7 +24,7 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
-from operators import OPERATORS, Case, assert_same_results, run
+from operators import OPERATORS, Case, assert_same, assert_same_results, run
 
 import flashproto
 from flashproto import backends
@@ -524,6 +525,8 @@ class Played:
     """A GPU that is none: an entry finds the tensors that begin at the addresses that it is handed, and
     the interpreter runs the kernel on them."""
 
+    stream, capturing = 7, False
+
     def __init__(self) -> None:
         self.launched = 0
         self.tensors: list[Tensor] = []  # whose memory may be addressed
@@ -541,7 +544,7 @@ class Played:
 
     def entry(self, compiled: Compiled) -> private.Entry:
         def run(programs: int, y: int, z: int, stream: int, *handed: Any) -> None:
-            assert (y, z, stream) == (1, 1, 7)
+            assert (y, z, stream) == (1, 1, self.stream)
             handed = handed[0] if private.PACKED else handed
             names = [p.name for p in compiled.kernel.params]
             defaults = {p.name: p.default for p in compiled.kernel.params}
@@ -623,12 +626,12 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     monkeypatch.setattr(written, "_factory", functools.lru_cache(written._factory.__wrapped__))
     monkeypatch.setattr(private, "has_entry", lambda kernel: True)
     monkeypatch.setattr(private, "entry", played.entry)
-    monkeypatch.setattr(private, "is_capturing", lambda: False)
-    monkeypatch.setattr(private, "current_stream", lambda index: 7)
+    monkeypatch.setattr(private, "is_capturing", lambda: played.capturing)
+    monkeypatch.setattr(private, "current_stream", lambda index: played.stream)
     monkeypatch.setattr(private, "several_devices", lambda: False)
     monkeypatch.setattr(private, "empty_strided_cuda", empty_strided)
     monkeypatch.setattr(exchange_buffers, "zeros", zeros)
-    monkeypatch.setattr(exchange_buffers, "current_stream", lambda index: 7)
+    monkeypatch.setattr(exchange_buffers, "current_stream", lambda index: played.stream)
     monkeypatch.setattr(exchange_buffers, "outside_memory_pool", lambda make, device: make())
     yield played
     call_cache.forget()
@@ -676,6 +679,41 @@ def test_words_are_cleared_by_the_function_that_is_written(
         assert torch.equal(wanted[1], wanted[3]), name
     assert len(pairs) == 2 * 4, "all but the first of each kind"
     assert len(exchange_buffers._pairs) <= 2
+
+
+def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
+    """For each stream, of intervals that nobody writes to; not in a graph, nor by an op."""
+    q, dout = (torch.randn(1, 2, 70, 16) for _ in range(2))
+    q.requires_grad_()
+    mask = flashproto.masks.documents(torch.arange(70) // 30)
+    tables = mask.tensors[0].tables  # type: ignore[attr-defined]
+
+    def call() -> tuple[Tensor, ...]:
+        out = flashproto.attention(q, q, q, mask=mask, impl="triton")
+        return out, *torch.autograd.grad(out, q, dout)
+
+    wanted = call()
+    assert not tables, "Triton's own launches keep nothing"
+    assert_same(call(), wanted)
+    made = dict(tables)
+    assert len(made) == 2, "one forward, one backward"
+    launched = played.launched
+    assert_same(call(), wanted)
+    assert {n: id(x) for n, x in tables.items()} == {n: id(x) for n, x in made.items()}
+    kept = played.launched - launched
+    played.capturing = True
+    assert_same(call(), wanted)
+    played.capturing, played.stream = False, 8
+    assert_same(call(), wanted)
+    assert len(tables) == 4 and tables.items() >= made.items()
+    for x in tables.values():
+        x.zero_()  # no query sees a key
+    assert not call()[0].any()
+    tables.clear()
+    launched = played.launched
+    assert_same(call(), wanted)
+    assert played.launched - launched == kept + 2
+    assert len(tables) == 2 and not copy.deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
 
 
 def test_recipes_are_told_apart_by_what_triton_specialises_on() -> None:

@@ -34,7 +34,7 @@ import flashproto
 from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
-from flashproto.kernels.schedule import intervals_kernel, order_kernel, slots_kernel, visits_kernel
+from flashproto.kernels.schedule import intervals_kernel, query_slots_kernel, visits_kernel
 from flashproto.kernels.scores import Given
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
@@ -160,11 +160,10 @@ def test_slots_of_sequences_come_longest_first(
         keys=keys,
     )
     slots = totals[0] // BM + len(lengths) + 1
-    made = torch.full((slots, 8), -7, dtype=torch.int32, device=device)
     ordered = torch.full((1 + slots, 8), -7, dtype=torch.int32, device=device)
-    slots_kernel[(slots,)](made, 0, given, BLOCK_M=BM, BLOCK_N=BN, KIND=kind)
     turns = torch.full((2,), 7, dtype=torch.int32, device=device)
-    order_kernel[(slots,)](made, ordered, turns, slots, BLOCK=4)
+    constants = {"BLOCK": 4, "BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind}
+    query_slots_kernel[(slots,)](ordered, turns, 0, given, slots, **constants)
     assert turns.tolist() == [0, 7]
     wanted = []
     at = [0, 0]

@@ -19,7 +19,7 @@ from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel
 from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_STEPS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from ..kernels.hopper.items import MOST_PROGRAMS, TURNS
-from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, slots_kernel, visits_kernel
+from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, query_slots_kernel, visits_kernel
 from ..kernels.scores import Given
 from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, given_to
@@ -118,35 +118,9 @@ def slots_of(variant: Variant, tokens: int, block: int) -> int:
     return tokens // block + variant.named["cu_seqlens_q"].shape[0]
 
 
-def ordered_slots(
-    recipe: Recipe,
-    kernel: Any,
-    slots: int,
-    device: torch.device,
-    variant: Variant,
-    given: Given,
-    BM: int,
-    BN: int,
-    turns: Operand | None = None,
-) -> Given:
-    """What a kernel is given, with the records that slots_kernel or key_slots_kernel makes, in order,
-    and the steps that make them."""
-    made, work = (
-        recipe.make(New.contiguous((n, RECORD.value), torch.int32, device)) for n in (slots, 1 + slots)
-    )
-    recipe.launch(
-        kernel,
-        slots,
-        made,
-        variant.offset,
-        given,
-        BLOCK_M=BM,
-        BLOCK_N=BN,
-        KIND=variant.kind,
-        num_warps=1,
-    )
-    recipe.launch(order_kernel, slots, made, work, turns, slots, BLOCK=256, num_warps=1)
-    return given._replace(work=work)
+def records(recipe: Recipe, slots: int, device: torch.device) -> Operand:
+    """Memory for those of so many slots, in order, see kernels/schedule.py."""
+    return recipe.make(New.contiguous((1 + slots, RECORD.value), torch.int32, device))
 
 
 def work_on_device(
@@ -161,31 +135,25 @@ def work_on_device(
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
     visited, where intervals or lengths on the device say so; they begin to count `turns`."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
-    given = given_to(recipe, variant, q, k, BN, max_score=max_score)
+    start = len(recipe.steps)
+    given = given_to(recipe, variant, q, k, BN, keeping=False, max_score=max_score)
     Sq, Sk = q.shape[2], k.shape[2]
+    constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind, "num_warps": 1}
     if kind.INTERVALS:
         rows, tiles = given.work.shape[0], cdiv(Sq, BM)
         work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
-        recipe.launch(
-            visits_kernel,
-            rows * tiles,
-            work,
-            turns,
-            Sq,
-            Sk,
-            diagonal(variant, Sk),
-            given,
-            BLOCK_M=BM,
-            BLOCK_N=BN,
-            KIND=kind,
-            num_warps=1,
-        )
-        return given._replace(work=work)
+        numbers = Sq, Sk, diagonal(variant, Sk)
+        recipe.launch(visits_kernel, rows * tiles, work, turns, *numbers, given, **constants)
+        name = "visits", BM, BN, kind, *numbers, given.left, given.first
+        recipe.keep(start, work, given.begin, name, zeroed=turns)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
-        return ordered_slots(recipe, slots_kernel, slots, q.device, variant, given, BM, BN, turns)
+        work = records(recipe, slots, q.device)
+        found = work, turns, variant.offset, given, slots
+        recipe.launch(query_slots_kernel, slots, *found, BLOCK=256, **constants)
     else:
         return given
+    return given._replace(work=work)
 
 
 def keys_seen(variant: Variant, Sq: int, Sk: int) -> int:
@@ -381,8 +349,13 @@ def backward(
     if varlen:
         names = "cu_seqlens_q", "cu_seqlens_k", "sequences", "queries", "keys"
         lengths = Given(**{name: getattr(given, name) for name in names})
-        slots = key_tiles, q.device, variant
-        given = ordered_slots(recipe, key_slots_kernel, *slots, given, BM, BN)
+        made, work = (records(recipe, key_tiles, q.device) for _ in range(2))
+        constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": variant.kind}
+        recipe.launch(
+            key_slots_kernel, key_tiles, made, variant.offset, given, **constants, num_warps=1
+        )
+        recipe.launch(order_kernel, key_tiles, made, work, key_tiles, BLOCK=256, num_warps=1)
+        given = given._replace(work=work)
     if not variant.kind.PLAIN:
         given = given._replace(rows=2 * Sq + 1)  # as `counts` of kernels/scores.py has it
     lse2, delta = None, None

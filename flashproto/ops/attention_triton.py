@@ -57,9 +57,17 @@ def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) 
 
 
 def given_to(
-    recipe: Recipe, variant: Variant, q: Operand, k: Operand, block_n: int, **made: Operand | None
+    recipe: Recipe,
+    variant: Variant,
+    q: Operand,
+    k: Operand,
+    block_n: int,
+    keeping: bool = True,
+    **made: Operand | None,
 ) -> Any:
-    """given_of for kernels with key tiles of block_n, what they make included, and the steps before."""
+    """given_of for kernels with key tiles of block_n, what they make included, and the steps before.
+
+    keeping: whether what these make is kept with a mask."""
     given = given_of(variant)
     if variant.kind.PLAIN:
         return given
@@ -67,12 +75,15 @@ def given_to(
     if variant.kind.INTERVALS:
         batch, heads, Sk = given.begin.shape
         n_tiles, rows = cdiv(Sk, block_n), batch * heads
+        start = len(recipe.steps)
         tiles = recipe.make(New.contiguous((rows, 4, n_tiles), torch.int32, q.device))
         if rows * n_tiles:
             pair = given.begin, given.end
             recipe.launch(
                 intervals_kernel, rows * n_tiles, *pair, tiles, Sk, BLOCK_N=block_n, num_warps=1
             )
+        if keeping:
+            recipe.keep(start, tiles, given.begin, ("tiles", block_n))
         given = given._replace(work=tiles)
     if variant.kind.VARLEN:
         sizes = given.cu_seqlens_q.shape[0] - 1, q.shape[2], k.shape[2]

@@ -185,12 +185,17 @@ class Operator:
     # --- recipes ---
 
     def forward_recipe(
-        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...], saving: bool
+        self,
+        inputs: Sequence[Tensor | None],
+        settings: Any,
+        returns: tuple[int, ...],
+        saving: bool,
+        op: bool = False,
     ) -> tuple[Recipe, list[Operand | None]]:
-        """The recipe of the forward.  It returns the outputs numbered `returns`, and if `saving` those
+        """The recipe of the forward, or of its op.  It returns the outputs numbered `returns`, and if `saving` those
         behind them that are saved alone; with all that is saved."""
         recipe = Recipe(first(inputs).device)
-        recipe.asked_for = returns
+        recipe.asked_for, recipe.functional = returns, op
         operands = recipe.all_inputs(inputs)
         news = self.makes(settings, *operands)
         outputs = [None if new is None else recipe.make(new) for new in news]
@@ -224,16 +229,21 @@ class Operator:
         return recipe.finish()
 
     def run(
-        self, inputs: Sequence[Tensor | None], settings: Any, returns: tuple[int, ...], saving: bool
+        self,
+        inputs: Sequence[Tensor | None],
+        settings: Any,
+        returns: tuple[int, ...],
+        saving: bool,
+        op: bool = False,
     ) -> Forward:
         """The forward of inputs like these."""
-        key = "forward", settings, returns, saving, metadata(inputs), facts()
+        key = "forward", settings, returns, saving, op, metadata(inputs), facts()
         if (found := self.kept.get(key)) is not None:
             return found
-        recipe, saves = self.forward_recipe(inputs, settings, returns, saving)
+        recipe, saves = self.forward_recipe(inputs, settings, returns, saving, op)
 
         def elsewhere(*inputs: Tensor | None) -> Any:
-            return self.run(inputs, settings, returns, saving).function(*inputs)
+            return self.run(inputs, settings, returns, saving, op).function(*inputs)
 
         return self.keep(key, Forward(runner(recipe, elsewhere), recipe, saves))
 

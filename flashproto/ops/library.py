@@ -110,7 +110,7 @@ def register(operator: Any) -> None:
     def forward(*args: Any) -> Any:
         inputs, values = unpacked(names, args)
         settings = values_of(operator.settings, values)
-        made = operator.run(inputs, settings, everything, True).function(*inputs)
+        made = operator.run(inputs, settings, everything, True, op=True).function(*inputs)
         return tensors_or_empty(made if operator.outputs > 1 else (made,), first(inputs))
 
     def fake(*args: Any) -> Any:

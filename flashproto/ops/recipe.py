@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from . import exchange_buffers
 from .device import on_device
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "num_ctas", "launch_pdl")
+LARGEST_KEPT = 2**22  # elements
 PLAIN = (int, float, bool, type(None))  # arguments that kernels are handed as they are
 
 
@@ -238,6 +239,20 @@ class Compute(NamedTuple):
     operands: tuple[Operand, ...]
 
 
+class Keep(NamedTuple):
+    """The next `steps` steps make `variable`, which follows from the input `of` and from `name`: a run
+    that finds it kept with that input (mask_values.Tables) takes `otherwise` in place of them."""
+
+    variable: int
+    of: Operand
+    name: Hashable
+    steps: int
+    otherwise: tuple[Compute, ...]
+
+
+_names: dict[Hashable, int] = {}
+
+
 class Recipe:
     """Steps over variables, which are numbered: inputs first, then what steps make."""
 
@@ -247,7 +262,7 @@ class Recipe:
         self.aligned: list[bool] = []  # by variable
         self.whole: list[Operand | None] = []  # by variable, None for an input that is not given
         self.operands: list[Operand | None] = []  # by input, what steps take for it
-        self.steps: list[Make | Compute | Launch] = []
+        self.steps: list[Make | Compute | Launch | Keep] = []
         self.returns: list[Operand | None] = []
         self.passed_first_launch = False
         self.asked_for: tuple[int, ...] = ()  # numbers of the outputs that a forward's caller gets
@@ -278,6 +293,18 @@ class Recipe:
         made = self._variable(*new, True)
         self.steps.append(Make(made.variable, new))
         return made
+
+    def keep(
+        self, start: int, made: Operand, of: Operand, name: Hashable, zeroed: Operand | None = None
+    ) -> None:
+        """Let `made`, which the steps from number `start` on make, be kept with the input `of` under
+        `name`; not for an op, whose memory may be a pool's.  zeroed: what they set to 0 beside."""
+        if self.functional or of.variable >= self.inputs or made.numel() > LARGEST_KEPT:
+            return
+        otherwise = () if zeroed is None else (Compute(None, Tensor.zero_, (zeroed,)),)
+        name = _names.setdefault(name, len(_names))  # a number is found sooner
+        keep = Keep(made.variable, of, name, len(self.steps) - start, otherwise)
+        self.steps.insert(start, keep)
 
     def compute(self, function: Callable[..., Any], *operands: Operand, like: New | None = None) -> Any:
         """function(*operands) of tensors; `like` says what it returns, None for nothing of use."""
@@ -338,7 +365,7 @@ class Recipe:
                     made = step.function(*(self._tensor(x, values) for x in step.operands))
                     if step.variable is not None:
                         values[step.variable] = made
-                else:
+                elif isinstance(step, Launch):  # nothing is kept here
                     compiled = self._launch(step, values, pairs and step.clears)
                     if entries is not None:
                         entries.append(compiled)

@@ -17,6 +17,7 @@ About a microsecond is what such a function takes beside the launch.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,7 @@ from .recipe import (
     Boxed,
     Compute,
     Exchange,
+    Keep,
     Launch,
     Make,
     Operand,
@@ -117,26 +119,40 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
     def address(x: Operand) -> str:
         return f"a{x.variable} + {constant(x.offset)}" if x.offset else f"a{x.variable}"
 
-    def take_address(variable: int) -> None:
-        if variable in addressed:
-            body.append(f"a{variable} = t{variable}.data_ptr()")
+    def addresses(variable: int) -> list[str]:
+        return [f"a{variable} = t{variable}.data_ptr()"] if variable in addressed else []
 
-    for step in recipe.steps:
+    def lines_of(step: Make | Compute | Launch | Keep) -> list[str]:
+        if isinstance(step, Keep):
+            made, name = f"t{step.variable}", f"{constant(step.name)}, stream"
+            making = [line for x in itertools.islice(steps, step.steps) for line in lines_of(x)]
+            making.append(f"if tables is not None: tables[{name}] = {made}")
+            taking = [line for x in step.otherwise for line in lines_of(x)]
+            return [
+                f"tables = None if is_capturing() else getattr({tensor(step.of)}, 'tables', None)",
+                f"{made} = None if tables is None else tables.get(({name}))",
+                f"if {made} is None:",
+                *(f"    {line}" for line in making),
+                "else:",
+                *(f"    {line}" for line in [*taking, *addresses(step.variable)]),
+            ]
         if isinstance(step, Make):
             shape, strides, dtype, _ = map(constant, step.new)
-            body.append(f"t{step.variable} = empty_strided_cuda({shape}, {strides}, {dtype})")
-            take_address(step.variable)
-        elif isinstance(step, Compute):
+            made = f"t{step.variable} = empty_strided_cuda({shape}, {strides}, {dtype})"
+            return [made, *addresses(step.variable)]
+        if isinstance(step, Compute):
             called = f"{constant(step.function)}({', '.join(map(tensor, step.operands))})"
-            body.append(called if step.variable is None else f"t{step.variable} = {called}")
-            if step.variable is not None:
-                take_address(step.variable)
-        else:
-            if not launches:
-                body.append(f"stream = current_stream({constant(recipe.device.index)})")
-            k = len(launches)
-            launches.append(step)
-            body += _launch_source(step, k, recipe.device, constant, address)
+            if step.variable is None:
+                return [called]
+            return [f"t{step.variable} = {called}", *addresses(step.variable)]
+        launches.append(step)
+        return _launch_source(step, len(launches) - 1, recipe.device, constant, address)
+
+    steps = iter(recipe.steps)
+    for step in steps:
+        body += lines_of(step)
+    if launches:
+        body.insert(0, f"stream = current_stream({constant(recipe.device.index)})")
     inputs = [f"t{i}" for i in range(recipe.inputs)]
     given = [i for i in range(recipe.inputs) if i in addressed]
     conditions = [f"entry{k} is None" for k in range(min(len(launches), 1))]

@@ -96,9 +96,11 @@ def preprocess_kernel(
     # strides come in eighths and columns in eights, so that the compiler sees pieces of 16 bytes
     if VARLEN:
         r, there, behind = rows_of_sequence(first, padded, given, BM)
+        seeing = there & (not behind)  # out is 0 behind the last sequence, whatever dout is
     else:
         r, there = padded, padded < Sq
-    mask = there[:, None] & (d // 8 < D_out // 8)[None, :]
+        seeing = there
+    mask = seeing[:, None] & (d // 8 < D_out // 8)[None, :]
     rows = r.to(tl.int64)[:, None]
     o = tl.load(o_ptr + (b * so_b + h * so_h + rows * so_s) * 8 + d[None, :], mask, 0.0)
     do = tl.load(do_ptr + (b * sd_b + h * sd_h + rows * sd_s) * 8 + d[None, :], mask, 0.0)
