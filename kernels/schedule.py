@@ -314,9 +314,9 @@ def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.const
     return head, j0, Sq, Sk, offset, token, key, rows
 
 
-# What query_slots_kernel and key_slots_kernel say of a slot, one word each: how many tiles it visits, at
-# least 1, or 0 for a slot without tokens; its first token; where its sequence's queries begin, and how
-# many these are; the same of keys.
+# What query_slots_kernel and key_slots_kernel say of a slot, one word each: how many tiles it visits,
+# at least 1, or 0 for a slot without tokens; its first token; where its sequence's queries begin, and
+# how many these are; the same of keys.
 RECORD = tl.constexpr(8)
 
 

@@ -6,11 +6,11 @@ the addresses that an entry is handed."""
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import math
 from collections.abc import Iterator
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -713,7 +713,7 @@ def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
     launched = played.launched
     assert_same(call(), wanted)
     assert played.launched - launched == kept + 2
-    assert len(tables) == 2 and not copy.deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
+    assert len(tables) == 2 and not deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
 
 
 def test_recipes_are_told_apart_by_what_triton_specialises_on() -> None:

@@ -192,8 +192,8 @@ class Operator:
         saving: bool,
         op: bool = False,
     ) -> tuple[Recipe, list[Operand | None]]:
-        """The recipe of the forward, or of its op.  It returns the outputs numbered `returns`, and if `saving` those
-        behind them that are saved alone; with all that is saved."""
+        """The recipe of the forward, or of its op.  It returns the outputs numbered `returns`, and if
+        `saving` those behind them that are saved alone; with all that is saved."""
         recipe = Recipe(first(inputs).device)
         recipe.asked_for, recipe.functional = returns, op
         operands = recipe.all_inputs(inputs)
