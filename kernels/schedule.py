@@ -357,8 +357,8 @@ def query_slots_kernel(
         other = at + tl.arange(0, BLOCK)
         slots = tl.maximum(query_tile_order(other, n_slots, KIND), 0)
         s, tile = sequences_of(slots, given.cu_seqlens_q, sequences, BLOCK_M)
-        _, lengths = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
-        _, lengths_k = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
+        _starts, lengths = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
+        _starts_k, lengths_k = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
         diagonals = offset + lengths_k - lengths
         theirs = key_tiles_of(
             tile * BLOCK_M, lengths, lengths_k, diagonals, given, BLOCK_M, BLOCK_N, KIND

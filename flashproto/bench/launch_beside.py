@@ -4,8 +4,8 @@ Each tree has a worker: a process that imports flashproto from the tree, and the
 this bench, so that both trees run the same calls.  Once both have compiled, they are pinned to one core
 and take turns, row by row, in an order that changes each round.  The lowest time of a few calls counts:
 few, so that some are timed without a break where other processes want the core.  Workers are started
-several times, as where a process has its memory makes some microseconds of difference.  The rows of torch show
-what the comparison is worth: they are the same code in both workers.
+several times: processes of one tree differ too.  The rows of torch show what the comparison is worth:
+they are the same code in both workers.
 """
 
 from __future__ import annotations
