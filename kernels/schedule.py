@@ -174,7 +174,6 @@ def next_run(
 @triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
 def visits_kernel(
     visits_ptr,
-    turns_ptr,
     Sq,
     Sk,
     offset,
@@ -187,10 +186,8 @@ def visits_kernel(
     left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that
     needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
 
-    given.work: what intervals_kernel made.  turns [1]: set to 0, if there is one.
+    given.work: what intervals_kernel made.
     """
-    if turns_ptr is not None:
-        tl.store(turns_ptr, 0, tl.program_id(0) == 0)
     query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
     row = (tl.program_id(0) // query_tiles).to(tl.int64)
     i0 = tl.program_id(0) % query_tiles * BLOCK_M
@@ -333,7 +330,6 @@ def key_tiles_of(
 @triton.jit(do_not_specialize=["offset", "n_slots"])
 def query_slots_kernel(
     ordered_ptr,
-    turns_ptr,
     offset,
     given,
     n_slots,
@@ -345,10 +341,9 @@ def query_slots_kernel(
     """Program: the record of one slot of queries, at its place among all, those that visit more key
     tiles first.  It counts the tiles of all slots itself, BLOCK at a time.
 
-    ordered [1 + slots, RECORD]; its first word: how many slots have queries.  turns [1]: set to 0.
+    ordered [1 + slots, RECORD]; its first word: how many slots have queries.
     """
     index = tl.program_id(0)
-    tl.store(turns_ptr, 0, index == 0)
     _, i0, Sq, Sk, diagonal, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
     tiles = key_tiles_of(i0, Sq, Sk, diagonal, given, BLOCK_M, BLOCK_N, KIND)
     sequences, queries, keys = counts(given)

@@ -27,14 +27,14 @@ class Gpu:
     """What exchange_buffers.py asks torch for; a launch runs at once."""
 
     def __init__(self) -> None:
-        self.stream = 7
+        self.stream, self.capturing = 7, False
         self.made = 0  # sets of zeros
         self.running = threading.Lock()
         self.launches = 0
 
-    def zeros(self, device: torch.device, count: int) -> Tensor:
+    def zeros(self, device: torch.device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         self.made += 1
-        return torch.full((count,), 0, dtype=torch.int64)
+        return torch.full(shape, 0, dtype=dtype)
 
     def kernel(self, fresh: Tensor, used: Tensor) -> None:
         """One that publishes in its words and clears those of the launch before."""
@@ -57,6 +57,7 @@ class Gpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     gpu = Gpu()
     monkeypatch.setattr(exchange_buffers, "current_stream", lambda index: gpu.stream)
+    monkeypatch.setattr(exchange_buffers, "is_capturing", lambda: gpu.capturing)
     monkeypatch.setattr(exchange_buffers, "outside_memory_pool", lambda make, device: make())
     monkeypatch.setattr(exchange_buffers, "zeros", gpu.zeros)
     exchange_buffers.forget()
@@ -100,6 +101,26 @@ def test_the_stream_of_each_thread_keeps_no_pair(gpu) -> None:
         gpu.launch()
     assert gpu.made == 6
     assert exchange_buffers._pairs == before
+
+
+@pytest.mark.parametrize("count", [1, 4, 593])
+def test_zeroed_words_are_given_away(count: int, gpu) -> None:
+    """Each to one launch, of a stream; made many at once, but in a graph."""
+    given, many = [], exchange_buffers.TOGETHER
+    for stream in (7, 0):
+        gpu.stream = stream
+        for _ in range(many + 1):
+            x = exchange_buffers.zeroed(DEVICES[0], count)
+            assert (x.shape, x.dtype) == ((count,), torch.int32) and not x.any()
+            assert x.data_ptr() % 16 == 0
+            given.append(x.fill_(1))
+        assert gpu.made == 2
+        gpu.made = 0
+    assert len({x.data_ptr() for x in given}) == 2 * (many + 1)
+    for gpu.capturing, gpu.stream in ((True, 7), (False, exchange_buffers.PER_THREAD)):
+        exchange_buffers.zeroed(DEVICES[0], count)
+    assert gpu.made == 2
+    assert len(exchange_buffers._zeroed) == 2
 
 
 def test_a_launch_within_a_launch(gpu) -> None:

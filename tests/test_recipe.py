@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Iterator
 from copy import deepcopy
 from types import SimpleNamespace
@@ -29,7 +30,18 @@ from operators import OPERATORS, Case, assert_same, assert_same_results, run
 import flashproto
 from flashproto import backends
 from flashproto.ops import call, call_cache, exchange_buffers, private, recipe, written
-from flashproto.ops.recipe import Boxed, Compute, Exchange, Launch, Make, New, Operand, Recipe, Table
+from flashproto.ops.recipe import (
+    Boxed,
+    Compute,
+    Exchange,
+    Launch,
+    Make,
+    New,
+    Operand,
+    Recipe,
+    Table,
+    Zeroed,
+)
 
 CPU = torch.device("cpu")
 
@@ -455,6 +467,26 @@ def test_a_launch_that_raises_drops_its_words(card: Card, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         run(x)
     assert not exchange_buffers._pairs
+
+
+def test_zeroed_words_live_until_the_launch(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[weakref.ref[Tensor]] = []
+
+    def zeroed(device: torch.device, count: int) -> Tensor:
+        made = torch.full((count,), 0, dtype=torch.int32)
+        given.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(exchange_buffers, "zeroed", zeroed)
+    x, made, kernel = torch.randn(8), Recipe(torch.device("cuda", 0)), Kernel("a", "words", "n")
+    made.launch(kernel, 1, made.input(x), Zeroed(5), 3)
+    run = written.runner(made.finish(), lambda *inputs: "elsewhere")
+    seen = []
+    note = card.calls.append
+    card.calls = SimpleNamespace(append=lambda call: (seen.append(given[-1]()), note(call)))  # type: ignore
+    for _ in range(3):
+        run(x)
+    assert len(given) == 3 and all(x is not None and x.shape == (5,) for x in seen)
 
 
 def test_tables_of_one_launch_are_told_apart(card: Card) -> None:

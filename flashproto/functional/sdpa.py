@@ -159,10 +159,11 @@ def _intervals_of(keys: Any) -> tuple[Tensor, Tensor]:
     return torch.zeros_like(end), end
 
 
-@functools.cache
-def _ends(device: torch.device) -> Tensor:
-    """begin and end of a key that is seen, [2, 1, 1, 1]; times 0, of one that is not."""
-    return torch.tensor([0, ALWAYS], dtype=torch.int32, device=device).view(2, 1, 1, 1)
+@functools.lru_cache(64)
+def _always(device: torch.device, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """begin of keys that are seen by all or by none, zeros, and the end of one that is seen."""
+    end = torch.tensor(ALWAYS, dtype=torch.int32, device=device)
+    return torch.zeros(shape, dtype=end.dtype, device=device), end
 
 
 def _quick_intervals(mask: Tensor, keys: Any) -> Callable[..., tuple[Tensor, ...]] | None:
@@ -171,10 +172,11 @@ def _quick_intervals(mask: Tensor, keys: Any) -> Callable[..., tuple[Tensor, ...
     capturing = mask.is_cuda and torch.cuda.is_current_stream_capturing()
     if capturing or keys.data_ptr() != mask.data_ptr():
         return None
-    (shape, strides), ends = (keys.shape, keys.stride()), _ends(mask.device)
+    shape, strides = keys.shape, keys.stride()
+    begin, end = _always(mask.device, shape)
 
     def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-        return q, k, v, *(mask.as_strided(shape, strides) * ends).unbind()
+        return q, k, v, begin, mask.as_strided(shape, strides) * end
 
     return prepare
 

@@ -25,7 +25,7 @@ from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, given_to
 from .descriptors import UNUSED_STRIDE, boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
-from .recipe import New, Operand, Recipe, Table
+from .recipe import New, Operand, Recipe, Table, Zeroed
 
 PREPROCESS_ROWS = 32
 LD = COLUMNS.value  # bfloat16 numbers for lse and delta of a query
@@ -130,10 +130,9 @@ def work_on_device(
     q: Operand,
     k: Operand,
     max_score: Operand | None,
-    turns: Operand | None,
 ) -> Any:
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
-    visited, where intervals or lengths on the device say so; they begin to count `turns`."""
+    visited, where intervals or lengths on the device say so."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
     start = len(recipe.steps)
     given = given_to(recipe, variant, q, k, BN, keeping=False, max_score=max_score)
@@ -143,13 +142,13 @@ def work_on_device(
         rows, tiles = given.work.shape[0], cdiv(Sq, BM)
         work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
         numbers = Sq, Sk, diagonal(variant, Sk)
-        recipe.launch(visits_kernel, rows * tiles, work, turns, *numbers, given, **constants)
+        recipe.launch(visits_kernel, rows * tiles, work, *numbers, given, **constants)
         name = "visits", BM, BN, kind, *numbers, given.left, given.first
-        recipe.keep(start, work, given.begin, name, zeroed=turns)
+        recipe.keep(start, work, given.begin, name)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
         work = records(recipe, slots, q.device)
-        found = work, turns, variant.offset, given, slots
+        found = work, variant.offset, given, slots
         recipe.launch(query_slots_kernel, slots, *found, BLOCK=256, **constants)
     else:
         return given
@@ -230,12 +229,11 @@ def forward(
         left = variant.named.get("left", 0)
         work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device, left)
         order = Table(work.on_device)
-    turns = None
     if config.DYNAMIC:
         programs = min(programs, MOST_PROGRAMS.value)
-        order = turns = recipe.make(New.contiguous((TURNS.value,), torch.int32, q.device))
+        order = Zeroed(TURNS.value)
     keys = (1, 1, config.BN, config.D)
-    given = work_on_device(recipe, config, variant, q, k, max_score, turns)
+    given = work_on_device(recipe, config, variant, q, k, max_score)
     recipe.launch(
         attention_forward_kernel,
         programs,

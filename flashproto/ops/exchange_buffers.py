@@ -23,6 +23,8 @@ Who might break the invariant, and why they cannot:
     each thread gets a new pair each time, which is not kept.
  -  A private memory pool that is on while the pair is made, and takes the memory back: a pair is made
     outside of it (device.py).
+
+`zeroed` gives words to launches whose kernels clear none, made many at a time, under the same rules.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .device import outside_memory_pool
-from .private import current_stream
+from .device import cdiv, outside_memory_pool
+from .private import current_stream, is_capturing
 
 CAPACITY = 64  # pairs in all; one has some thousandth of the bytes of the rows it was made for
 PER_THREAD = 2  # cudaStreamPerThread
+TOGETHER = 256  # what `zeroed` makes at once
 
 Key = tuple[int, int, int]  # device, stream, count of words
 
@@ -50,15 +53,17 @@ class Pair(NamedTuple):
 
 
 _pairs: dict[Key, tuple[Tensor, Tensor]] = {}
+_zeroed: dict[Key, list[Tensor]] = {}
 
 
 def forget() -> None:
-    """All pairs."""
+    """All that is kept."""
     _pairs.clear()
+    _zeroed.clear()
 
 
-def zeros(device: torch.device, count: int) -> Tensor:
-    return torch.zeros(count, dtype=torch.int64, device=device)
+def zeros(device: torch.device, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def take(device: torch.device, count: int) -> Pair:
@@ -81,3 +86,19 @@ def give(pair: Pair) -> None:
         if len(_pairs) >= CAPACITY:
             _pairs.clear()
         _pairs[pair.key] = pair.used, pair.fresh
+
+
+def zeroed(device: torch.device, count: int) -> Tensor:
+    """[count] of int32 that are 0 and nobody else's, for a launch on the current stream of `device`,
+    which is the current device."""
+    stream = PER_THREAD if is_capturing() else current_stream(device.index)
+    if stream == PER_THREAD:
+        return zeros(device, count, dtype=torch.int32)
+    kept = _zeroed.setdefault((device.index, stream, count), [])
+    try:
+        return kept.pop()
+    except IndexError:
+        shape = TOGETHER, 4 * cdiv(count, 4)  # each starts at a multiple of 16 bytes
+        made = outside_memory_pool(lambda: zeros(device, *shape, dtype=torch.int32), device)
+        kept += made[:, :count].unbind()
+        return kept.pop()

@@ -213,6 +213,12 @@ class Exchange(NamedTuple):
     used: bool = False
 
 
+class Zeroed(NamedTuple):
+    """As an argument: so many words, int32, that are 0 before the launch."""
+
+    words: int
+
+
 class Launch(NamedTuple):
     """One launch: `arguments`, one for each of the kernel's parameters, constants included.
 
@@ -241,13 +247,12 @@ class Compute(NamedTuple):
 
 class Keep(NamedTuple):
     """The next `steps` steps make `variable`, which follows from the input `of` and from `name`: a run
-    that finds it kept with that input (mask_values.Tables) takes `otherwise` in place of them."""
+    that finds it kept with that input (mask_values.Tables) leaves them out."""
 
     variable: int
     of: Operand
     name: Hashable
     steps: int
-    otherwise: tuple[Compute, ...]
 
 
 _names: dict[Hashable, int] = {}
@@ -294,17 +299,13 @@ class Recipe:
         self.steps.append(Make(made.variable, new))
         return made
 
-    def keep(
-        self, start: int, made: Operand, of: Operand, name: Hashable, zeroed: Operand | None = None
-    ) -> None:
+    def keep(self, start: int, made: Operand, of: Operand, name: Hashable) -> None:
         """Let `made`, which the steps from number `start` on make, be kept with the input `of` under
-        `name`; not for an op, whose memory may be a pool's.  zeroed: what they set to 0 beside."""
+        `name`; not for an op, whose memory may be a pool's."""
         if self.functional or of.variable >= self.inputs or made.numel() > LARGEST_KEPT:
             return
-        otherwise = () if zeroed is None else (Compute(None, Tensor.zero_, (zeroed,)),)
         name = _names.setdefault(name, len(_names))  # a number is found sooner
-        keep = Keep(made.variable, of, name, len(self.steps) - start, otherwise)
-        self.steps.insert(start, keep)
+        self.steps.insert(start, Keep(made.variable, of, name, len(self.steps) - start))
 
     def compute(self, function: Callable[..., Any], *operands: Operand, like: New | None = None) -> Any:
         """function(*operands) of tensors; `like` says what it returns, None for nothing of use."""
@@ -419,6 +420,8 @@ class Recipe:
             return x.tma_descriptors[self._tensor(x.operand, values).data_ptr()]
         if isinstance(x, Table):
             return x.make()
+        if isinstance(x, Zeroed):
+            return exchange_buffers.zeroed(self.device, x.words)
         if isinstance(x, Exchange):
             return used if x.used else words
         if not isinstance(x, tuple):

@@ -35,6 +35,7 @@ from .recipe import (
     Operand,
     Recipe,
     Table,
+    Zeroed,
     is_aligned,
     operands_in,
 )
@@ -127,14 +128,12 @@ def _source(recipe: Recipe) -> tuple[str, list[Any]]:
             made, name = f"t{step.variable}", f"{constant(step.name)}, stream"
             making = [line for x in itertools.islice(steps, step.steps) for line in lines_of(x)]
             making.append(f"if tables is not None: tables[{name}] = {made}")
-            taking = [line for x in step.otherwise for line in lines_of(x)]
             return [
                 f"tables = None if is_capturing() else getattr({tensor(step.of)}, 'tables', None)",
                 f"{made} = None if tables is None else tables.get(({name}))",
                 f"if {made} is None:",
                 *(f"    {line}" for line in making),
-                "else:",
-                *(f"    {line}" for line in [*taking, *addresses(step.variable)]),
+                *addresses(step.variable),
             ]
         if isinstance(step, Make):
             shape, strides, dtype, _ = map(constant, step.new)
@@ -221,7 +220,7 @@ def _launch_source(
             lines.append(f"words = {constant(exchange_buffers.zeros)}({wanted})")
     for p in step.kernel.params:
         x = step.arguments.get(p.name, p.default)
-        if isinstance(x, (Operand, Boxed, Table, Exchange)) or operands_in(x):
+        if isinstance(x, (Operand, Boxed, Table, Exchange, Zeroed)) or operands_in(x):
             flush()
         if isinstance(x, Operand):
             handed.append(address(x))
@@ -235,6 +234,10 @@ def _launch_source(
             boxes += 1
         elif isinstance(x, Table):
             lines.append(f"{p.name}_{k} = {constant(x.make)}()")
+            handed.append(f"{p.name}_{k}.data_ptr()")
+        elif isinstance(x, Zeroed):
+            zeroed = f"{constant(exchange_buffers.zeroed)}({constant(device)}, {constant(x.words)})"
+            lines.append(f"{p.name}_{k} = {zeroed}")
             handed.append(f"{p.name}_{k}.data_ptr()")
         elif isinstance(x, Exchange):
             words = ("pair.used" if x.used else "pair.fresh") if step.clears else "words"
