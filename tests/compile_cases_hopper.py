@@ -240,7 +240,7 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
     ):
         given, absent = given_of(kernel, kind)
-        names = [n for n in kernel.arg_names if n.islower() and n != "given"]
+        names = [n for n in kernel.arg_names if not n.isupper() and n != "given"]
         pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
         constexprs |= {"BLOCK": 256} if "BLOCK" in kernel.arg_names else {}
