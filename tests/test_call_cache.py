@@ -18,7 +18,7 @@ import flashproto
 pytest.importorskip("triton")
 
 from flashproto import backends, masks
-from flashproto.functional.cached import Picker, cached, named, source
+from flashproto.functional.cached import cached, named, source
 from flashproto.ops import call, call_cache, private
 
 
@@ -75,13 +75,15 @@ def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=defaul
         refuse_names('sample', others, known)
     if is_dynamo_compiling():
         return function(x, shape, w, eps, on=on, impl=impl)
-    which = 1 | (w is not None) << 1
-    tensors = pick[which]((x, w,))
-    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, which,)
+    tensors = (x,)
+    if w is not None:
+        tensors += (w,)
+    kind = ({name}, shape, shape.__class__, eps, eps.__class__, on, on.__class__, impl, w is None,)
     call = find(kind, tensors)
     if call is not None:
         return call(*tensors)
-    return resolve(kind, names(('x', 'w'), which), tensors, function(x, shape, w, eps, on=on, impl=impl))"""  # noqa: E501
+    made = function(x, shape, w, eps, on=on, impl=impl)
+    return resolve(kind, names(('x', 'w'), (x, w,)), tensors, made)"""
     )
 
 
@@ -96,7 +98,7 @@ def test_help_shows_the_function() -> None:
 def kinds_of(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     seen: list[Any] = []
     scope: dict[str, Any] = {"find": lambda kind, tensors: seen.append((kind, tensors))}
-    scope |= {"resolve": lambda *_, **__: None, "function": sample, "names": named, "pick": Picker()}
+    scope |= {"resolve": lambda *_, **__: None, "function": sample, "names": named}
     scope |= {"is_dynamo_compiling": lambda: False}
     scope |= {f"default_{p.name}": p.default for p in inspect.signature(sample).parameters.values()}
     exec(source(sample, False), scope)

@@ -8,13 +8,15 @@ of other libraries.  Without triton there are no kernels, and nothing is cached.
             refuse_names('relu', others, known)
         if is_dynamo_compiling():
             return function(x, mask, scale, impl=impl)
-        which = 1 | (mask is not None) << 1
-        tensors = pick[which]((x, mask))
-        kind = ("functional.relu", scale, scale.__class__, impl, which)
+        tensors = (x,)
+        if mask is not None:
+            tensors += (mask,)
+        kind = ("functional.relu", scale, scale.__class__, impl, mask is None)
         call = find(kind, tensors)
         if call is not None:
             return call(*tensors)
-        return resolve(kind, names(("x", "mask"), which), tensors, function(x, mask, scale, impl=impl))
+        made = function(x, mask, scale, impl=impl)
+        return resolve(kind, names(("x", "mask"), (x, mask)), tensors, made)
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from operator import itemgetter
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 from torch import Tensor
@@ -94,7 +95,7 @@ def cached(
     scope |= {f"default_{p.name}": p.default for p in parameters}
     if backends.HAS_TRITON:
         scope |= {"find": find, "resolve": resolve, "starts": starts, "held": held}
-        scope |= {"pick": Picker(), "names": named, "held_names": held_names}
+        scope |= {"names": named, "held_names": held_names}
     exec(source(function, alignment), scope)
     return functools.wraps(function)(scope[function.__name__])
 
@@ -135,17 +136,13 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     ]
     if not backends.HAS_TRITON:
         return "\n".join([*lines, f"    return {called}"])
-    given = f"({', '.join(tensors)},)"
-    if optional:
-        bits = [f"({x} is not None) << {i}" for i, x in enumerate(tensors) if x in optional]
-        always = sum(1 << i for i, x in enumerate(tensors) if x not in optional)
-        given, names = f"pick[which]({given})", f"names({tuple(tensors)}, which)"
-        which = [f"    which = {' | '.join([str(always), *bits])}"]
-        options.append("which")
-    else:
-        which, names = [], str(tuple(tensors))
-    lines += ["    if is_dynamo_compiling():", f"        return {called}", *which]
-    lines.append(f"    tensors = {given}")
+    always = [x for x in tensors if x not in optional]
+    names = f"names({tuple(always + optional)}, ({', '.join(always + optional)},))"
+    lines += ["    if is_dynamo_compiling():", f"        return {called}"]
+    lines.append(f"    tensors = ({', '.join(always)},)")
+    for x in optional:
+        lines += [f"    if {x} is not None:", f"        tensors += ({x},)"]
+        options.append(f"{x} is None")
     for x in holders:
         lines += [f"    form_{x} = None", f"    if {x} is not None:"]
         lines += [f"        form_{x}, more = held({x})", "        tensors += more"]
@@ -158,22 +155,14 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
             "    call = find(kind, tensors)",
             "    if call is not None:",
             "        return call(*tensors)",
-            f"    return resolve(kind, {names}, tensors, {called})",
+            f"    made = {called}",
+            f"    return resolve(kind, {names}, tensors, made)",
         ]
     )
 
 
-class Picker(dict[int, Callable[..., Any]]):
-    """For each number a function that picks from a tuple those at the bits that the number has."""
-
-    def __missing__(self, which: int) -> Callable[..., Any]:
-        at = [i for i in range(which.bit_length()) if which >> i & 1]
-        self[which] = itemgetter(*at) if len(at) > 1 else lambda given: (given[at[0]],)
-        return self[which]
-
-
-def named(names: Sequence[str], which: int) -> tuple[str, ...]:
-    return tuple(name for i, name in enumerate(names) if which >> i & 1)
+def named(names: Sequence[str], tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
+    return tuple(name for name, x in zip(names, tensors, strict=True) if x is not None)
 
 
 def held(x: Any) -> tuple[Hashable, tuple[Tensor, ...]]:
