@@ -322,9 +322,9 @@ def test_the_text_grows_with_the_number_of_optional_tensors() -> None:
         exec(f"from __future__ import annotations\ndef many(x: Tensor, {options}): ...", scope)
         return len(source(scope["many"], True).splitlines())
 
-    assert lines(2) == lines(12) <= 20
+    assert lines(12) - lines(2) == 2 * 10 and lines(2) <= 20
     longest = source(inspect.unwrap(flashproto.attention_with_kv_cache), True)
-    assert len(longest.splitlines()) <= 30
+    assert len(longest.splitlines()) <= 50
 
 
 def varlen(**given: Tensor) -> Any:
