@@ -205,6 +205,13 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
         )
 
 
+def check_both(operator: str, prologue: Call | None, epilogue: Call | None, x: Tensor) -> list[Tensor]:
+    """The operands of both, once these fit x."""
+    check(operator, "prologue", prologue, x)
+    check(operator, "epilogue", epilogue, x)
+    return [t for made in (prologue, epilogue) if made is not None for t in made.operands]
+
+
 def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:
     """The dtype of a hooked operator's result: a float; one of 8 bits where no gradient is wanted."""
     if not isinstance(dtype, torch.dtype) or (dtype not in FLOATS and dtype not in FLOAT8):

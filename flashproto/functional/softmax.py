@@ -219,9 +219,7 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
             "the place of these three",
             "Write them into the prologue, or leave it out.",
         )
-    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
-        hooks.check(operator, argument, made, x)
-    tensors = [x, *(t for made in (prologue, epilogue) if made is not None for t in made.operands)]
+    tensors = [x, *hooks.check_both(operator, prologue, epilogue, x)]
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     hooks.check_dtype(operator, dtype, tensors)

@@ -72,6 +72,24 @@ def operand_rows(t: Tensor | Operand, shape: Sequence[int], normalized_ndim: int
     return t, None, None
 
 
+def hooks_of(
+    settings: Any,
+    operands: Sequence[Any],
+    shape: Sequence[int],
+    normalized_ndim: int,
+    stores: Sequence[Operand | None] = (),
+) -> tuple[HookArguments, HookArguments]:
+    """Prologue and epilogue as the kernels take them, of settings that name both; stores: for the
+    gradients of their operands."""
+    prologue, epilogue = settings.prologue, settings.epilogue
+    (first, last), (first_stores, last_stores) = (parts_of(prologue, t) for t in (operands, stores))
+    how = shape, normalized_ndim
+    return (
+        hook_arguments(prologue, first, settings.prologue_scalars, *how, first_stores),
+        hook_arguments(epilogue, last, settings.epilogue_scalars, *how, last_stores),
+    )
+
+
 def hook_arguments(
     name: str,
     operands: Sequence[Tensor | Operand],
@@ -88,14 +106,6 @@ def hook_arguments(
 
 
 # --- gradients of operands ------------------------------------------------------------------------
-
-
-def gradients_like(operands: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
-    """Memory for the gradients of those operands that need one."""
-    return [
-        New.contiguous(x.shape, x.dtype, x.device) if need else None
-        for x, need in zip(operands, needs, strict=True)
-    ]
 
 
 def stores_of(gradients: Sequence[Operand | None], shape: Sequence[int]) -> list[Operand | None]:

@@ -17,7 +17,6 @@ from .. import hooks
 from .call import Operator
 from .hook_arguments import (
     HookArguments,
-    gradients_like,
     hook_arguments,
     named,
     parts_of,
@@ -25,6 +24,7 @@ from .hook_arguments import (
     summed,
 )
 from .recipe import New, Operand, Recipe
+from .rows import needed_like
 from .softmax import fill_gradient, fill_result
 
 
@@ -77,7 +77,7 @@ def saves(settings: Settings, inputs: list[Any], outputs: list[Any]) -> list[Any
 
 def gradients(settings: Settings, grads, saved, needs) -> list[New | None]:
     x, _, *operands = saved
-    return gradients_like([x, *operands], needs)
+    return needed_like([x, *operands], needs)
 
 
 def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> list[Operand | None] | None:

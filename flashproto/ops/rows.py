@@ -4,13 +4,14 @@ kernels that split a row over programs, which exchange partial results (kernels/
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .. import backends, configs
 from .device import cdiv
-from .recipe import Exchange, Recipe
+from .recipe import Exchange, New, Recipe
 
 # How often a program polls for the others of its row, about a microsecond each, before it does their
 # work itself.  The interpreter runs one program after another, so there is nothing to wait for.
@@ -31,6 +32,14 @@ def as_rows(x: Tensor, ndim: int = 1) -> Tensor:
 def contiguous(x: Any) -> Any:
     """x, or a contiguous copy; None for None."""
     return None if x is None else x.contiguous()
+
+
+def needed_like(tensors: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
+    """Memory for the gradients of those tensors that are given and need one."""
+    return [
+        New.contiguous(x.shape, x.dtype, x.device) if x is not None and need else None
+        for x, need in zip(tensors, needs, strict=True)
+    ]
 
 
 def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, int]:
