@@ -17,20 +17,15 @@ from .. import hooks
 from .recipe import New, Operand
 
 
-def named(made: hooks.Call | None) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-    """A hook as the schema of an operator takes it."""
-    return ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
-
-
 def with_hooks(
     prologue: hooks.Call | None, epilogue: hooks.Call | None
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """(operands, names and scalars) of two hooks, as Settings end in."""
     operands: list[Tensor] = []
     values: list[Any] = []
-    for name, tensors, scalars in map(named, (prologue, epilogue)):
-        operands += tensors
-        values += name, scalars
+    for made in (prologue, epilogue):
+        operands += () if made is None else made.operands
+        values += ("", ()) if made is None else (made.hook.name, made.scalars)
     return operands, tuple(values)
 
 

@@ -42,6 +42,11 @@ def needed_like(tensors: Sequence[Any], needs: Sequence[bool]) -> list[New | Non
     ]
 
 
+def tile_of(config: configs.RowConfig) -> dict[str, Any]:
+    """What all kernels of rows take by name."""
+    return {"C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+
+
 def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, int]:
     """(splits, count of words, LANES) for rows of N columns split by `config`."""
     splits = cdiv(N, config.columns)
@@ -61,15 +66,5 @@ def launch_splits(
     M, N = tensors[0].shape
     splits, count, lanes = exchange(N, config, M)
     words = (Exchange(count), Exchange(count, used=True)) if clears else (Exchange(count),)
-    recipe.launch(
-        kernel,
-        M * splits,
-        *tensors,
-        *words,
-        *numbers,
-        C=config.columns,
-        LANES=lanes,
-        POLLS=POLLS,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-    )
+    options = {"LANES": lanes, "POLLS": POLLS, **tile_of(config)}
+    recipe.launch(kernel, M * splits, *tensors, *words, *numbers, **options)
