@@ -212,10 +212,8 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
 
     backend = backends.choose(operator, impl, tensors, reasons)
     if backend == "triton":
-        inputs, how = (
-            (x, residual, weight, bias),
-            (len(shape), eps, centered, casting, memory_efficient),
-        )
+        inputs = x, residual, weight, bias
+        how = len(shape), eps, centered, casting, memory_efficient
         returns = (0,) if residual is None else (0, 1)
         if not hooked:
             return norm_op.norm.bind(inputs, norm_op.Settings(*how), returns)
