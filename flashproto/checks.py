@@ -58,6 +58,13 @@ def refuse(
     raise kind(f"{operator}: {argument} is {words}; it takes {takes}. {do}")
 
 
+def refuse_shape(
+    operator: str, name: str, x: Tensor, takes: str | Callable[[], str], do: str
+) -> NoReturn:
+    """Refuse x for its shape."""
+    refuse(operator, name, f"of shape {list(x.shape)}", takes, do)
+
+
 def described(x: object) -> str:
     """A value in a message: numbers, strings and the like as they are written; of what may be long, or
     on another device, the type alone."""
@@ -267,6 +274,29 @@ def check_same(operator: str, tensors: dict[str, Tensor], *, dtype: bool = True)
             )
 
 
+def check_shape(operator: str, name: str, x: Tensor, wanted: Sequence[int], what: str, do: str) -> None:
+    """x of the shape `wanted`, which is, in words, `what`."""
+    if x.shape != tuple(wanted):
+        refuse_shape(operator, name, x, lambda: f"{what}, {list(wanted)}", do)
+
+
+def check_broadcasts(operator: str, name: str, t: Tensor, x: Tensor) -> None:
+    """t on x's device, of a shape that broadcasts to x's."""
+    check_same(operator, {"x": x, name: t}, dtype=False)
+    shape = [1] * (x.ndim - t.ndim) + list(t.shape)
+    if len(shape) != x.ndim or not all(map(spreads, shape, x.shape)):
+        takes = f"a shape that broadcasts to that of x, {list(x.shape)}"
+        refuse_shape(operator, name, t, takes, "Reshape it.")
+
+
+def check_4d(operator: str, name: str, x: Tensor) -> None:
+    """x [B, H, S, D]."""
+    check_tensor(operator, name, x)
+    if x.ndim != 4:
+        do = f"Reshape it; {name}[None] adds the batch to [H, S, D]."
+        refuse_shape(operator, name, x, "4 dimensions [B, H, S, D]", do)
+
+
 def check_attention(
     operator: str, q: Tensor, k: Tensor, v: Tensor, names: Sequence[str] = ("q", "k", "v")
 ) -> None:
@@ -274,15 +304,7 @@ def check_attention(
     v [B, Hkv, Sk, Dv], of which messages say `names`."""
     q_name, k_name, v_name = names
     for name, x in ((q_name, q), (k_name, k), (v_name, v)):
-        check_tensor(operator, name, x)
-        if x.ndim != 4:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(x.shape)}",
-                "4 dimensions [B, H, S, D]",
-                f"Reshape it; {name}[None] adds the batch to [H, S, D].",
-            )
+        check_4d(operator, name, x)
     device, dtype = q.device, q.dtype
     if k.device != device or v.device != device or k.dtype != dtype or v.dtype != dtype:
         check_same(operator, {q_name: q, k_name: k, v_name: v})
@@ -338,9 +360,7 @@ def check_by_head(operator: str, name: str, x: object, heads: int, device: torch
     check_tensor(operator, name, x)
     assert isinstance(x, Tensor)
     check_on(operator, name, x, device)
-    if x.shape != (heads,):
-        takes = lambda: f"a number for each query head, [{heads}]"  # noqa: E731
-        refuse(operator, name, f"of shape {list(x.shape)}", takes, "Pass None for none.")
+    check_shape(operator, name, x, [heads], "a number for each query head", "Pass None for none.")
 
 
 def check_aux(operator: str, names: object) -> tuple[str, ...]:
@@ -376,13 +396,8 @@ def check_varlen(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(operator, name, x)
         if x.ndim != 3:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(x.shape)}",
-                "3 dimensions [T, H, D]",
-                "Put the tokens of all sequences side by side.",
-            )
+            do = "Put the tokens of all sequences side by side."
+            refuse_shape(operator, name, x, "3 dimensions [T, H, D]", do)
     heads = [x.transpose(0, 1)[None] for x in (q, k, v)]
     check_attention(operator, heads[0], heads[1], heads[2])
     shapes = []
@@ -393,13 +408,8 @@ def check_varlen(
             refuse(operator, name, *words, TypeError)
         check_on(operator, name, x, q.device)
         if x.ndim != 1 or x.shape[0] == 0:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(x.shape)}",
-                "[n + 1] for n sequences",
-                "Begin with 0, and add the length of each sequence.",
-            )
+            do = "Begin with 0, and add the length of each sequence."
+            refuse_shape(operator, name, x, "[n + 1] for n sequences", do)
         shapes.append(x.shape[0])
         check_boundaries(operator, name, x, tokens.shape[0])
     if shapes[0] != shapes[1]:
@@ -445,13 +455,9 @@ def check_states(operator: str, outs: object, lses: object) -> None:
         for x in states:
             check_on(operator, name, x, first.device)
             if x.shape != shape:
-                refuse(
-                    operator,
-                    name,
-                    f"of shape {list(x.shape)}",
-                    lambda: f"{list(shape)}, for outs of shape {list(first.shape)}",  # noqa: B023
-                    "Pass what attention returns; of attention_varlen lse.mT.",
-                )
+                takes = f"{list(shape)}, for outs of shape {list(first.shape)}"
+                do = "Pass what attention returns; of attention_varlen lse.mT."
+                refuse_shape(operator, name, x, takes, do)
 
 
 def check_norm(
@@ -485,22 +491,11 @@ def check_norm(
         if t.device != device:
             check_same(operator, {"x": x, name: t}, dtype=False)
         if name == "residual":
-            if t.shape != x.shape:
-                refuse(
-                    operator,
-                    "residual",
-                    f"of shape {list(t.shape)}",
-                    f"the shape of x, {list(x.shape)}",
-                    "Expand it to the shape of x.",
-                )
-        elif t.shape != shape:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(t.shape)}",
-                f"normalized_shape, {list(shape)}",
-                f"Pass {name}=None for none.",
-            )
+            do = "Expand it to the shape of x."
+            check_shape(operator, name, t, x.shape, "the shape of x", do)
+        else:
+            do = f"Pass {name}=None for none."
+            check_shape(operator, name, t, shape, "normalized_shape", do)
 
 
 def as_shape(operator: str, normalized_shape: object) -> int | tuple[int, ...]:
@@ -534,14 +529,9 @@ def check_glu(operator: str, gate: Tensor, up: Tensor | None, *, halves: bool) -
     for name, t in tensors.items():
         check_tensor(operator, name, t)
     check_same(operator, tensors)
-    if up is not None and up.shape != gate.shape:
-        refuse(
-            operator,
-            "up",
-            f"of shape {list(up.shape)}",
-            f"the shape of gate, {list(gate.shape)}",
-            "Expand it to the shape of gate.",
-        )
+    if up is not None:
+        do = "Expand it to the shape of gate."
+        check_shape(operator, "up", up, gate.shape, "the shape of gate", do)
     if operator != "gelu" and gate.ndim == 0:
         refuse(operator, "gate", "a scalar", "at least one dimension", "Pass gate[None].")
     if halves and gate.shape[-1] % 2:
@@ -564,37 +554,20 @@ def check_heads_of(operator: str, q: Tensor, k: Tensor | None) -> None:
     """q [B, Hq, S, D] and k [B, Hkv, S, D] of one dtype, or q alone."""
     tensors = {"q": q} | ({} if k is None else {"k": k})
     for name, x in tensors.items():
-        check_tensor(operator, name, x)
-        if x.ndim != 4:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(x.shape)}",
-                "4 dimensions [B, H, S, D]",
-                f"Reshape it; {name}[None] adds the batch to [H, S, D].",
-            )
+        check_4d(operator, name, x)
     check_same(operator, tensors)
     if k is not None and (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]):
-        refuse(
-            operator,
-            "k",
-            f"of shape {list(k.shape)}",
-            f"that of q, {list(q.shape)}, but for the number of heads",
-            "Call it twice for q and k of different tokens, each time with k=None.",
-        )
+        takes = f"that of q, {list(q.shape)}, but for the number of heads"
+        do = "Call it twice for q and k of different tokens, each time with k=None."
+        refuse_shape(operator, "k", k, takes, do)
 
 
 def check_packed(operator: str, qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[int, int, int]:
     """(n_heads, n_kv_heads, D) of qkv [B, S, (n_heads + 2 n_kv_heads) D]."""
     check_tensor(operator, "qkv", qkv)
     if qkv.ndim != 3:
-        refuse(
-            operator,
-            "qkv",
-            f"of shape {list(qkv.shape)}",
-            "3 dimensions [B, S, heads * D]",
-            "Flatten heads and D: qkv.flatten(2).",
-        )
+        do = "Flatten heads and D: qkv.flatten(2)."
+        refuse_shape(operator, "qkv", qkv, "3 dimensions [B, S, heads * D]", do)
     n_heads, n_kv_heads = check_head_counts(operator, n_heads, n_kv_heads)
     heads = n_heads + 2 * n_kv_heads
     if qkv.shape[2] % heads:
@@ -624,14 +597,7 @@ def check_head_weights(operator: str, D: int, device: torch.device, *weights: Te
             continue
         check_tensor(operator, name, weight)
         check_on(operator, name, weight, device)
-        if list(weight.shape) != [D]:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(weight.shape)}",
-                f"one value a dimension, [{D}]",
-                f"Pass {name}=None for none.",
-            )
+        check_shape(operator, name, weight, [D], "one value a dimension", f"Pass {name}=None for none.")
 
 
 def check_on(operator: str, name: str, x: Tensor, device: torch.device) -> None:
@@ -656,21 +622,9 @@ def check_tables(
         check_tensor(operator, name, table)
         check_on(operator, name, table, device)
         if table.ndim != 2 or 2 * table.shape[1] > D:
-            refuse(
-                operator,
-                name,
-                f"of shape {list(table.shape)}",
-                f"[length, R] with 2 R at most head_dim, {D}",
-                "flashproto.nn.rope_tables makes it.",
-            )
-    if cos.shape != sin.shape:
-        refuse(
-            operator,
-            "sin",
-            f"of shape {list(sin.shape)}",
-            f"the shape of cos, {list(cos.shape)}",
-            "Pass tables of one shape.",
-        )
+            takes = f"[length, R] with 2 R at most head_dim, {D}"
+            refuse_shape(operator, name, table, takes, "flashproto.nn.rope_tables makes it.")
+    check_shape(operator, "sin", sin, cos.shape, "the shape of cos", "Pass tables of one shape.")
     shapes = {"positions": ((S,), (B, S)), "offset": ((B,),)}
     if not isinstance(offset, Tensor):
         how = -(2**63), 2**63 - 1, "an integer", "Pass a row of the tables."
@@ -761,26 +715,14 @@ def check_cross_entropy(
             as_torch = len(logits_shape) > 2 and (logits_shape[0], *logits_shape[2:])
             if class_dim == -1 and targets.shape == as_torch:
                 do = "Pass class_dim=1 for torch's layout [N, V, d1, ...]."
-        refuse(
-            operator,
-            "targets",
-            f"of shape {list(targets.shape)}",
-            f"one class index for each row, {list(shape)}",
-            do,
-        )
+        refuse_shape(operator, "targets", targets, f"one class index for each row, {list(shape)}", do)
     if V == 0:
         refuse(operator, "the number of classes", 0, "at least 1", "Pass logits [..., V].")
     if weight is not None:
         check_tensor(operator, weight_name, weight)
         check_on(operator, weight_name, weight, device)
-        if weight.shape != (V,):
-            refuse(
-                operator,
-                weight_name,
-                f"of shape {list(weight.shape)}",
-                f"a weight a class, [{V}]",
-                f"Pass {weight_name}=None to weigh all classes alike.",
-            )
+        do = f"Pass {weight_name}=None to weigh all classes alike."
+        check_shape(operator, weight_name, weight, [V], "a weight a class", do)
         if weight.requires_grad and torch.is_grad_enabled():
             refuse(
                 operator,

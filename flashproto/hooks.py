@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_number, check_same, described, is_number, refuse, spreads
+from .checks import FLOATS, check_broadcasts, check_number, described, is_number, refuse
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -184,16 +184,7 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
             TypeError,
         )
     for i, operand in enumerate(made.operands):
-        check_same(operator, {"x": x, f"{argument} operand {i}": operand}, dtype=False)
-        shape = [1] * (x.ndim - operand.ndim) + list(operand.shape)
-        if len(shape) != x.ndim or not all(map(spreads, shape, x.shape)):
-            refuse(
-                operator,
-                f"{argument} operand {i}",
-                f"of shape {list(operand.shape)}",
-                f"a shape that broadcasts to that of x, {list(x.shape)}",
-                "Reshape it.",
-            )
+        check_broadcasts(operator, f"{argument} operand {i}", operand, x)
     wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *made.operands))
     if wanted and made.hook.backward is None:
         refuse(
@@ -203,6 +194,13 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
             "a hook with one where a gradient is wanted",
             "Register it with backward=, or call under torch.no_grad().",
         )
+
+
+def check_both(operator: str, prologue: Call | None, epilogue: Call | None, x: Tensor) -> list[Tensor]:
+    """The operands of both, once these fit x."""
+    check(operator, "prologue", prologue, x)
+    check(operator, "epilogue", epilogue, x)
+    return [t for made in (prologue, epilogue) if made is not None for t in made.operands]
 
 
 def check_dtype(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:

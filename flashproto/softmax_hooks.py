@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import backends, hooks
-from .checks import check_mask_tensor, check_same, check_scale, refuse, spreads
+from .checks import check_broadcasts, check_mask_tensor, check_scale, refuse_shape
 
 if backends.HAS_TRITON:
     from .kernels import softmax_hooks as device
@@ -26,38 +26,19 @@ def scores(
     check_scale(operator, scale, "Pass None for 1.")
     kind, operands = "scale", []
     if mask is not None:
-        check_mask(operator, x, mask)
+        check_mask_tensor(operator, "mask", mask)
+        check_broadcasts(operator, "mask", mask, x)
         kind += "_mask" if mask.dtype == torch.bool else "_bias"
         operands.append(mask)
     if causal:
         if x.ndim < 2:
-            refuse(
-                operator,
-                "x",
-                f"of shape {list(x.shape)}",
-                "2 dimensions [..., S, N] with causal=True",
-                "Pass causal=False.",
-            )
+            takes = "2 dimensions [..., S, N] with causal=True"
+            refuse_shape(operator, "x", x, takes, "Pass causal=False.")
         kind += "_limit"
         operands.append(causal_limit(x.shape, x.device))
     if scale is None and not operands:
         return None
     return hooks.call(kind, *operands, 1.0 if scale is None else scale)
-
-
-def check_mask(operator: str, x: Tensor, mask: Tensor) -> None:
-    """A boolean or floating-point tensor that broadcasts to x, on its device."""
-    check_mask_tensor(operator, "mask", mask)
-    check_same(operator, {"x": x, "mask": mask}, dtype=False)
-    shape = (1,) * (x.ndim - mask.ndim) + tuple(mask.shape)
-    if len(shape) != x.ndim or not all(map(spreads, shape, x.shape)):
-        refuse(
-            operator,
-            "mask",
-            f"of shape {list(mask.shape)}",
-            f"a shape that broadcasts to that of x, {list(x.shape)}",
-            "Reshape it.",
-        )
 
 
 def causal_limit(shape: torch.Size, device: torch.device) -> Tensor:

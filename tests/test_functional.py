@@ -282,7 +282,7 @@ def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
     ops = torch.ops.flashproto
     for call in (
         lambda q: ops.attention_forward(q, q, q, [], *Variant().form.flat(), 1.0, "triton")[0],
-        lambda q: ops.norm(q, None, None, None, 1, 1e-5, True, "torch")[0],
+        lambda q: ops.norm(q, None, None, None, 1, 1e-5, True, "torch", False)[0],
         lambda q: ops.softmax(q, False, q.dtype),
         lambda q: ops.logsumexp(q, q.dtype)[0],
     ):

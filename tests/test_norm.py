@@ -340,9 +340,9 @@ def test_ops_return_nothing_that_is_not_written(device, monkeypatch, centered) -
     x = torch.randn(3, 1000, device=device)
     ops, settings = torch.ops.flashproto, (1, EPS, centered, "torch")
     results = [
-        *ops.norm(x, None, None, None, *settings),
-        *ops.hooked_norm(x, None, None, None, [], *settings, f32, True, "", [], "", []),
-        *ops.memory_efficient_norm(x, None, None, *settings),
+        *ops.norm(x, None, None, None, *settings, False),
+        *ops.hooked_norm(x, None, None, None, [], *settings, False, f32, True, "", [], "", []),
+        *ops.norm(x, None, None, None, *settings, True),
     ]
     assert sum(t.numel() > 0 for t in results) == 6
     assert not any(t.isnan().any() for t in results)
@@ -354,7 +354,7 @@ def test_gradients_where_nothing_reaches_y(device) -> None:
     dtotal = torch.randn(5, 40, device=device)
     _, total = norm(x, residual, None, None, 1, EPS, True)
     assert all(torch.equal(g, dtotal) for g in torch.autograd.grad(total, (x, residual), dtotal))
-    settings = 1, EPS, True, "torch", True, f32, f32, f32
+    settings = 1, EPS, True, "torch", False, True, f32, f32, f32
     needs = [True, True, False, False]
     dx, *none = torch.ops.flashproto.norm_backward(
         None, dtotal, total.detach(), None, None, *settings, needs

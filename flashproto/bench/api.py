@@ -56,11 +56,15 @@ def documented() -> Iterator[tuple[str, Any]]:
 
 
 def methods(name: str, thing: Any) -> Iterator[tuple[str, Any]]:
-    """Public methods that the class itself documents."""
-    for method, value in vars(thing).items() if inspect.isclass(thing) else ():
-        value = inspect.unwrap(getattr(value, "__func__", value))
-        if not method.startswith("_") and inspect.isfunction(value) and value.__doc__:
-            yield f"{name}.{method}", value
+    """Public methods that the class itself documents, or a base of it that only this package uses."""
+    known = public(import_module("flashproto.nn"))
+    for base in inspect.getmro(thing) if inspect.isclass(thing) else ():
+        if base is not thing and (base.__name__ in known or "flashproto" not in base.__module__):
+            break
+        for method, value in vars(base).items():
+            value = inspect.unwrap(getattr(value, "__func__", value))
+            if not method.startswith("_") and inspect.isfunction(value) and value.__doc__:
+                yield f"{name}.{method}", value
 
 
 # --- one name ------------------------------------------------------------------------------------

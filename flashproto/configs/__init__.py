@@ -29,19 +29,9 @@ from .decode import (
     decode_merge,
     splits_cache,
 )
-from .elementwise import (
-    HeadConfig,
-    TileConfig,
-    glu,
-    heads,
-    qk_norm_backward,
-)
+from .elementwise import HeadConfig, TileConfig, glu, heads, qk_norm_backward
 from .hopper import hopper_head_dim
-from .hopper_backward import (
-    HopperBackward,
-    attention_backward_hopper,
-    heads_together_backward,
-)
+from .hopper_backward import HopperBackward, attention_backward_hopper, heads_together_backward
 from .hopper_forward import (
     HopperForward,
     attention_forward_hopper,
@@ -70,66 +60,4 @@ from .rows import (
     softmax_topk_join,
     softmax_topk_span,
 )
-from .sizes import (
-    power_of_two,
-)
-
-__all__ = [
-    "AttentionConfig",
-    "CrossEntropyConfig",
-    "DecodeConfig",
-    "HeadConfig",
-    "HopperBackward",
-    "HopperForward",
-    "MergeConfig",
-    "RowConfig",
-    "StripConfig",
-    "TileConfig",
-    "attention_backward",
-    "attention_backward_hopper",
-    "attention_decode",
-    "attention_forward",
-    "attention_forward_hopper",
-    "attention_merge",
-    "attention_splits_keys",
-    "balanced_work",
-    "classes_at_once",
-    "classes_summed",
-    "column_sums",
-    "cross_entropy_backward",
-    "cross_entropy_forward",
-    "cross_entropy_forward_gradient",
-    "cross_entropy_total",
-    "decode_merge",
-    "forward_parts",
-    "glu",
-    "gradient_scale",
-    "heads",
-    "heads_together_backward",
-    "heads_together_forward",
-    "hopper_head_dim",
-    "logsumexp",
-    "norm_backward",
-    "norm_backward_shared",
-    "norm_forward",
-    "norm_forward_shared",
-    "norm_forward_unaligned",
-    "norm_keeps_statistics",
-    "norm_split",
-    "padded_classes",
-    "padded_head_dim",
-    "power_of_two",
-    "product_classes",
-    "qk_norm_backward",
-    "shared_bytes",
-    "softmax_backward",
-    "softmax_forward",
-    "softmax_forward_shared",
-    "softmax_split",
-    "softmax_topk",
-    "softmax_topk_backward",
-    "softmax_topk_join",
-    "softmax_topk_span",
-    "splits_cache",
-    "tokens_at_once",
-]
+from .sizes import power_of_two

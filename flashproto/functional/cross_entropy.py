@@ -21,8 +21,10 @@ from ..checks import (
     check_integer,
     check_loss_options,
     check_on,
+    check_shape,
     check_tensor,
     refuse,
+    refuse_shape,
 )
 from .cached import cached
 
@@ -100,9 +102,7 @@ def cross_entropy(
     check_cross_entropy(
         name, targets, shape, V, logits.device, weight, "weight", logits_shape, class_dim
     )
-    ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
-        name, ignore_index, label_smoothing, z_loss, softcap, reduction
-    )
+    options = check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     inplace_backward = check_flag(name, "inplace_backward", inplace_backward)
@@ -110,26 +110,15 @@ def cross_entropy(
     backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [logits]))
     looks = logits.device.type == "cpu" and refuses_values(impl, backend)
     if looks:
-        check_classes(name, targets, V, ignore_index)
+        check_classes(name, targets, V, options[0])
     if backend == "triton":
-        options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
-        settings = op.settings_of(logits, options, reduction, return_lse, inplace_backward)
+        how = reduction, return_lse, inplace_backward
+        settings = op.settings_of(logits, op.Options(*options[:3], options[3] or 0.0), *how)
         returns = (0, *((1,) if return_lse else ()), *((2,) if return_z_loss else ()))
         # What is kept is of the tensors as they are given, and looks at none of them.
         run = op.cross_entropy if looks or class_dim != -1 else op.cross_entropy.bind
         return run((logits, targets, weight), settings, returns)
-    results = _in_torch(
-        backend,
-        logits,
-        targets,
-        weight,
-        return_lse,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        reduction=reduction,
-    )
+    results = _in_torch(backend, logits, targets, weight, return_lse, reduction, options)
     return _wanted(results, return_lse, return_z_loss)
 
 
@@ -196,25 +185,22 @@ def linear_cross_entropy(
         chunk_size = check_integer(name, "chunk_size", chunk_size, 1, sys.maxsize, takes, do)
     V, D = weight.shape
     check_cross_entropy(name, targets, h.shape[:-1], V, h.device, class_weight, "class_weight")
-    ignore_index, label_smoothing, z_loss, softcap = check_loss_options(
-        name, ignore_index, label_smoothing, z_loss, softcap, reduction
-    )
+    options = check_loss_options(name, ignore_index, label_smoothing, z_loss, softcap, reduction)
     return_lse = check_flag(name, "return_lse", return_lse)
     return_z_loss = check_flag(name, "return_z_loss", return_z_loss)
     low_memory = check_flag(name, "low_memory", low_memory)
     tensors = [x for x in (h, weight, bias, targets, class_weight) if x is not None]
     backend = backends.choose(name, impl, tensors, lambda b: float64_reasons(b, [h, weight]))
     if refuses_values(impl, backend):
-        check_classes(name, targets, V, ignore_index)
+        check_classes(name, targets, V, options[0])
     if backend == "triton":
-        options = op.Options(ignore_index, label_smoothing, z_loss, softcap or 0.0)
         loss, z, lse = linear_op.linear_cross_entropy(
             h.reshape(targets.numel(), D),
             weight,
             bias,
             targets.reshape(-1),
             class_weight,
-            options,
+            op.Options(*options[:3], options[3] or 0.0),
             reduction,
             return_lse,
             chunk_size or configs.tokens_at_once(D, low_memory),
@@ -225,18 +211,8 @@ def linear_cross_entropy(
             loss, z = loss.view(shape), z.view(shape)
         results = loss, z, lse.view(shape)
     else:
-        results = _in_torch(
-            backend,
-            linear(h, weight, bias),
-            targets,
-            class_weight,
-            return_lse,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            reduction=reduction,
-        )
+        logits = linear(h, weight, bias)
+        results = _in_torch(backend, logits, targets, class_weight, return_lse, reduction, options)
     return _wanted(results, return_lse, return_z_loss)
 
 
@@ -271,24 +247,13 @@ def _check_linear(name, h, weight, targets, bias) -> Tensor:
         refuse(name, "h", got, takes, "Pass the hidden states first.")
     D = h.shape[-1] if h.ndim else None
     if weight.ndim != 2 or weight.shape[1] != D:
-        refuse(
-            name,
-            "weight",
-            f"of shape {list(weight.shape)}",
-            f"[V, D] for h of shape {list(h.shape)}",
-            "Pass the weight of the output layer, not transposed.",
-        )
+        takes = f"[V, D] for h of shape {list(h.shape)}"
+        do = "Pass the weight of the output layer, not transposed."
+        refuse_shape(name, "weight", weight, takes, do)
     tensors = {"weight": weight}
     if bias is not None:
         check_tensor(name, "bias", bias)
-        if bias.shape != weight.shape[:1]:
-            refuse(
-                name,
-                "bias",
-                f"of shape {list(bias.shape)}",
-                f"[V], [{weight.shape[0]}]",
-                "Pass bias=None for none.",
-            )
+        check_shape(name, "bias", bias, weight.shape[:1], "[V]", "Pass bias=None for none.")
         tensors["bias"] = bias
     dtype = None if h.dtype == torch.float64 else autocast_dtype(h)
     if dtype is not None:
@@ -307,15 +272,20 @@ def _check_linear(name, h, weight, targets, bias) -> Tensor:
     return h
 
 
-def _in_torch(backend, logits, targets, weight, need_lse, **options) -> tuple[Tensor, Tensor, Tensor]:
+def _in_torch(
+    backend, logits, targets, weight, need_lse, reduction, options
+) -> tuple[Tensor, Tensor, Tensor]:
     """(loss, z, lse) on the backends that take the logits of all rows."""
     if backend == "reference":
-        return reference.cross_entropy(logits, targets, weight, **options)
-    return _torch_cross_entropy(logits, targets, weight, need_lse, **options)
+        named = dict(
+            zip(("ignore_index", "label_smoothing", "z_loss", "softcap"), options, strict=True)
+        )
+        return reference.cross_entropy(logits, targets, weight, reduction=reduction, **named)
+    return _torch_cross_entropy(logits, targets, weight, need_lse, reduction, *options)
 
 
 def _torch_cross_entropy(
-    logits, targets, weight, need_lse, *, ignore_index, label_smoothing, z_loss, softcap, reduction
+    logits, targets, weight, need_lse, reduction, ignore_index, label_smoothing, z_loss, softcap
 ):
     """(loss, z, lse) by torch's own operators; without z_loss and need_lse the last two are 0."""
     x = logits.to(reference.compute_dtype(logits.dtype))

@@ -20,8 +20,6 @@ from .autocast import autocast_float32
 from .cached import cached
 
 if backends.HAS_TRITON:
-    from ..ops import hooked_norm as hooked_norm_op
-    from ..ops import memory_efficient_norm as memory_efficient_op
     from ..ops import norm as norm_op
     from ..ops.hook_arguments import with_hooks
 
@@ -192,44 +190,77 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
     casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl = options
     memory_efficient = check_flag(operator, "memory_efficient", memory_efficient)
     split_rows = check_flag(operator, "split_rows", split_rows)
-    trailing = as_shape(operator, normalized_shape)
-    shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
-    check_norm(operator, x, shape, weight, bias, residual, eps)
-    shape = list(x.shape[x.ndim - len(shape) :])  # of ints, where 64.0 was given
+    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias, eps)
     if dtype is not None:
         hooks.check_dtype(operator, dtype, ())
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     dtype = x.dtype if dtype is None else dtype
-    tensors = [t for t in (x, residual, weight, bias) if t is not None]
     hooked = prologue is not None or epilogue is not None or split_rows or dtype != x.dtype
     if memory_efficient:
         check_memory_efficient(operator, x, bias, hooked)
     check_casting(operator, casting)
-    if hooked:
-        return _hooked_norm(
-            operator, x, residual, shape, weight, bias, eps, centered, dtype, options, tensors
-        )
-    backend = backends.choose(
-        operator, impl, tensors, lambda b: _reasons(b, tensors, casting, memory_efficient)
-    )
+    tensors = [t for t in (x, residual, weight, bias) if t is not None]
+    tensors += hooks.check_both(operator, prologue, epilogue, x)
+    hooks.check_dtype(operator, dtype, tensors)
+
+    def reasons(backend: str) -> Iterator[Reason]:
+        if hooked:
+            return hook_reasons(backend, tensors, dtype)
+        return _reasons(backend, tensors, casting, memory_efficient)
+
+    backend = backends.choose(operator, impl, tensors, reasons)
     if backend == "triton":
-        settings = norm_op.Settings(len(shape), eps, centered, casting)
+        inputs = x, residual, weight, bias
+        how = len(shape), eps, centered, casting, memory_efficient
         returns = (0,) if residual is None else (0, 1)
-        if memory_efficient:
-            inputs = x, residual, weight
-            return memory_efficient_op.memory_efficient_norm.bind(inputs, settings, returns)
-        return norm_op.norm.bind((x, residual, weight, bias), settings, returns)
+        if not hooked:
+            return norm_op.norm.bind(inputs, norm_op.Settings(*how), returns)
+        operands, named = with_hooks(prologue, epilogue)
+        settings = norm_op.HookedSettings(*how, dtype, split_rows, *named)
+        # What is kept is found before a look at hooks, and at which gradients are wanted.
+        at_once = prologue is not None or epilogue is not None or dtype in hooks.FLOAT8
+        call = norm_op.hooked_norm if at_once else norm_op.hooked_norm.bind
+        return call((*inputs, *operands), settings, returns)
     if backend == "torch":
         total = x if residual is None else x + residual
         y = _torch_norm(total, shape, weight, bias, eps, centered).to(x.dtype)
-        return y if residual is None else (y, total)
-    if memory_efficient and weight is not None:
-        weight, casting = reference.recoverable(weight, casting)
+    else:
+        if memory_efficient and weight is not None:
+            weight, casting = reference.recoverable(weight, casting)
+        parameters, options = (shape, weight, bias, eps), options._replace(casting=casting)
+        y, total = in_reference(x, residual, parameters, centered, dtype, options)
+    return y if residual is None else (y, total)
+
+
+def checked_shape(operator, x, residual, normalized_shape, weight, bias, eps) -> list[int]:
+    """The sizes of the dimensions to normalize over, once tensors and eps fit."""
+    trailing = as_shape(operator, normalized_shape)
+    shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
+    check_norm(operator, x, shape, weight, bias, residual, eps)
+    return list(x.shape[x.ndim - len(shape) :])  # of ints, where 64.0 was given
+
+
+def in_reference(
+    x: Tensor,
+    residual: Tensor | None,
+    parameters: tuple[Any, ...],
+    centered: bool,
+    dtype: torch.dtype,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
+    """(y in `dtype`, total) by the reference; parameters: shape, weight, bias, eps."""
+    given: dict[str, Any] = {
+        "centered": centered,
+        "casting": options.casting,
+        "dtype": dtype,
+        "before": partial(hooks.define, options.prologue),
+        "after": partial(hooks.define, options.epilogue),
+    }
     if residual is None:
-        return reference.norm(x, shape, weight, bias, eps, centered=centered, casting=casting)
-    return reference.add_norm(x, residual, shape, weight, bias, eps, centered=centered, casting=casting)
+        return reference.norm(x, *parameters, **given), x
+    return reference.add_norm(x, residual, *parameters, **given)
 
 
 def _reasons(
@@ -269,35 +300,6 @@ def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: 
             "False with a prologue, an epilogue, another dtype or split_rows",
             "Leave one of them out.",
         )
-
-
-def _hooked_norm(operator, x, residual, shape, weight, bias, eps, centered, dtype, options, tensors):
-    casting, prologue, epilogue, _, _, split_rows, impl = options
-    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
-        hooks.check(operator, argument, made, x)
-        tensors = [*tensors, *(() if made is None else made.operands)]
-    hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
-    if backend == "triton":
-        operands, named = with_hooks(prologue, epilogue)
-        settings = hooked_norm_op.Settings(
-            len(shape), eps, centered, casting, dtype, split_rows, *named
-        )
-        # What is kept is found before a look at hooks, and at which gradients are wanted.
-        at_once = prologue is not None or epilogue is not None or dtype in hooks.FLOAT8
-        call = hooked_norm_op.hooked_norm if at_once else hooked_norm_op.hooked_norm.bind
-        returns = (0,) if residual is None else (0, 1)
-        return call((x, residual, weight, bias, *operands), settings, returns)
-    given: dict[str, Any] = {
-        "centered": centered,
-        "casting": casting,
-        "dtype": dtype,
-        "before": partial(hooks.define, prologue),
-        "after": partial(hooks.define, epilogue),
-    }
-    if residual is None:
-        return reference.norm(x, shape, weight, bias, eps, **given)
-    return reference.add_norm(x, residual, shape, weight, bias, eps, **given)
 
 
 def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Reason]:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends, hooks, reference
-from ..checks import as_shape, check_casting, check_norm, described, refuse
-from .norm import hook_reasons
+from ..checks import check_casting, described, refuse
+from .norm import Options, checked_shape, hook_reasons, in_reference
 
 if backends.HAS_TRITON:
     from ..ops.hook_arguments import with_hooks
-    from ..ops.quantized_norm import Settings, quantized_norm
+    from ..ops.norm import HookedSettings
+    from ..ops.quantized_norm import quantized_norm
 
 
 def layer_norm_fp8(
@@ -56,21 +55,8 @@ def layer_norm_fp8(
         >>> torch.allclose(out.float() * scale, flashproto.layer_norm(x, 64), rtol=0.07, atol=1e-4)
         True
     """
-    return _quantized_norm(
-        "layer_norm_fp8",
-        x,
-        residual,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        True,
-        dtype,
-        casting,
-        prologue,
-        epilogue,
-        impl,
-    )
+    options = Options(casting, prologue, epilogue, dtype, False, False, impl)
+    return _norm("layer_norm_fp8", x, residual, normalized_shape, weight, bias, eps, True, options)
 
 
 def rms_norm_fp8(
@@ -95,67 +81,28 @@ def rms_norm_fp8(
         >>> out.shape, scale.shape, torch.equal(total, x + residual)
         (torch.Size([4, 64]), torch.Size([4, 1]), True)
     """
-    return _quantized_norm(
-        "rms_norm_fp8",
-        x,
-        residual,
-        normalized_shape,
-        weight,
-        bias,
-        eps,
-        False,
-        dtype,
-        casting,
-        prologue,
-        epilogue,
-        impl,
-    )
+    options = Options(casting, prologue, epilogue, dtype, False, False, impl)
+    return _norm("rms_norm_fp8", x, residual, normalized_shape, weight, bias, eps, False, options)
 
 
-def _quantized_norm(
-    operator,
-    x,
-    residual,
-    normalized_shape,
-    weight,
-    bias,
-    eps,
-    centered,
-    dtype,
-    casting,
-    prologue,
-    epilogue,
-    impl,
-):
-    trailing = as_shape(operator, normalized_shape)
-    shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
-    check_norm(operator, x, shape, weight, bias, residual, eps)
-    shape = list(x.shape[x.ndim - len(shape) :])
+def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, options):
+    casting, prologue, epilogue, dtype, *_, impl = options
+    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias, eps)
     check_casting(operator, casting)
     tensors = [t for t in (x, weight, bias, residual) if t is not None]
-    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
-        hooks.check(operator, argument, made, x)
-        tensors += () if made is None else made.operands
+    tensors += hooks.check_both(operator, prologue, epilogue, x)
     check_quantized(operator, dtype, tensors)
     eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
     backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         operands, named = with_hooks(prologue, epilogue)
-        settings = Settings(len(shape), eps, centered, casting, dtype, *named)
+        how = len(shape), eps, centered, casting, False, dtype, False, *named
         returns = (0, 1) if residual is None else (0, 1, 2)
-        return quantized_norm((x, residual, weight, bias, *operands), settings, returns)
-    options: dict[str, Any] = {
-        "centered": centered,
-        "casting": casting,
-        "dtype": reference.compute_dtype(x.dtype),
-        "before": partial(hooks.define, prologue),
-        "after": partial(hooks.define, epilogue),
-    }
-    if residual is None:
-        y = reference.norm(x, shape, weight, bias, eps, **options)
-        return reference.quantized(y, len(shape), dtype)
-    y, total = reference.add_norm(x, residual, shape, weight, bias, eps, **options)
-    return *reference.quantized(y, len(shape), dtype), total
+        return quantized_norm((x, residual, weight, bias, *operands), HookedSettings(*how), returns)
+    parameters, compute = (shape, weight, bias, eps), reference.compute_dtype(x.dtype)
+    y, total = in_reference(x, residual, parameters, centered, compute, options)
+    results = reference.quantized(y, len(shape), dtype)
+    return results if residual is None else (*results, total)
 
 
 def check_quantized(operator: str, dtype: torch.dtype, tensors: Sequence[Tensor]) -> None:

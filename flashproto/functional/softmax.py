@@ -19,9 +19,9 @@ from .autocast import autocast_float32
 from .cached import cached
 
 if backends.HAS_TRITON:
-    from ..ops import hooked_softmax as hooked_op
     from ..ops import softmax as softmax_op
     from ..ops import softmax_topk as topk_op
+    from ..ops.hook_arguments import with_hooks
 
 
 @cached
@@ -67,13 +67,7 @@ def softmax(
         tensor([[1.0000, 0.0000],
                 [0.5000, 0.5000]])
     """
-    if causal is not False or split_rows is not False:
-        causal = check_flag("softmax", "causal", causal)
-        split_rows = check_flag("softmax", "split_rows", split_rows)
-    hooked = scale is not None or mask is not None or causal or prologue is not None
-    if not (hooked or epilogue is not None or split_rows):
-        return _softmax("softmax", x, dtype, impl)
-    return _hooked("softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
+    return _with_options("softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
 
 
 @cached
@@ -96,13 +90,9 @@ def log_softmax(
         >>> torch.allclose(flashproto.log_softmax(x), torch.log_softmax(x, -1), atol=1e-5)
         True
     """
-    if causal is not False or split_rows is not False:
-        causal = check_flag("log_softmax", "causal", causal)
-        split_rows = check_flag("log_softmax", "split_rows", split_rows)
-    hooked = scale is not None or mask is not None or causal or prologue is not None
-    if not (hooked or epilogue is not None or split_rows):
-        return _softmax("log_softmax", x, dtype, impl)
-    return _hooked("log_softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl)
+    return _with_options(
+        "log_softmax", x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl
+    )
 
 
 @cached
@@ -206,7 +196,13 @@ def _autocast_dtype(operator: str, x: Tensor) -> torch.dtype:
     return x.dtype if cast is None else cast.dtype
 
 
-def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl):
+def _with_options(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dtype, impl):
+    if causal is not False or split_rows is not False:
+        causal = check_flag(operator, "causal", causal)
+        split_rows = check_flag(operator, "split_rows", split_rows)
+    hooked = scale is not None or mask is not None or causal or prologue is not None
+    if not (hooked or epilogue is not None or split_rows):
+        return _softmax(operator, x, dtype, impl)
     check_rows(operator, x)
     as_given = not causal and prologue is None and epilogue is None
     if prologue is None:
@@ -219,20 +215,17 @@ def _hooked(operator, x, scale, mask, causal, prologue, epilogue, split_rows, dt
             "the place of these three",
             "Write them into the prologue, or leave it out.",
         )
-    for argument, made in (("prologue", prologue), ("epilogue", epilogue)):
-        hooks.check(operator, argument, made, x)
-    tensors = [x, *(t for made in (prologue, epilogue) if made is not None for t in made.operands)]
+    tensors = [x, *hooks.check_both(operator, prologue, epilogue, x)]
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     hooks.check_dtype(operator, dtype, tensors)
     backend = backends.choose(operator, impl, tensors, lambda b: _hook_reasons(b, tensors, dtype))
     if backend == "triton":
-        log = operator == "log_softmax"
-        inputs, settings = hooked_op.arguments_of(x, log, dtype, split_rows, prologue, epilogue)
+        operands, named = with_hooks(prologue, epilogue)
+        log, op = operator == "log_softmax", softmax_op.hooked_softmax
+        settings = softmax_op.HookedSettings(log, dtype, split_rows, *named)
         # A call that is kept takes the tensors of this function.
-        return (hooked_op.hooked_softmax.bind if as_given else hooked_op.hooked_softmax)(
-            inputs, settings
-        )
+        return (op.bind if as_given else op)((x, *operands), settings)
     x = hooks.define(prologue, x.to(reference.compute_dtype(x.dtype)))
     return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)
 

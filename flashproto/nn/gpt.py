@@ -26,6 +26,7 @@ from ..checks import (
     is_integer,
     is_readable,
     refuse,
+    refuse_shape,
 )
 from ..functional import cross_entropy, linear_cross_entropy
 from .attention import (
@@ -391,13 +392,7 @@ class GPT(nn.Module):
             do = "Pass torch.tensor(ids)[None]."
             refuse(name, "tokens", described(tokens), "a tensor [B, S] of token ids", do, TypeError)
         if tokens.ndim != 2:
-            refuse(
-                name,
-                "tokens",
-                f"of shape {list(tokens.shape)}",
-                "[B, S]",
-                "tokens[None] adds a batch dimension.",
-            )
+            refuse_shape(name, "tokens", tokens, "[B, S]", "tokens[None] adds a batch dimension.")
         if tokens.dtype not in (torch.int64, torch.int32):
             refuse(name, "tokens", f"of dtype {tokens.dtype}", "int64 or int32", "Pass token ids.")
         # On a GPU in generate alone, once: to look at ids there is to wait for it.

@@ -6,7 +6,7 @@ Legend: x, residual [..., *normalized_shape].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -18,49 +18,24 @@ from ..checks import described, refuse
 from .layers import is_as_made
 
 
-class LayerNorm(torch.nn.LayerNorm):
-    """Drop-in for torch.nn.LayerNorm: same constructor, parameters and state_dict.
+class FusedNorm(torch.nn.Module):
+    """What LayerNorm and RMSNorm have in common beyond torch's: how weights begin, and calls.
 
-    norm(x) is the norm of x.  norm(x, residual) returns (norm of x + residual, x + residual) in one
-    pass over memory: what a pre-norm Transformer does between two layers.
-
-    Args beyond torch's:
-        casting: how the weight is applied, as in flashproto.layer_norm; with "gemma", which multiplies
-            by 1 + weight, it starts at zero.
-        memory_efficient, split_rows: as in flashproto.layer_norm; the former takes bias=False.
-        impl: the backend by name; None chooses.
-
-    forward also takes prologue and epilogue, see flashproto.hooks.  Shapes, dtypes, errors and source:
-    flashproto.layer_norm and flashproto.add_layer_norm.
-
-    Example:
-        >>> norm, x = nn.LayerNorm(64), torch.randn(2, 8, 64)
-        >>> torch.allclose(norm(x), torch.nn.LayerNorm(64)(x), atol=1e-5)
-        True
-        >>> y, total = norm(x, torch.randn(2, 8, 64))
+    operators: names of the norm, that of a sum, and the one into 8-bit floats.
     """
 
-    def __init__(
-        self,
-        normalized_shape: int | Sequence[int],
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
-        casting: str = "torch",
-        memory_efficient: bool = False,
-        split_rows: bool = False,
-        impl: str | None = None,
-    ) -> None:
-        self.casting = casting
-        self.memory_efficient, self.split_rows = memory_efficient, split_rows
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self.impl = impl
+    operators: tuple[str, str, str]
+    normalized_shape: tuple[int, ...]
+    eps: Any
+    weight: Any
+    bias: Any
+    casting: str
+    memory_efficient: bool
+    split_rows: bool
+    impl: str | None
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
+        super().reset_parameters()  # type: ignore[misc]  # of torch's norm
         if self.casting == "gemma" and self.weight is not None:
             torch.nn.init.zeros_(self.weight)
 
@@ -84,13 +59,13 @@ class LayerNorm(torch.nn.LayerNorm):
     ) -> tuple[Tensor, Tensor]: ...
     def forward(self, x, residual=None, *, prologue=None, epilogue=None):
         inputs = (x,) if residual is None else (x, residual)
-        norm = F.layer_norm if residual is None else F.add_layer_norm
-        return norm(
+        norm, add_norm, _ = self.operators
+        return getattr(F, norm if residual is None else add_norm)(
             *inputs,
             self.normalized_shape,
             self.weight,
-            self.bias,
-            self.eps,
+            bias=self.bias,
+            eps=self.eps,
             casting=self.casting,
             prologue=prologue,
             epilogue=epilogue,
@@ -102,13 +77,13 @@ class LayerNorm(torch.nn.LayerNorm):
     def fp8(
         self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
     ) -> tuple[Tensor, ...]:
-        """(out, scale), or (out, scale, x + residual): see flashproto.layer_norm_fp8."""
-        return F.layer_norm_fp8(
+        """(out, scale), or (out, scale, x + residual), of flashproto.layer_norm_fp8 or rms_norm_fp8."""
+        return getattr(F, self.operators[2])(
             x,
             self.normalized_shape,
             self.weight,
-            self.bias,
-            self.eps,
+            bias=self.bias,
+            eps=self.eps,
             residual=residual,
             dtype=dtype,
             casting=self.casting,
@@ -116,7 +91,51 @@ class LayerNorm(torch.nn.LayerNorm):
         )
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class LayerNorm(FusedNorm, torch.nn.LayerNorm):
+    """Drop-in for torch.nn.LayerNorm: same constructor, parameters and state_dict.
+
+    norm(x) is the norm of x.  norm(x, residual) returns (norm of x + residual, x + residual) in one
+    pass over memory: what a pre-norm Transformer does between two layers.
+
+    Args beyond torch's:
+        casting: how the weight is applied, as in flashproto.layer_norm; with "gemma", which multiplies
+            by 1 + weight, it starts at zero.
+        memory_efficient, split_rows: as in flashproto.layer_norm; the former takes bias=False.
+        impl: the backend by name; None chooses.
+
+    forward also takes prologue and epilogue, see flashproto.hooks.  Shapes, dtypes, errors and source:
+    flashproto.layer_norm and flashproto.add_layer_norm.
+
+    Example:
+        >>> norm, x = nn.LayerNorm(64), torch.randn(2, 8, 64)
+        >>> torch.allclose(norm(x), torch.nn.LayerNorm(64)(x), atol=1e-5)
+        True
+        >>> y, total = norm(x, torch.randn(2, 8, 64))
+    """
+
+    operators = "layer_norm", "add_layer_norm", "layer_norm_fp8"
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        casting: str = "torch",
+        memory_efficient: bool = False,
+        split_rows: bool = False,
+        impl: str | None = None,
+    ) -> None:
+        self.casting = casting
+        self.memory_efficient, self.split_rows = memory_efficient, split_rows
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.impl = impl
+
+
+class RMSNorm(FusedNorm, torch.nn.RMSNorm):
     """Drop-in for torch.nn.RMSNorm: same constructor, parameters and state_dict.
 
     norm(x) and norm(x, residual) as in LayerNorm, with its arguments beyond torch's, and with bias, a
@@ -129,6 +148,7 @@ class RMSNorm(torch.nn.RMSNorm):
         torch.Size([2, 8, 64])
     """
 
+    operators = "rms_norm", "add_rms_norm", "rms_norm_fp8"
     bias: torch.nn.Parameter | None
 
     def __init__(
@@ -157,59 +177,6 @@ class RMSNorm(torch.nn.RMSNorm):
         bias = getattr(self, "bias", None)  # there is none yet at the first call
         if bias is not None:
             torch.nn.init.zeros_(bias)
-        if self.casting == "gemma" and self.weight is not None:
-            torch.nn.init.zeros_(self.weight)
-
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        residual: None = None,
-        *,
-        prologue: hooks.Call | None = None,
-        epilogue: hooks.Call | None = None,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        *,
-        prologue: hooks.Call | None = None,
-        epilogue: hooks.Call | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-    def forward(self, x, residual=None, *, prologue=None, epilogue=None):
-        inputs = (x,) if residual is None else (x, residual)
-        norm = F.rms_norm if residual is None else F.add_rms_norm
-        return norm(
-            *inputs,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            bias=self.bias,
-            casting=self.casting,
-            prologue=prologue,
-            epilogue=epilogue,
-            memory_efficient=self.memory_efficient,
-            split_rows=self.split_rows,
-            impl=self.impl,
-        )
-
-    def fp8(
-        self, x: Tensor, residual: Tensor | None = None, dtype: torch.dtype = torch.float8_e4m3fn
-    ) -> tuple[Tensor, ...]:
-        """(out, scale), or (out, scale, x + residual): see flashproto.rms_norm_fp8."""
-        return F.rms_norm_fp8(
-            x,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            bias=self.bias,
-            residual=residual,
-            dtype=dtype,
-            casting=self.casting,
-            impl=self.impl,
-        )
 
 
 class GatedRMSNorm(RMSNorm):

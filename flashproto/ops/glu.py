@@ -13,6 +13,7 @@ from ..kernels.glu import glu_backward_kernel, glu_forward_kernel
 from .call import Operator
 from .device import cdiv
 from .recipe import New, Operand, Recipe
+from .rows import needed_like
 
 
 class Settings(NamedTuple):
@@ -37,13 +38,8 @@ def saves(settings: Settings, inputs: list[Any], outputs: list[Any]) -> list[Any
     return inputs
 
 
-def gradients(settings, grads, saved, needs) -> tuple[New | None, New | None]:
-    gate, up = saved
-    dgate, dup = (
-        New.contiguous(x.shape, x.dtype, x.device) if x is not None and need else None
-        for x, need in zip((gate, up), needs, strict=True)
-    )
-    return dgate, dup
+def gradients(settings, grads, saved, needs) -> list[New | None]:
+    return needed_like(saved, needs)
 
 
 def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
@@ -84,17 +80,9 @@ def launch(
     """The launch of a kernel that goes over matrices like this one by tiles."""
     M, N = like.shape
     config = configs.glu(N, like.element_size())
-    recipe.launch(
-        kernel,
-        cdiv(M, config.rows) * cdiv(N, config.columns),
-        *arguments,
-        M,
-        N,
-        ACT=settings.activation,
-        R=config.rows,
-        C=config.columns,
-        num_warps=config.num_warps,
-    )
+    programs = cdiv(M, config.rows) * cdiv(N, config.columns)
+    tile = {"R": config.rows, "C": config.columns, "num_warps": config.num_warps}
+    recipe.launch(kernel, programs, *arguments, M, N, ACT=settings.activation, **tile)
 
 
 glu = Operator(

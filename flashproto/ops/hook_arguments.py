@@ -17,20 +17,15 @@ from .. import hooks
 from .recipe import New, Operand
 
 
-def named(made: hooks.Call | None) -> tuple[str, tuple[Tensor, ...], tuple[float, ...]]:
-    """A hook as the schema of an operator takes it."""
-    return ("", (), ()) if made is None else (made.hook.name, made.operands, made.scalars)
-
-
 def with_hooks(
     prologue: hooks.Call | None, epilogue: hooks.Call | None
 ) -> tuple[list[Tensor], tuple[Any, ...]]:
     """(operands, names and scalars) of two hooks, as Settings end in."""
     operands: list[Tensor] = []
     values: list[Any] = []
-    for name, tensors, scalars in map(named, (prologue, epilogue)):
-        operands += tensors
-        values += name, scalars
+    for made in (prologue, epilogue):
+        operands += () if made is None else made.operands
+        values += ("", ()) if made is None else (made.hook.name, made.scalars)
     return operands, tuple(values)
 
 
@@ -72,6 +67,24 @@ def operand_rows(t: Tensor | Operand, shape: Sequence[int], normalized_ndim: int
     return t, None, None
 
 
+def hooks_of(
+    settings: Any,
+    operands: Sequence[Any],
+    shape: Sequence[int],
+    normalized_ndim: int,
+    stores: Sequence[Operand | None] = (),
+) -> tuple[HookArguments, HookArguments]:
+    """Prologue and epilogue as the kernels take them, of settings that name both; stores: for the
+    gradients of their operands."""
+    prologue, epilogue = settings.prologue, settings.epilogue
+    (first, last), (first_stores, last_stores) = (parts_of(prologue, t) for t in (operands, stores))
+    how = shape, normalized_ndim
+    return (
+        hook_arguments(prologue, first, settings.prologue_scalars, *how, first_stores),
+        hook_arguments(epilogue, last, settings.epilogue_scalars, *how, last_stores),
+    )
+
+
 def hook_arguments(
     name: str,
     operands: Sequence[Tensor | Operand],
@@ -88,14 +101,6 @@ def hook_arguments(
 
 
 # --- gradients of operands ------------------------------------------------------------------------
-
-
-def gradients_like(operands: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
-    """Memory for the gradients of those operands that need one."""
-    return [
-        New.contiguous(x.shape, x.dtype, x.device) if need else None
-        for x, need in zip(operands, needs, strict=True)
-    ]
 
 
 def stores_of(gradients: Sequence[Operand | None], shape: Sequence[int]) -> list[Operand | None]:

@@ -17,7 +17,7 @@ from .column_sums import column_sums, partial_sums
 from .device import cdiv, programs_at_once
 from .norm_types import Inputs, NormSettings, Outputs, Saved, sizes
 from .recipe import Exchange, Operand, Recipe
-from .rows import POLLS, contiguous, exchange
+from .rows import POLLS, contiguous, exchange, tile_of
 
 # Rows between one whose partial results are made known and the one that is written in the same step.
 FORWARD_LAG, BACKWARD_LAG = 1, 2
@@ -52,11 +52,7 @@ def launch_forward_hopper(
         per_unit = 1
     numbers: tuple[int, ...] = (x.stride(0) // per_unit, residual_stride // per_unit, M, N // per_unit)
     constants: tuple[Any, ...] = (settings.eps, settings.centered, settings.casting)
-    options: dict[str, Any] = {
-        "C": config.columns,
-        "num_warps": config.num_warps,
-        "maxnreg": config.max_registers,
-    }
+    options = tile_of(config)
     tiles = cdiv(M, config.rows)
     if not unaligned:
         options["R"] = config.rows

@@ -29,7 +29,7 @@ from .norm_types import (
     statistics_like,
 )
 from .recipe import Exchange, New, Operand, Recipe
-from .rows import POLLS, contiguous, exchange
+from .rows import POLLS, contiguous, exchange, tile_of
 
 # --- forward -------------------------------------------------------------------------------------
 
@@ -141,10 +141,6 @@ def shared_config(inputs: Inputs, N: int, settings: NormSettings) -> configs.Row
         held = sum(p.element_size() for p in parameters if p is not None)
         config = configs.norm_forward_shared(*kind, held)
     return config if config is not None and has_hopper_kernels(x.device) else None
-
-
-def tile_of(config: configs.RowConfig) -> dict[str, Any]:
-    return {"C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers}
 
 
 def tile_options(config: configs.RowConfig, N: int) -> dict[str, Any]:

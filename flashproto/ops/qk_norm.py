@@ -28,6 +28,7 @@ from .rope import (
     unit_columns,
     zeros_for_none,
 )
+from .rows import needed_like
 
 
 class Settings(NamedTuple):
@@ -131,13 +132,6 @@ def launch_backward(
     column_sums(recipe, (partials[0], partials[1]), (weights[0], weights[1]))
 
 
-def weight_gradients(weights: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
-    return [
-        New.contiguous(w.shape, w.dtype, w.device) if w is not None and need else None
-        for w, need in zip(weights, needs, strict=True)
-    ]
-
-
 # --- the operators ----------------------------------------------------------------------------------
 
 
@@ -159,7 +153,7 @@ def saves(settings: Any, inputs: Any, outputs: Any) -> list[Any]:
 def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
     q, k, *weights = saved[:4]
     heads = [heads_like(q), None if k is None else heads_like(k)]
-    return [*heads, *weight_gradients(weights, needs[2:4]), None, None, None]
+    return [*heads, *needed_like(weights, needs[2:4]), None, None, None]
 
 
 def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
@@ -202,7 +196,7 @@ def forward_packed(recipe: Recipe, settings: PackedSettings, inputs: Any, output
 
 
 def gradients_packed(settings: PackedSettings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
-    weights = weight_gradients(saved[1:3], needs[1:3])
+    weights = needed_like(saved[1:3], needs[1:3])
     return [packed_like(grads, *settings[:2]), *weights, None, None, None]
 
 

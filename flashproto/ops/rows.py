@@ -4,13 +4,14 @@ kernels that split a row over programs, which exchange partial results (kernels/
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from .. import backends, configs
 from .device import cdiv
-from .recipe import Exchange, Recipe
+from .recipe import Exchange, New, Recipe
 
 # How often a program polls for the others of its row, about a microsecond each, before it does their
 # work itself.  The interpreter runs one program after another, so there is nothing to wait for.
@@ -33,6 +34,19 @@ def contiguous(x: Any) -> Any:
     return None if x is None else x.contiguous()
 
 
+def needed_like(tensors: Sequence[Any], needs: Sequence[bool]) -> list[New | None]:
+    """Memory for the gradients of those tensors that are given and need one."""
+    return [
+        New.contiguous(x.shape, x.dtype, x.device) if x is not None and need else None
+        for x, need in zip(tensors, needs, strict=True)
+    ]
+
+
+def tile_of(config: configs.RowConfig) -> dict[str, Any]:
+    """What all kernels of rows take by name."""
+    return {"C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers}
+
+
 def exchange(N: int, config: configs.RowConfig, rows: int) -> tuple[int, int, int]:
     """(splits, count of words, LANES) for rows of N columns split by `config`."""
     splits = cdiv(N, config.columns)
@@ -52,15 +66,5 @@ def launch_splits(
     M, N = tensors[0].shape
     splits, count, lanes = exchange(N, config, M)
     words = (Exchange(count), Exchange(count, used=True)) if clears else (Exchange(count),)
-    recipe.launch(
-        kernel,
-        M * splits,
-        *tensors,
-        *words,
-        *numbers,
-        C=config.columns,
-        LANES=lanes,
-        POLLS=POLLS,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-    )
+    options = {"LANES": lanes, "POLLS": POLLS, **tile_of(config)}
+    recipe.launch(kernel, M * splits, *tensors, *words, *numbers, **options)

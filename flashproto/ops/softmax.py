@@ -1,11 +1,13 @@
 """softmax, log_softmax and logsumexp over the last dimension: the operators' recipes.
 
-Legend: x, y, dy, dx [..., N], seen as [M, N]; lse [...] float32.
+Legend: x, y, dy, dx [..., N], seen as [M, N]; lse [...] float32.  Operands of hooks, the prologue's
+first, broadcast to x.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +29,9 @@ from ..kernels.softmax import (
 )
 from .call import Operator
 from .device import cdiv, has_hopper_kernels
-from .hook_arguments import NO_HOOK, HookArguments
+from .hook_arguments import NO_HOOK, HookArguments, hooks_of, stores_of, summed
 from .recipe import New, Operand, Recipe
-from .rows import launch_splits
+from .rows import launch_splits, needed_like, tile_of
 
 FORWARD = softmax_forward_kernel, softmax_forward_split_kernel, softmax_forward_looped_kernel
 BACKWARD = softmax_backward_kernel, softmax_backward_split_kernel, softmax_backward_looped_kernel
@@ -78,6 +80,77 @@ softmax = Operator(
     context=context,
     gradients=gradients,
     backward=backward,
+)
+
+
+# --- with hooks or split rows ---------------------------------------------------------------------
+
+
+class HookedSettings(NamedTuple):
+    """split_rows: see functional/softmax.py.  A hook is its name, "" for none, and its scalars."""
+
+    log: bool
+    dtype: torch.dtype
+    split_rows: bool
+    prologue: str
+    prologue_scalars: tuple[float, ...]
+    epilogue: str
+    epilogue_scalars: tuple[float, ...]
+
+
+def hooked_makes(settings: HookedSettings, x: Any, *operands: Any) -> tuple[New, New]:
+    """y, and the logsumexp of prologue(x)."""
+    return (
+        New.contiguous(x.shape, settings.dtype, x.device),
+        New.contiguous(x.shape[:-1], torch.float32, x.device),
+    )
+
+
+def hooked_forward(recipe: Recipe, settings: HookedSettings, inputs, outputs) -> None:
+    (x, *operands), (y, lse) = inputs, outputs
+    if lse is None:  # not asked for, but one kernel does for all calls
+        lse = recipe.make(hooked_makes(settings, x)[1])
+    hooks = hooks_of(settings, operands, x.shape, 1)
+    fill_result(recipe, x, y, lse, settings.log, *hooks, settings.split_rows)
+
+
+def hooked_saves(settings: HookedSettings, inputs: list[Any], outputs: list[Any]) -> list[Any]:
+    x, *operands = inputs
+    return [x, outputs[1], *operands]
+
+
+def hooked_gradients(settings: HookedSettings, grads, saved, needs) -> list[New | None]:
+    x, _, *operands = saved
+    return needed_like([x, *operands], needs)
+
+
+def hooked_backward(
+    recipe: Recipe, settings: HookedSettings, grads, saved, made
+) -> Sequence[Operand | None] | None:
+    (dy,), (x, lse, *operands), (dx, *by_operand) = grads, saved, made
+    if x.numel() == 0:
+        for gradient in by_operand:
+            if gradient is not None:
+                gradient.zero_()
+        return None
+    stores = stores_of(by_operand, x.shape)
+    hooks = hooks_of(settings, operands, x.shape, 1, stores)
+    to = dx or recipe.make(New.contiguous(x.shape, x.dtype, x.device))
+    fill_gradient(recipe, dy, None, x, lse, to, settings.log, *hooks, settings.split_rows)
+    return [dx, *summed(stores, by_operand)]
+
+
+hooked_softmax = Operator(
+    "hooked_softmax",
+    inputs="x, *operands",
+    outputs=2,
+    settings=HookedSettings,
+    makes=hooked_makes,
+    forward=hooked_forward,
+    saved="x, lse, *operands",
+    saves=hooked_saves,
+    gradients=hooked_gradients,
+    backward=hooked_backward,
 )
 
 
@@ -181,11 +254,11 @@ def launch(
     if config.split:
         return launch_splits(recipe, split, config, tensors, numbers, clears)
     M = tensors[0].shape[0]
-    options = {"C": config.columns, "num_warps": config.num_warps, "maxnreg": config.max_registers}
     if config.looped:
-        recipe.launch(looped, M, *tensors, *numbers, **options)
+        recipe.launch(looped, M, *tensors, *numbers, **tile_of(config))
     else:
-        recipe.launch(rows, cdiv(M, config.rows), *tensors, *numbers, R=config.rows, **options)
+        programs = cdiv(M, config.rows)
+        recipe.launch(rows, programs, *tensors, *numbers, R=config.rows, **tile_of(config))
 
 
 # --- logsumexp ------------------------------------------------------------------------------------
@@ -215,22 +288,12 @@ def logsumexp_forward(recipe: Recipe, settings: LogsumexpSettings, inputs, outpu
         x = x.rows()
         M, N = x.shape
         config = configs.logsumexp(N, x.element_size())
+        tensors, numbers = (x, lse), (x.stride(0), M, N)
         if config.split:
-            kernel = logsumexp_forward_split_kernel
-            launch_splits(recipe, kernel, config, (x, lse), (x.stride(0), M, N))
+            launch_splits(recipe, logsumexp_forward_split_kernel, config, tensors, numbers)
         else:
-            recipe.launch(
-                logsumexp_forward_kernel,
-                cdiv(M, config.rows),
-                x,
-                lse,
-                x.stride(0),
-                M,
-                N,
-                R=config.rows,
-                C=config.columns,
-                num_warps=config.num_warps,
-            )
+            programs, tile = cdiv(M, config.rows), tile_of(config)
+            recipe.launch(logsumexp_forward_kernel, programs, *tensors, *numbers, R=config.rows, **tile)
     if lse is not y:
         recipe.compute(Tensor.copy_, y, lse)
 
@@ -252,20 +315,10 @@ def logsumexp_backward(recipe: Recipe, settings: LogsumexpSettings, grads, saved
     x = x.rows()
     M, N = x.shape
     config = configs.logsumexp(N, x.element_size())
-    recipe.launch(
-        logsumexp_backward_kernel,
-        cdiv(M, config.rows) * cdiv(N, config.columns),
-        dy.to(torch.float32).contiguous(),
-        x,
-        lse.contiguous(),
-        dx,
-        x.stride(0),
-        M,
-        N,
-        R=config.rows,
-        C=config.columns,
-        num_warps=config.num_warps,
-    )
+    programs = cdiv(M, config.rows) * cdiv(N, config.columns)
+    tensors = dy.to(torch.float32).contiguous(), x, lse.contiguous(), dx
+    numbers, tile = (x.stride(0), M, N), tile_of(config)
+    recipe.launch(logsumexp_backward_kernel, programs, *tensors, *numbers, R=config.rows, **tile)
 
 
 logsumexp = Operator(

@@ -12,7 +12,7 @@ from ..kernels.hopper.softmax_forward import (
     softmax_forward_shared_split_kernel,
 )
 from .recipe import Operand, Recipe
-from .rows import launch_splits
+from .rows import launch_splits, tile_of
 
 
 def launch_forward_hopper(
@@ -31,13 +31,4 @@ def launch_forward_hopper(
     if config.split:
         kernel = softmax_forward_shared_split_kernel
         return launch_splits(recipe, kernel, config, (x, y), numbers, clears=True)
-    recipe.launch(
-        softmax_forward_shared_kernel,
-        M,
-        x,
-        y,
-        *numbers,
-        C=config.columns,
-        num_warps=config.num_warps,
-        maxnreg=config.max_registers,
-    )
+    recipe.launch(softmax_forward_shared_kernel, M, x, y, *numbers, **tile_of(config))

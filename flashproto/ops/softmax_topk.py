@@ -20,6 +20,7 @@ from ..kernels.softmax_topk import (
 from .call import Operator
 from .device import cdiv
 from .recipe import New, Recipe
+from .rows import tile_of
 
 MAX_K = 64
 
@@ -52,64 +53,25 @@ def forward(recipe: Recipe, settings: Settings, inputs, outputs) -> None:
     x = x.rows()
     M, N = x.shape
     KP = configs.power_of_two(k)
-    config = configs.softmax_topk(N, x.element_size(), k)
+    config, renormalize = configs.softmax_topk(N, x.element_size(), k), settings.renormalize
     if not config.split:
-        recipe.launch(
-            softmax_topk_kernel,
-            cdiv(M, config.rows),
-            x,
-            *outputs,
-            x.stride(0),
-            M,
-            N,
-            k,
-            settings.renormalize,
-            R=config.rows,
-            C=config.columns,
-            W=config.block,
-            PART=config.part,
-            KP=KP,
-            SORT=config.sort,
-            num_warps=config.num_warps,
-        )
+        whole = x.stride(0), M, N, k, renormalize
+        options = {"R": config.rows, "W": config.block, "PART": config.part, "SORT": config.sort}
+        programs, tile = cdiv(M, config.rows), tile_of(config)
+        recipe.launch(softmax_topk_kernel, programs, x, *outputs, *whole, KP=KP, **options, **tile)
         return
     span = configs.softmax_topk_span(N, k)
     splits = cdiv(N, span)
     keys = recipe.make(New.contiguous((M, splits, k), torch.int64, x.device))
     words = recipe.make(New.contiguous((M, splits), torch.int64, x.device))
-    recipe.launch(
-        softmax_topk_split_kernel,
-        M * splits,
-        x,
-        keys,
-        words,
-        x.stride(0),
-        M,
-        N,
-        k,
-        SPAN=span,
-        C=config.columns,
-        KP=KP,
-        num_warps=config.num_warps,
-    )
+    tensors, numbers = (x, keys, words), (x.stride(0), M, N, k)
+    options = {"SPAN": span, "KP": KP, **tile_of(config)}
+    recipe.launch(softmax_topk_split_kernel, M * splits, *tensors, *numbers, **options)
     config = configs.softmax_topk_join(splits, k)
-    recipe.launch(
-        softmax_topk_join_kernel,
-        M,
-        x,
-        keys,
-        words,
-        *outputs,
-        M,
-        k,
-        splits,
-        settings.renormalize,
-        LANES=configs.power_of_two(splits),
-        C=config.columns,
-        KP=KP,
-        SORT=config.sort,
-        num_warps=config.num_warps,
-    )
+    lanes = configs.power_of_two(splits)
+    options = {"LANES": lanes, "KP": KP, "SORT": config.sort, **tile_of(config)}
+    joined = M, k, splits, renormalize
+    recipe.launch(softmax_topk_join_kernel, M, *tensors, *outputs, *joined, **options)
 
 
 def saves(settings: Settings, inputs: list[Any], outputs: list[Any]) -> list[Any]:
@@ -129,24 +91,11 @@ def backward(recipe: Recipe, settings: Settings, grads, saved, made) -> None:
     x = x.rows()
     M, N = x.shape
     config = configs.softmax_topk_backward(N, x.element_size())
-    recipe.launch(
-        softmax_topk_backward_kernel,
-        cdiv(M, config.rows) * cdiv(N, config.columns),
-        dvalues.contiguous(),
-        indices.contiguous(),
-        x,
-        states.contiguous(),
-        dx,
-        x.stride(0),
-        M,
-        N,
-        k,
-        settings.renormalize,
-        R=config.rows,
-        C=config.columns,
-        KP=configs.power_of_two(k),
-        num_warps=config.num_warps,
-    )
+    programs = cdiv(M, config.rows) * cdiv(N, config.columns)
+    tensors = dvalues.contiguous(), indices.contiguous(), x, states.contiguous(), dx
+    numbers = x.stride(0), M, N, k, settings.renormalize
+    options = {"R": config.rows, "KP": configs.power_of_two(k), **tile_of(config)}
+    recipe.launch(softmax_topk_backward_kernel, programs, *tensors, *numbers, **options)
 
 
 softmax_topk = Operator(

@@ -8,43 +8,14 @@ carry the names they have in the device code.
 Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]; x [..., N].
 """
 
-from .attention import (
-    attention,
-    causal_mask,
-    each_sequence,
-)
-from .cross_entropy import (
-    cross_entropy,
-    linear_cross_entropy,
-)
-from .decode import (
-    attention_with_kv_cache,
-    fill_kv_cache,
-    merge_attention,
-)
-from .glu import (
-    ACTIVATIONS,
-    glu,
-)
-from .norm import (
-    add_norm,
-    norm,
-    quantized,
-    recoverable,
-)
-from .qk_norm import (
-    qk_norm,
-)
-from .rope import (
-    rope,
-    split_heads,
-)
-from .softmax import (
-    log_softmax,
-    logsumexp,
-    softmax,
-    softmax_topk,
-)
+from .attention import attention, causal_mask, each_sequence
+from .cross_entropy import cross_entropy, linear_cross_entropy
+from .decode import attention_with_kv_cache, fill_kv_cache, merge_attention
+from .glu import ACTIVATIONS, glu
+from .norm import add_norm, norm, quantized, recoverable
+from .qk_norm import qk_norm
+from .rope import rope, split_heads
+from .softmax import log_softmax, logsumexp, softmax, softmax_topk
 from .states import (
     compute_dtype,
     moments_finish,
@@ -55,35 +26,3 @@ from .states import (
     online_softmax_start,
     online_softmax_update,
 )
-
-__all__ = [
-    "ACTIVATIONS",
-    "add_norm",
-    "attention",
-    "attention_with_kv_cache",
-    "causal_mask",
-    "compute_dtype",
-    "cross_entropy",
-    "each_sequence",
-    "fill_kv_cache",
-    "glu",
-    "linear_cross_entropy",
-    "log_softmax",
-    "logsumexp",
-    "merge_attention",
-    "moments_finish",
-    "moments_merge",
-    "moments_of_tile",
-    "norm",
-    "online_softmax_finish",
-    "online_softmax_merge",
-    "online_softmax_start",
-    "online_softmax_update",
-    "qk_norm",
-    "quantized",
-    "recoverable",
-    "rope",
-    "softmax",
-    "softmax_topk",
-    "split_heads",
-]
