@@ -15,7 +15,7 @@ from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, reference
 from ..backends import Reason, float64_reasons
-from ..checks import as_shape, check_casting, check_flag, check_norm, refuse
+from ..checks import as_shape, check_casting, check_eps, check_flag, check_norm, refuse
 from .autocast import autocast_float32
 from .cached import cached
 
@@ -194,13 +194,13 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
     split_rows = check_flag(operator, "split_rows", split_rows)
     trailing = as_shape(operator, normalized_shape)
     shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
-    check_norm(operator, x, shape, weight, bias, residual, eps)
+    check_norm(operator, x, shape, weight, bias, residual)
     shape = list(x.shape[x.ndim - len(shape) :])  # of ints, where 64.0 was given
     if dtype is not None:
         hooks.check_dtype(operator, dtype, ())
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    eps = check_eps(operator, eps, x.dtype)
     dtype = x.dtype if dtype is None else dtype
     tensors = [t for t in (x, residual, weight, bias) if t is not None]
     hooked = prologue is not None or epilogue is not None or split_rows or dtype != x.dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, hooks, reference
-from ..checks import as_shape, check_casting, check_norm, described, refuse
+from ..checks import as_shape, check_casting, check_eps, check_norm, described, refuse
 from .norm import hook_reasons
 
 if backends.HAS_TRITON:
@@ -129,7 +129,7 @@ def _quantized_norm(
 ):
     trailing = as_shape(operator, normalized_shape)
     shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
-    check_norm(operator, x, shape, weight, bias, residual, eps)
+    check_norm(operator, x, shape, weight, bias, residual)
     shape = list(x.shape[x.ndim - len(shape) :])
     check_casting(operator, casting)
     tensors = [t for t in (x, weight, bias, residual) if t is not None]
@@ -137,7 +137,7 @@ def _quantized_norm(
         hooks.check(operator, argument, made, x)
         tensors += () if made is None else made.operands
     check_quantized(operator, dtype, tensors)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    eps = check_eps(operator, eps, x.dtype)
     backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         operands, named = with_hooks(prologue, epilogue)
