@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from errors import OptionError, WriteError
+from stop import raise_for_sigterm
 
 try:
     import fcntl
@@ -28,7 +29,7 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 @contextlib.contextmanager
 def locked(folder: Path, then: str, *, new: bool = False, writes: bool = True) -> Iterator[None]:
     """Make the folder, and keep other processes from writing to it.  What was made and is still empty
-    at the end is removed.
+    at the end is removed, where SIGTERM ends the process too.
 
     then: what to do after a WriteError.
     new: FileExistsError where the folder is there.
@@ -36,6 +37,7 @@ def locked(folder: Path, then: str, *, new: bool = False, writes: bool = True) -
 
     OptionError where another process writes to the folder.
     """
+    raise_for_sigterm()
     with contextlib.ExitStack() as at_end:
         missing = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
         at_end.callback(_remove_empty, missing)
@@ -69,7 +71,24 @@ def _acquire(folder: Path, new: bool) -> int:
             if os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK)):
                 return descriptor
         os.close(descriptor)  # the process that held it has removed it
-    raise OptionError(
+    raise _taken(folder)
+
+
+def refuse_taken(folder: Path) -> None:
+    """OptionError where another process writes to the folder, whatever is in it.  Not for a process
+    that has locked it itself: its lock would be gone."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDWR)
+    except OSError:  # there is no such file, or folder
+        return
+    free = _lock(descriptor, folder)
+    os.close(descriptor)
+    if not free:
+        raise _taken(folder)
+
+
+def _taken(folder: Path) -> OptionError:
+    return OptionError(
         f"another process is writing to {str(folder)!r}; a folder takes one at a time. "
         "Wait until that has ended, or pass another --out."
     )

@@ -29,7 +29,7 @@ from typing import Any
 import checkpoint
 from bars import bar
 from errors import AGAIN, EXPECTED, DataError, OptionError, tell
-from folder_lock import LOCK, locked
+from folder_lock import LOCK, locked, refuse_taken
 from settings import OneLineParser, positive
 from shards import (
     FORMAT,
@@ -195,6 +195,7 @@ def write_tokens(
 
 def prepare(options: argparse.Namespace) -> None:
     """Write the folder."""
+    refuse_taken(Path(options.out))
     folder = new_folder(options.out)
     with locked(folder, AGAIN):
         new_folder(options.out)  # a preparation may have ended in it before it was locked

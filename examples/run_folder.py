@@ -19,7 +19,7 @@ from pathlib import Path
 
 from checkpoint import FOLDERS, LATEST, NAME, write_atomically
 from errors import AGAIN, CheckpointError, OptionError, WriteError
-from folder_lock import LOCK, locked
+from folder_lock import LOCK, locked, refuse_taken
 from settings import Settings
 
 SETTINGS, LOG, PLOT = "settings.json", "log.jsonl", "loss.png"
@@ -31,6 +31,8 @@ def claimed(out: str | None, resume: bool | str | None) -> Iterator[Path]:
 
     out: --out.  resume: None for a new run, True to go on with one, "auto" for either.
     """
+    if out is not None:
+        refuse_taken(Path(out))
     found = find(out, resume)
     folder, writes = found or numbered(), found is None or may_begin(found)
     with contextlib.ExitStack() as held:

@@ -25,15 +25,17 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run(main: Callable[[], int | None]) -> NoReturn:
-    """Exit with what main returns; with 130 for Ctrl-C and 141 for a reader that has gone (| head)."""
-    code: int | None = 130
+    """Exit with what main returns; with 130 for Ctrl-C, 143 for SIGTERM where that is raised (stop.py),
+    and 141 for a reader that has gone (| head)."""
+    code: int | None
     try:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True, errors="replace")  # type: ignore[union-attr]
         signal.signal(signal.SIGINT, signal.default_int_handler)
         code = main()
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
+        code = getattr(error, "code", 130)
         print(file=sys.stderr)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit

@@ -1,9 +1,27 @@
-"""Stopping between two steps, when a signal asks for it."""
+"""Stopping when a signal asks for it: between two steps, and before the first."""
 
 from __future__ import annotations
 
 import os
 import signal
+from typing import NoReturn
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, as KeyboardInterrupt is SIGINT; so what is open is closed."""
+
+    code = 128 + signal.SIGTERM  # the exit code
+
+
+def raise_for_sigterm() -> None:
+    """Make the first SIGTERM raise Terminated, where it would end the process at once."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    signal.signal(number, signal.SIG_DFL)
+    raise Terminated
 
 
 class StopSignal:

@@ -13,7 +13,7 @@ loss of every step, and loss.png.  A run that was stopped, by Ctrl-C or by kill 
 --resume to the same losses, bit for bit: on the CPU always, on a GPU with --deterministic.
 
 Exit codes: 0 finished (or --minutes are over), 1 training failed or a file could not be written, 2 bad
-input, 130 and 143 stopped by Ctrl-C (SIGINT) or SIGTERM after saving.
+input, 130 and 143 stopped by Ctrl-C (SIGINT) or SIGTERM, after saving or before there was a step.
 """
 
 from __future__ import annotations
@@ -421,9 +421,9 @@ def main(argv: list[str] | None = None) -> int:
             return whole_run(given, world)
     except EXPECTED as error:
         return tell("train_gpt.py", error)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("stopped before the first step; nothing was saved", file=sys.stderr)
-        return 130
+        return getattr(error, "code", 130)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch._C import _are_functorch_transforms_active as transforms_active
 from torch._C import _dispatch_key_parse as key_named
 from torch._C import _dispatch_tls_is_dispatch_key_included as key_is_on
 from torch._C import _len_torch_dispatch_stack as dispatch_modes
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 # Keys of torch's dispatcher that are on during make_fx(pre_dispatch=True), while torch.autograd takes
@@ -103,15 +103,27 @@ def untraced(x: Any) -> Any:
     return int(x) if isinstance(x, Tensor) and x.ndim == 0 and key_is_on(JIT_TRACE) else x
 
 
+def fixed(x: Any) -> Any:
+    """x as a number of Python's where it is one of numpy's or a symbol of torch.compile, which compiles
+    anew for another number.
+
+    A symbol would be fixed later, for the op that takes it, where AOTAutograd's cache does not see it
+    and hands later calls the number of an earlier one (pytorch/pytorch#197889).
+    """
+    if not isinstance(x, SCALARS):
+        return float(x)
+    return torch.fx.experimental.symbolic_shapes.guard_scalar(x) if is_dynamo_compiling() else x
+
+
 def check_number(
     operator: str, argument: str, x: Any, low: float, high: float, takes: str, do: str
 ) -> float:
-    """x, a number from `low` to `high`, as one of Python's where it is one of numpy's."""
+    """x, a number from `low` to `high`, as `fixed` makes it."""
     if not is_number(x):
         refuse(operator, argument, described(x), takes, do, TypeError)
     if not low <= x <= high:
         refuse(operator, argument, x, takes, do)
-    return x if isinstance(x, SCALARS) else float(x)  # type: ignore[return-value]
+    return fixed(x)
 
 
 def check_integer(
@@ -167,10 +179,12 @@ def check_scale(
     return check_number(operator, "scale", scale, -LARGEST, LARGEST, takes, do)
 
 
-def check_eps(operator: str, eps: float | None) -> None:
-    """A finite number that is not negative, or None."""
-    if eps is not None:
-        check_number(operator, "eps", eps, 0, LARGEST, "a finite number, 0 or more", "Pass 1e-5, say.")
+def check_eps(operator: str, eps: float | None, dtype: torch.dtype) -> float:
+    """eps, a finite number that is not negative; None is what torch's rms_norm takes for `dtype`."""
+    if eps is None:
+        return torch.finfo(dtype).eps
+    takes, do = "a finite number, 0 or more", "Pass 1e-5, say."
+    return float(check_number(operator, "eps", eps, 0, LARGEST, takes, do))
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -467,14 +481,12 @@ def check_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    eps: float | None,
 ) -> None:
     """x [..., *normalized_shape]; weight and bias of normalized_shape; residual of x's shape, which the
     operators need that have it in their names."""
     check_tensor(operator, "x", x)
     if operator.startswith("add_"):
         check_tensor(operator, "residual", residual)
-    check_eps(operator, eps)
     device, shape = x.device, tuple(normalized_shape)
     if not shape or not all(map(is_integer, shape)) or x.shape[-len(shape) :] != shape:
         refuse(

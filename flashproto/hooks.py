@@ -39,7 +39,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_broadcasts, check_number, described, is_number, refuse
+from .checks import FLOATS, check_broadcasts, check_number, described, fixed, is_number, refuse
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -167,7 +167,7 @@ def call(name: str, *arguments: Tensor | float) -> Call:
             "Pass these.",
             TypeError,
         )
-    return Call(hook, operands, tuple(map(float, scalars)))
+    return Call(hook, operands, tuple(float(fixed(a)) for a in scalars))
 
 
 def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:

@@ -23,7 +23,7 @@ def scores(
 
     Raises TypeError, ValueError: an argument does not fit.
     """
-    check_scale(operator, scale, "Pass None for 1.")
+    scale = check_scale(operator, scale, "Pass None for 1.")
     kind, operands = "scale", []
     if mask is not None:
         check_mask_tensor(operator, "mask", mask)

@@ -98,7 +98,8 @@ def test_rows_without_a_key_are_0_and_have_no_gradient(dtype: torch.dtype, Dv: i
     unseen = ~mask.visible(70, 41).any(-1, keepdim=True).expand(2, 4, -1, -1)
     assert all(x.isfinite().all() for x in found)
     assert not any(x.masked_select(unseen).any() for x in found[:2])  # out and dq
-    assert found[0].masked_select(~unseen).all()
+    # Elements of 16 bits can cancel to 0, rows of them do not.
+    assert (found[0].any(-1, keepdim=True) | unseen).all()
     assert not found[2][0].any() and not found[3][0].any()
     exact = [x.detach().double().requires_grad_() for x in inputs]
     wanted = outcomes(flashproto.attention, exact, gradient.double(), "reference", mask=mask)

@@ -218,6 +218,31 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path, monkeypatch, capsys, te
     assert "run the same command again" in said
 
 
+# Sends itself the signal where a script has its folder and has written nothing yet.
+SIGNALLED = """
+import importlib, signal, sys
+import start
+name, holder, attribute, number, *sys.argv[1:] = sys.argv[1:]
+script = importlib.import_module(name)
+place = getattr(script, holder) if holder else script
+setattr(place, attribute, lambda *_: signal.raise_signal(int(number)))
+start.run(script.main)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("script", ["train_gpt", "prepare_data"])
+def test_a_signal_before_anything_is_written_leaves_nothing(tmp_path, script, number, text, books):
+    if script == "train_gpt":
+        told = "Corpus", "load", int(number), "--data", text, *TINY, "--out", "deep/run"
+    else:
+        told = "", "write", int(number), books, *PREPARED, "--out", "deep/run"
+    process = python(SIGNALLED, script, *told, cwd=tmp_path)
+    process.communicate(timeout=120)
+    assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- runs -----------------------------------------------------------------------------------------
 
 
@@ -246,10 +271,10 @@ def test_a_run_that_goes_on_is_read_but_not_resumed_until_it_is_killed(
     run = start("train_gpt.py", "--data", text, *ENDLESS, cwd=tmp_path)
     with ended(run):
         until(lambda: steps(folder) > 6, run)
-        for how in (["--resume"], ["--resume", "auto"], ["--resume", "--out", folder]):
+        where = ["--out", folder]
+        for how in (["--resume"], ["--resume", "auto"], ["--resume", *where], where):
             said = refused(capsys, "train_gpt", *how)
             assert said.startswith("train_gpt.py: another process is writing to 'runs/gpt-1'; a folder")
-        assert "not an empty folder" in refused(capsys, "train_gpt", "--out", folder)
         called("generate", "--run", folder, "--tokens", "3", "--device", "cpu")
         options = ["--data", text, "--steps", "1", "--device", "cpu", "--out", "other"]
         called("train_gpt", "--init-from", folder, *options)

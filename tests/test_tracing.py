@@ -346,18 +346,20 @@ def test_fixed_sizes_beside_symbols(name: str, impl: str, device: str) -> None:
     torch.testing.assert_close(compiled(x), model(x))
 
 
-def test_inductor_compiles_numbers(device: str) -> None:
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_inductor_compiles_numbers(grad: bool, impl: str, device: str) -> None:
     """Each call gets its own, also where a number is of several ops and of torch's."""
 
     def step(x: Tensor, w: Tensor, number: float) -> Tensor:
-        q, options = x[:, None], {"scale": number, "softcap": number * 10}
-        h = flashproto.attention(q, q, q, causal=True, impl="triton", **options)
-        h = flashproto.rms_norm(h * 2, x.shape[-1], w, eps=number * 1e-3, impl="triton")
+        q = x[:, None]
+        h = flashproto.attention(q, q, q, causal=True, impl=impl, scale=number * 0.5)
+        h = flashproto.rms_norm(h * 2, x.shape[-1], w, eps=number * 1e-1, impl=impl)
         return h.square().sum() * number
 
     compiled = torch.compile(step, fullgraph=True)
     for n in range(4):
-        inputs = [torch.randn(s, device=device, requires_grad=True) for s in ((2, 5, 16), (16,))]
+        inputs = [torch.randn(s, device=device, requires_grad=grad) for s in ((2, 5, 16), (16,))]
         got, want = (derivatives(f(*inputs, 0.1 + n / 16), inputs) for f in (compiled, step))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -413,6 +415,17 @@ def test_hopper_is_asked_without_fixing_sizes(
 
 NUMBERS: dict[str, Callable[[Tensor, float, str], Tensor]] = {
     "scale of attention": lambda x, v, impl: fp.attention(*[x[:, None]] * 3, scale=v, impl=impl),
+    "negative scale": lambda x, v, impl: fp.attention(*[x[:, None]] * 3, scale=-v, impl=impl),
+    "scale of a size": lambda x, v, impl: fp.attention(
+        *[x[:, None]] * 3, scale=v / x.shape[1], impl=impl
+    ),
+    "softcap of attention": lambda x, v, impl: fp.attention(*[x[:, None]] * 3, softcap=v, impl=impl),
+    "scale of attention_with_kv_cache": lambda x, v, impl: fp.attention_with_kv_cache(
+        x[:, None], *[x[:, :, None]] * 2, lengths=x.new_full((2,), 3, dtype=torch.int32), scale=v,
+        impl=impl,
+    ),
+    "scale of sdpa": lambda x, v, impl: SDPA(x, x, x, scale=v),
+    "dropout_p of sdpa": lambda x, v, impl: SDPA(x, x, torch.zeros_like(x), dropout_p=v),
     "scale of attention_qkv": lambda x, v, impl: fp.attention_qkv(x, 2, 1, scale=v, impl=impl),
     "scale of softmax": lambda x, v, impl: fp.softmax(x, scale=v, impl=impl),
     "scalar of a hook": lambda x, v, impl: fp.softmax(
@@ -420,8 +433,13 @@ NUMBERS: dict[str, Callable[[Tensor, float, str], Tensor]] = {
     ),
     "eps of layer_norm": lambda x, v, impl: fp.layer_norm(x, 16, eps=v, impl=impl),
     "eps of rms_norm": lambda x, v, impl: fp.rms_norm(x, 16, eps=v, impl=impl),
+    "eps of add_rms_norm": lambda x, v, impl: total(fp.add_rms_norm(x, x, 16, eps=v, impl=impl)),
+    "eps where memory_efficient": lambda x, v, impl: fp.rms_norm(
+        x, 16, eps=v, memory_efficient=True, impl=impl
+    ),
     "eps of rms_norm_fp8": lambda x, v, impl: fp.rms_norm_fp8(x.detach(), 16, eps=v, impl=impl)[1],
     "eps of qk_norm": lambda x, v, impl: fp.qk_norm(x[:, None], None, eps=v, impl=impl),
+    "theta of rope_tables": lambda x, v, impl: nn.rope_tables(5, 16, v, x.device)[0],
     **{
         f"{option} of {name}": lambda x, v, impl, name=name, option=option: losses(
             name, x, impl, **{option: v}
@@ -429,7 +447,7 @@ NUMBERS: dict[str, Callable[[Tensor, float, str], Tensor]] = {
         for name in ("cross_entropy", "linear_cross_entropy")
         for option in ("z_loss", "softcap", "label_smoothing")
     },
-}
+}  # fmt: skip
 INTEGERS: dict[str, Callable[[Tensor, int, str], Tensor]] = {
     "k": lambda x, v, impl: fp.softmax_topk(x, v, impl=impl)[0],
     "ignore_index of cross_entropy": lambda x, v, impl: losses(
@@ -455,11 +473,26 @@ def losses(name: str, x: Tensor, impl: str, **options: Any) -> Tensor:
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("case", NUMBERS)
 def test_numbers_change(case: str, impl: str, device: str) -> None:
-    """torch compiles anew for a number that meets an operator, its own as ours; no graph breaks."""
+    """torch compiles anew for a number that meets an operator, its own as ours; no graph breaks.  No
+    operator takes a symbol, for which Inductor may put the number of an earlier call, but sums and
+    products of tensors and numbers."""
+    taken = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.target.__module__ != "_operator":
+                given = [x.meta.get("example_value") for x in node.all_input_nodes]
+                taken.extend(node.target for x in given if isinstance(x, torch.SymFloat))
+        return graph
+
+    def step(x: Tensor, value: float) -> Tensor:
+        return NUMBERS[case](x, value, impl) * value
+
     x = torch.randn(2, 3, 16 * (4 if "qkv" in case else 1), device=device)
-    compiled = torch.compile(NUMBERS[case], fullgraph=True, backend="eager")
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
     for value in (0.25, 0.5, 0.75):
-        torch.testing.assert_close(compiled(x, value, impl), NUMBERS[case](x, value, impl))
+        torch.testing.assert_close(compiled(x, value), step(x, value))
+    assert taken == []
 
 
 @pytest.mark.parametrize("impl", ["triton", "reference"])

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
-from ..checks import check_norm, check_rows, refuse
+from ..checks import check_eps, check_norm, check_rows, refuse
 from ..functional.autocast import autocast_float32
 from .agreement import agreed, all_in_backward
 from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once
@@ -88,9 +88,9 @@ def call_of(name, x, weight, bias, group, eps):
     check_untransformed(name, x=x, weight=weight, bias=bias)
     if x.shape[-1] == 0:
         refuse(name, "x", "of no columns", "at least 1 on each rank", "Shard fewer ways.")
-    check_norm(name, x, [x.shape[-1]], weight, bias, None, eps)
+    check_norm(name, x, [x.shape[-1]], weight, bias, None)
     x, weight, bias = autocast_float32(name, x, weight, bias)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    eps = check_eps(name, eps, x.dtype)
     return x, weight, bias, ranks, eps
 
 

@@ -15,7 +15,7 @@ from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, reference
 from ..backends import Reason, float64_reasons
-from ..checks import as_shape, check_casting, check_flag, check_norm, refuse
+from ..checks import as_shape, check_casting, check_eps, check_flag, check_norm, refuse
 from .autocast import autocast_float32
 from .cached import cached
 
@@ -190,12 +190,12 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
     casting, prologue, epilogue, dtype, memory_efficient, split_rows, impl = options
     memory_efficient = check_flag(operator, "memory_efficient", memory_efficient)
     split_rows = check_flag(operator, "split_rows", split_rows)
-    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias, eps)
+    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias)
     if dtype is not None:
         hooks.check_dtype(operator, dtype, ())
     aten = "layer_norm" if centered else "rms_norm"
     x, residual, weight, bias = autocast_float32(aten, x, residual, weight, bias)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    eps = check_eps(operator, eps, x.dtype)
     dtype = x.dtype if dtype is None else dtype
     hooked = prologue is not None or epilogue is not None or split_rows or dtype != x.dtype
     if memory_efficient:
@@ -234,11 +234,11 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
     return y if residual is None else (y, total)
 
 
-def checked_shape(operator, x, residual, normalized_shape, weight, bias, eps) -> list[int]:
-    """The sizes of the dimensions to normalize over, once tensors and eps fit."""
+def checked_shape(operator, x, residual, normalized_shape, weight, bias) -> list[int]:
+    """The sizes of the dimensions to normalize over, once tensors fit."""
     trailing = as_shape(operator, normalized_shape)
     shape = list(trailing) if isinstance(trailing, tuple) else [trailing]
-    check_norm(operator, x, shape, weight, bias, residual, eps)
+    check_norm(operator, x, shape, weight, bias, residual)
     return list(x.shape[x.ndim - len(shape) :])  # of ints, where 64.0 was given
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import backends, reference
@@ -66,9 +65,9 @@ def qk_norm(
     check_heads_of(name, q, k)
     check_head_weights(name, q.shape[3], q.device, q_weight, k_weight)
     size = q.shape[0], q.shape[2], q.shape[3]
-    offset = _check(name, *size, q, cos, sin, positions, offset, casting, eps)
+    offset = _check(name, *size, q, cos, sin, positions, offset, casting)
     interleaved = check_flag(name, "interleaved", interleaved)
-    eps = torch.finfo(q.dtype).eps if eps is None else float(eps)
+    eps = check_eps(name, eps, q.dtype)
     tensors = [t for t in (q, k, q_weight, k_weight) if t is not None]
     backend = choose_with_tables(name, impl, tensors, cos, sin)
     if cos is not None and refuses_values(impl, backend):
@@ -123,9 +122,9 @@ def qk_norm_qkv(
     n_heads, n_kv_heads, D = check_packed(name, qkv, n_heads, n_kv_heads)
     check_head_weights(name, D, qkv.device, q_weight, k_weight)
     size = qkv.shape[0], qkv.shape[1], D
-    offset = _check(name, *size, qkv, cos, sin, positions, offset, casting, eps)
+    offset = _check(name, *size, qkv, cos, sin, positions, offset, casting)
     interleaved = check_flag(name, "interleaved", interleaved)
-    eps = torch.finfo(qkv.dtype).eps if eps is None else float(eps)
+    eps = check_eps(name, eps, qkv.dtype)
     tensors = [t for t in (qkv, q_weight, k_weight) if t is not None]
     backend = choose_with_tables(name, impl, tensors, cos, sin)
     if cos is not None and refuses_values(impl, backend):
@@ -153,11 +152,9 @@ def _check(
     positions: Tensor | None,
     offset: int | Tensor,
     casting: str,
-    eps: float | None,
 ) -> int | Tensor:
     """offset, once all fit."""
     check_casting(name, casting)
-    check_eps(name, eps)
     if cos is not None and sin is not None:
         return check_tables(name, B, S, D, x.device, cos, sin, positions, offset)
     if cos is not None or sin is not None:

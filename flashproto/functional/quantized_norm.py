@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, hooks, reference
-from ..checks import check_casting, described, refuse
+from ..checks import check_casting, check_eps, described, refuse
 from .norm import Options, checked_shape, hook_reasons, in_reference
 
 if backends.HAS_TRITON:
@@ -87,12 +87,12 @@ def rms_norm_fp8(
 
 def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, options):
     casting, prologue, epilogue, dtype, *_, impl = options
-    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias, eps)
+    shape = checked_shape(operator, x, residual, normalized_shape, weight, bias)
     check_casting(operator, casting)
     tensors = [t for t in (x, weight, bias, residual) if t is not None]
     tensors += hooks.check_both(operator, prologue, epilogue, x)
     check_quantized(operator, dtype, tensors)
-    eps = torch.finfo(x.dtype).eps if eps is None else float(eps)
+    eps = check_eps(operator, eps, x.dtype)
     backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
     if backend == "triton":
         operands, named = with_hooks(prologue, epilogue)

@@ -69,7 +69,8 @@ def scaled_dot_product_attention(
         check_tensor(name, argument, x)
     if min(query.ndim, key.ndim, value.ndim) < 2:
         refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
-    check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", "Pass 0.0 for none.")
+    do = "Pass 0.0 for none."
+    dropout_p = check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", do)
     is_causal = check_flag(name, "is_causal", is_causal)
     enable_gqa = check_flag(name, "enable_gqa", enable_gqa)
     scale = check_scale(name, scale)

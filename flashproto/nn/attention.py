@@ -55,7 +55,7 @@ def rope_tables(
     """
     check_integer("rope_tables", "length", length, 0, sys.maxsize, "a number of tokens", "Pass it.")
     do = "Leave it out for what is usual."
-    check_number("rope_tables", "theta", theta, SMALLEST, LARGEST, "a positive number", do)
+    theta = check_number("rope_tables", "theta", theta, SMALLEST, LARGEST, "a positive number", do)
     do = "Rotate pairs of dimensions."
     check_integer("rope_tables", "head_dim", head_dim, 0, sys.maxsize, "an even number", do)
     if head_dim % 2:

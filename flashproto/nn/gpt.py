@@ -433,7 +433,7 @@ class GPT(nn.Module):
         do = "Pass how many to add."
         check_integer(name, "max_new_tokens", max_new_tokens, 0, sys.maxsize, "0 or more", do)
         takes = "a finite number, 0 or more"
-        check_number(name, "temperature", temperature, 0.0, LARGEST, takes, "Try 0.8.")
+        temperature = check_number(name, "temperature", temperature, 0.0, LARGEST, takes, "Try 0.8.")
         if top_k is not None:
             takes, do = "an integer of at least 1, or None", "Pass None to keep every token."
             check_integer(name, "top_k", top_k, 1, sys.maxsize, takes, do)
