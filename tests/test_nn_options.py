@@ -203,7 +203,7 @@ def test_sequences_side_by_side_in_both_shapes():
     assert torch.equal(a.max_score, top)
     tables = nn.rope_tables(8, D)  # rows for the longest alone
     a.record_max_score = False
-    assert torch.equal(a(x, tables, cu_seqlens=CU_SEQLENS), y)
+    close(a(x, tables, cu_seqlens=CU_SEQLENS), y)  # another backend without the statistic
     for start, stop in ((0, 5), (5, S)):
         close(a(x[None, start:stop], tables)[0], y[start:stop])
 
