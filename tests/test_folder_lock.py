@@ -320,7 +320,7 @@ def test_processes_of_torchrun_have_one_lock_and_one_refusal(tmp_path, capsys, t
         _, err = second.communicate(timeout=torchrun.MINUTE)
         assert second.returncode == 1
         said = [line for line in err.splitlines() if line.startswith("train_gpt.py: ")]
-        assert 1 <= len(said) <= 2  # torchrun ends a process that has not said it yet
+        assert 1 <= len(said) <= 2, err  # torchrun ends a process that has not said it yet
         for line in said:
             assert line.split(": ", 2)[2].startswith(f"another process is writing to {str(folder)!r};")
         assert "another process is writing" in torchrun.last_lines(err)
