@@ -82,9 +82,7 @@ def test_no_other_call_is(device: str) -> None:
 def test_torchs_kernels_on_a_gpu_are_for_torchs_switch() -> None:
     q = torch.empty(1, 2, 9, 16, device="meta")
     for deterministic, taken in ((True, False), (False, True)):
-        request = attention_request.attention_request(
-            "attention", q, q, q, deterministic=deterministic
-        )
+        request = attention_request.attention_request("attention", q, q, q, deterministic=deterministic)
         assert (not [*request.reasons("torch")]) == taken
         with determinism():
             assert not [*request.reasons("torch")]

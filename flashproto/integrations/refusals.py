@@ -1,4 +1,4 @@
-"""What no door takes yet, in one list: each door refuses it by the name that its own library has for it."""
+"""What no door takes yet, in one list: each door refuses it by its own library's name for it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,27 @@ NOT_YET = {
     "dropout_p": ("0.0: attention has no dropout here yet", "Pass 0.0, or use another attention."),
     "num_splits": ("its default: the number of parts is chosen here", "Leave it out."),
     "seqused_k": ("None: sequences have no gaps between them", "Pack the tokens, or pass a mask."),
+    "slopes_by_batch": (
+        "[H], a slope for each head, the same for all batch entries",
+        "Call it for each batch entry, or pass slopes [H].",
+    ),
+    "descale": (
+        "None: tensors of 8 bits are caches alone, of flashproto.attention_with_kv_cache",
+        "Pass tensors of 16 or 32 bits.",
+    ),
+    "second_product": (
+        "None: scores are one product of queries and keys",
+        "Put qv behind q and v behind k, side by side in the head dimension.",
+    ),
+    "chosen_keys": ("None: a query sees all keys that bands and masks leave", "Pass a mask."),
+    "user_functions": (
+        "None: what changes scores here is softcap, sinks, ALiBi, bands and masks",
+        "Pass these, or use FlexAttention.",
+    ),
+    "chunks": (
+        "its default: there are no chunks of positions here",
+        "Pass flashproto.attention a mask.",
+    ),
     "two_runs": (
         "a mask in which one run of queries sees each key",
         "Use this library's own attention for it.",
