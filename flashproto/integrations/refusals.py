@@ -34,7 +34,7 @@ NOT_YET = {
     ),
     "two_runs": (
         "a mask in which one run of queries sees each key",
-        "Use this library's own attention for it.",
+        "Use the attention of the library that made it.",
     ),
 }
 
