@@ -4,8 +4,10 @@ because something else ran is no door."""
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -56,3 +58,18 @@ def counted(monkeypatch: pytest.MonkeyPatch, *modules: ModuleType) -> Calls:
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, calls.counting(getattr(module, name)))
     return calls
+
+
+def section(heading: str) -> str:
+    """Of docs/doors.md."""
+    page = (Path(__file__).parent.parent / "docs" / "doors.md").read_text()
+    (found,) = re.findall(rf"^## {heading}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def run_examples(heading: str) -> dict[str, Any]:
+    """What the section's example leaves behind."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", section(heading), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names

@@ -6,13 +6,14 @@ import doctest
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from attention_problem import assert_within_bound
-from door_calls import Calls, counted
+from door_calls import Calls, counted, run_examples, section
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -834,3 +835,17 @@ def test_examples_run(module: Any) -> None:
         assert example.examples, name
         runner.run(example)
     assert not runner.failures
+
+
+def test_documentation(calls: Calls) -> None:
+    """Its example runs, its lines import what there is, and it has all that is refused."""
+    run_examples("flash-attn")
+    assert calls.forward == {"attention": 1, "attention_with_kv_cache": 3}
+    assert calls.backward == {"attention": 1}
+    text = section("flash-attn")
+    for line in re.findall(r"\| `(from flashproto[^`]*)` \|", text):
+        exec(line, {})
+    refused = {*flash_attn_options.NOT_TAKEN, "dropout_p", "alibi_slopes"}
+    rows = re.findall(r"^\| (`.*?) \|", text.split("never ignored:")[1], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == refused
+    assert all(f"`{name}`" in text for name in (*flash_attn_options.NO_PART, *SIGNATURES_4))
