@@ -609,6 +609,36 @@ def test_traces_as_modded_nanogpt_calls_it(kernels: Where) -> None:
     assert counter.frame_count == 1
 
 
+def test_every_kind_of_call_traces(where: Where) -> None:
+    torch.compiler.reset()
+    heads = [x.detach() for x in leaves_apart(where, 6, 6, 2)]
+    packed = where.randn(2, 6, 3, 4, where.sizes[2])
+    caches = [where.randn(2, 12, 2, where.sizes[2]).detach() for _ in range(2)]
+    seqlens = torch.tensor([3, 5], dtype=torch.int32, device=where.device)
+    table = torch.randn(12, 4, device=where.device)
+    turns: Any = {"rotary_cos": table, "rotary_sin": table, "causal": True, "window_size": (4, 0)}
+
+    def every() -> list[Tensor]:
+        q, k, v = heads
+        own = [x.clone() for x in caches]
+        return [
+            *flash_attn.flash_attn_func(
+                q, k, v, causal=True, softcap=2.0, return_attn_probs=True, num_splits=1
+            )[:2],
+            flash_attn.flash_attn_qkvpacked_func(packed, window_size=(3, -1), deterministic=True),
+            *flash_attn_4.flash_attn_func(q, k, v, causal=True, return_lse=True),
+            *flash_attn.flash_attn_with_kvcache(
+                q, *own, k, v, cache_seqlens=seqlens, return_softmax_lse=True, **turns
+            ),
+            flash_attn.flash_attn_with_kvcache(q, *own, cache_seqlens=4, causal=True),
+            *own,
+        ]
+
+    expected = every()
+    for x, y in zip(torch.compile(every, fullgraph=True, backend="eager")(), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_generates_as_nanochat_does(where: Where, calls: Calls) -> None:
     """A prompt and then tokens with the cache, by keywords, against training's function of them all."""
     B, S, D = 2, 9, where.sizes[2]

@@ -78,8 +78,11 @@ class Request(NamedTuple):
         yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
         if backend == "torch" and backends.has_tangents((q, k, v)):
             yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
-        switched = torch.are_deterministic_algorithms_enabled()
-        if backend == "torch" and self.deterministic and q.device.type != "cpu" and not switched:
+        if (
+            backend == "torch"
+            and self.deterministic
+            and not (q.is_cpu or torch.are_deterministic_algorithms_enabled())
+        ):
             yield "its backward is deterministic under torch.use_deterministic_algorithms alone"
         if backend == "torch" and not self.variant.top_left and backends.is_inside("vmap"):
             yield "PyTorch's kernels of attention have no rule for torch.func.vmap"
