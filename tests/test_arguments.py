@@ -109,6 +109,7 @@ ATTENTION = {
     "window": [3, LONG, "no", (1,), (1, 2, 3), (-1, 0), (True, 0), (0, 1.0), (None, "1")],
     "sinks": [*TENSORS, LONG],
     "mask": ["causal", LONG, True, torch.ones(8, 8)],
+    "deterministic": FLAGS,
 }
 VARIANTS = ATTENTION | {
     "alibi_slopes": [*TENSORS, LONG],
@@ -189,7 +190,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "attention_qkv": ({"qkv": QKV, "n_heads": 2, "n_kv_heads": 1}, ATTENTION | HEADS | QKVS),
     "attention_with_kv_cache": (
         {"q": CACHED[:, :2], "k_cache": CACHE, "v_cache": CACHE, "lengths": INTS, "rope": (COS, COS)},
-        {n: x for n, x in ATTENTION.items() if n != "mask"} | {
+        {n: x for n, x in ATTENTION.items() if n not in ("mask", "deterministic")} | {
             "q": [*TENSORS, LONG, CACHED[0]], "k_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
             "v_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
             "lengths": [*TENSORS, None, LONG, INTS.long(), INTS[:1], INTS + 90, INTS - 90],

@@ -80,7 +80,7 @@ def test_opcheck(device: str) -> None:
     qkv = torch.randn(1, 9, 48, device=device, requires_grad=True)
     torch.library.opcheck(
         torch.ops.flashproto.attention_qkv_forward.default,
-        (qkv, [], *Variant(Kind(CAUSAL=True)).form.flat(), 0.5, "triton", 2, 2),
+        (qkv, [], *Variant(Kind(CAUSAL=True)).form.flat(), 0.5, "triton", False, 2, 2),
     )
 
 

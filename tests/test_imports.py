@@ -23,9 +23,10 @@ FLOORS = {
     "distributed": 7,
     "explain": 7,
     "nn": 8,
+    "integrations": 9,
     "env": 8,
-    "bench": 9,
-    "examples": 10,
+    "bench": 10,
+    "examples": 11,
 }
 KERNELS_MAY_IMPORT = {"triton", "math", "os", "typing", "__future__"}
 REFERENCE_MAY_IMPORT = {"torch", "math", "typing", "collections", "__future__"}

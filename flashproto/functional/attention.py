@@ -39,6 +39,7 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     return_aux: Sequence[str] = (),
+    deterministic: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale * q k^T) v without ever writing the scores to memory.
@@ -66,6 +67,8 @@ def attention(
         return_aux: names of statistics to return too: "max_score", the largest scale * q k^T of a row,
             before softcap, among the keys that it sees (QK-clip), and "entropy", of the probabilities
             of the keys, the sink left out, in nats.
+        deterministic: gradients are the same bits each time, as for all calls under
+            torch.use_deterministic_algorithms(True).
         impl: the backend by name; None chooses.
 
     Returns:
@@ -106,6 +109,7 @@ def attention(
         scale=scale,
         return_lse=return_lse,
         return_aux=return_aux,
+        deterministic=deterministic,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -125,6 +129,7 @@ def attention_qkv(
     sinks: Tensor | None = None,
     mask: masks.Mask | None = None,
     scale: float | None = None,
+    deterministic: bool = False,
     impl: str | None = None,
 ) -> Tensor:
     """attention on the heads of a fused projection, read where they are; the gradient of qkv is written
@@ -155,6 +160,7 @@ def attention_qkv(
         window=window,
         mask=mask,
         scale=scale,
+        deterministic=deterministic,
         softcap=softcap,
         sinks=sinks,
     )
@@ -180,6 +186,7 @@ def attention_varlen(
     scale: float | None = None,
     return_lse: bool = False,
     return_aux: Sequence[str] = (),
+    deterministic: bool = False,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """attention of sequences of any lengths that lie side by side, each on its own.
@@ -225,6 +232,7 @@ def attention_varlen(
         scale=scale,
         return_lse=return_lse,
         return_aux=return_aux,
+        deterministic=deterministic,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,

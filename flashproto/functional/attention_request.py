@@ -57,6 +57,7 @@ class Request(NamedTuple):
     inputs: what the kernels take for q, k and v, by the caller's names: these, [T, H, D] of sequences
         side by side, or a fused projection with `heads` query and key heads.
     mask: of which the variant's intervals are.
+    deterministic: the backward gives the same bits each time.
     """
 
     operator: str
@@ -69,6 +70,7 @@ class Request(NamedTuple):
     inputs: dict[str, Tensor]
     heads: tuple[int, int] | None = None
     mask: Mask | None = None
+    deterministic: bool = False
 
     def reasons(self, backend: str) -> Iterator[Reason]:
         """Why a backend does not take it."""
@@ -76,6 +78,12 @@ class Request(NamedTuple):
         yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
         if backend == "torch" and backends.has_tangents((q, k, v)):
             yield "PyTorch's kernels of attention have no forward-mode derivative (jvp)"
+        if (
+            backend == "torch"
+            and self.deterministic
+            and not (q.is_cpu or torch.are_deterministic_algorithms_enabled())
+        ):
+            yield "its backward is deterministic under torch.use_deterministic_algorithms alone"
         if backend == "torch" and not self.variant.top_left and backends.is_inside("vmap"):
             yield "PyTorch's kernels of attention have no rule for torch.func.vmap"
         if backend == "torch" and backends.has_dtensors((q, k, v)):
@@ -133,8 +141,8 @@ class Request(NamedTuple):
         """(operator, settings) of the kernels."""
         operator = attention_op.attention if self.heads is None else attention_op.attention_qkv
         scale = self.scale_given  # whose abs() would be a symbol of torch.compile
-        values = self.variant.form, -scale if scale < 0 else scale, backend, *(self.heads or ())
-        return operator, operator.settings(*values)
+        values = self.variant.form, -scale if scale < 0 else scale, backend, self.deterministic
+        return operator, operator.settings(*values, *(self.heads or ()))
 
     def bind(self, backend: str) -> Any:
         """A Call of the caller's tensors; or the results themselves, see Operator.bind."""
@@ -284,6 +292,7 @@ def attention_request(
     scale: float | None = None,
     return_lse: object = False,
     return_aux: object = (),
+    deterministic: object = False,
     **options: Any,
 ) -> Request:
     """A Request of arguments, which are checked, but for q, k and v.
@@ -320,7 +329,8 @@ def attention_request(
     variant = variant_of(high is not None, offset, named, aux, exact)
     scale = check_scale(operator, scale)
     shown = mask if found is not None else None
-    return Request(operator, q, k, v, variant, scale, results, inputs, heads, shown)
+    deterministic = check_flag(operator, "deterministic", deterministic)
+    return Request(operator, q, k, v, variant, scale, results, inputs, heads, shown, deterministic)
 
 
 def check_window(operator: str, window: object) -> Band:

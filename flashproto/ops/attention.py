@@ -30,11 +30,13 @@ from .recipe import New, Operand, Recipe
 
 
 class Settings(NamedTuple):
-    """form: of the variant, whose tensors are the last inputs; scale >= 0."""
+    """form: of the variant, whose tensors are the last inputs; scale >= 0.  deterministic: the backward
+    adds in a fixed order, as torch.use_deterministic_algorithms(True) has it for all calls."""
 
     form: Form
     scale: float
     backend: str
+    deterministic: bool = False
 
     @property
     def launches(self) -> ModuleType:
@@ -52,12 +54,13 @@ class SettingsQkv(NamedTuple):
     form: Form
     scale: float
     backend: str
+    deterministic: bool
     q_heads: int
     k_heads: int
 
     @property
     def of_heads(self) -> Settings:
-        return Settings(*self[:3])
+        return Settings(*self[:4])
 
 
 def module_of(backend: str) -> ModuleType:
@@ -213,10 +216,10 @@ def fill_gradients(
     variant = settings.variant(tensors)
     wanted = dict(zip(settings.form.tensors, by_head, strict=True))
     dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
-    ordered = torch.are_deterministic_algorithms_enabled()
+    ordered = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     backend = backward_backend(settings.backend, variant.kind, ordered, dheads)
     module_of(backend).backward(
-        recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, **dheads
+        recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, ordered, **dheads
     )
 
 

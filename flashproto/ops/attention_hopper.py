@@ -303,13 +303,13 @@ def backward(
     dv: Operand | None,
     variant: Variant,
     scale: float,
+    ordered: bool,
     sinks: Operand | None = None,
 ) -> None:
     """Fill dq, dk and dv, of which dk and dv have the same strides, and the gradient of the sinks; one
     that is None is not wanted.
 
-    dq is summed in a fixed order under torch.use_deterministic_algorithms(True).  What TMA cannot read
-    is copied.
+    ordered: dq is summed in a fixed order.  What TMA cannot read is copied.
     """
     if dq is None:
         dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
@@ -320,7 +320,7 @@ def backward(
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     given_sinks, variant = variant.named.get("sinks"), main_backward(variant)
     offset, positive_scale = diagonal(variant, Sk), max(scale, SMALLEST_SCALE)
-    ordered, most = torch.are_deterministic_algorithms_enabled(), multiprocessors(q.device)
+    most = multiprocessors(q.device)
     config = configs.attention_backward_hopper(head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv)
     D, BM, BN, varlen = config.D, config.BM, config.BN, variant.kind.VARLEN
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)

@@ -165,11 +165,13 @@ def backward(
     dv: Operand | None,
     variant: Variant,
     scale: float,
+    ordered: bool,
     sinks: Operand | None = None,
     alibi_slopes: Operand | None = None,
 ) -> None:
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
-    strides.  sinks, alibi_slopes: the gradients of these."""
+    strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes: the gradients
+    of these."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)

@@ -1,0 +1,192 @@
+"""What the doors of flash-attn's versions share: its options, and what it returns, in this library's
+terms."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..checks import (
+    LARGEST,
+    check_flag,
+    check_number,
+    check_on,
+    check_tensor,
+    described,
+    is_integer,
+    refuse,
+)
+from ..functional import attention
+from ..masks import window_band
+from .refusals import refuse_not_yet
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Window = Sequence[int | None]
+
+# Arguments of versions 3 and 4 that change a result: their defaults, and rows of refusals.NOT_YET.
+NOT_TAKEN: dict[str, tuple[Any, str]] = {
+    "qv": (None, "second_product"),
+    "q_descale": (None, "descale"),
+    "k_descale": (None, "descale"),
+    "v_descale": (None, "descale"),
+    "seqused_q": (None, "seqused_k"),
+    "seqused_k": (None, "seqused_k"),
+    "attention_chunk": (0, "chunks"),
+    "num_splits": (1, "num_splits"),
+    "seqlen_k_per_split": (None, "num_splits"),
+    "gather_kv_indices": (None, "chosen_keys"),
+    "gather_bwd_recompute_p": (False, "chosen_keys"),
+    "gather_bwd_token_chunk": (None, "chosen_keys"),
+    "block_sparse_tensors": (None, "chosen_keys"),
+    "block_sparse_tensors_bwd": (None, "chosen_keys"),
+    "score_mod": (None, "user_functions"),
+    "score_mod_bwd": (None, "user_functions"),
+    "mask_mod": (None, "user_functions"),
+    "aux_tensors": (None, "user_functions"),
+    "aux_scalars": (None, "user_functions"),
+}
+# Those that say how a kernel of theirs does its work.
+NO_PART = ("pack_gqa", "sm_margin", "scheduler_metadata")
+RENAMED = {"page_table": "block_table"}
+
+
+def check_not_taken(operator: str, **given: Any) -> None:
+    """Refuse what differs from its default in NOT_TAKEN."""
+    for argument, x in given.items():
+        default, row = NOT_TAKEN[argument]
+        if x is not None and not (x is default or (is_integer(x) and x == default)):
+            refuse_not_yet(operator, argument, x, row)
+
+
+def taking_later_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """A function of version 2 that also takes the keywords of version 3, whose defaults are no change;
+    others are refused by their names."""
+    operator, known = function.__name__, tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        for argument in [name for name in options if name not in known]:
+            x = options.pop(argument)
+            if argument in NOT_TAKEN:
+                check_not_taken(operator, **{argument: x})
+            elif argument not in NO_PART:
+                name, got = RENAMED.get(argument), f"an unexpected keyword argument {argument!r}"
+                takes = f"it takes {', '.join(known)}"
+                takes = f"flash-attn 2.8's name for it is {name}" if name in known else takes
+                raise TypeError(f"{operator}() got {got}; {takes}")
+        return function(*args, **options)
+
+    return door
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def options_of(
+    operator: str,
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None,
+    causal: bool,
+    window: Window | None,
+    softcap: float | None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    return_lse: object,
+    return_name: str,
+) -> dict[str, Any]:
+    """The options of attention, attention_varlen and attention_with_kv_cache."""
+    if dropout_p != 0:
+        refuse_not_yet(operator, "dropout_p", dropout_p, "dropout_p")
+    if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2:
+        got = f"of shape {list(alibi_slopes.shape)}"
+        refuse_not_yet(operator, "alibi_slopes", got, "slopes_by_batch")
+    if softcap is not None:
+        takes = "a number; 0.0 is none"
+        softcap = check_number(operator, "softcap", softcap, -LARGEST, LARGEST, takes, "Pass 0.0.")
+    if softmax_scale is not None:
+        takes, do = "a finite number, or None", "Pass None for 1 / sqrt(head_dim)."
+        softmax_scale = check_number(
+            operator, "softmax_scale", softmax_scale, -LARGEST, LARGEST, takes, do
+        )
+    made = {
+        "causal": check_flag(operator, "causal", causal),
+        "window": window,
+        "softcap": softcap if softcap is not None and softcap > 0 else None,
+        "alibi_slopes": alibi_slopes,
+        "sinks": sinks,
+        "scale": softmax_scale,
+        "return_lse": check_flag(operator, return_name, return_lse),
+    }
+    return made
+
+
+def window_of(operator: str, window_size: Any) -> Window | None:
+    """(left, right) of version 2's, whose negative numbers are no bounds; None where there is none."""
+    left, right = check_window(operator, window_size)
+    left = None if left is None or left < 0 else left
+    right = None if right is None or right < 0 else right
+    if left is None and right is None:
+        return None
+    window_band(operator, left, right, 0, "window_size")
+    return left, right
+
+
+def check_window(operator: str, window_size: Any) -> tuple[Any, Any]:
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or not all(x is None or is_integer(x) for x in window_size):
+        takes, do = "(left, right), integers or None", "Pass (-1, -1) for no bounds."
+        refuse(operator, "window_size", window_size, takes, do, TypeError)
+    return window_size[0], window_size[1]
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def check_layout(operator: str, dims: str, **tensors: Any) -> None:
+    """Tensors of as many dimensions as there are letters."""
+    for argument, x in tensors.items():
+        check_tensor(operator, argument, x)
+        if x.ndim != len(dims):
+            takes = f"[{', '.join(dims)}]"
+            do = "Tokens come before heads; varlen functions take sequences side by side."
+            refuse(operator, argument, f"of shape {list(x.shape)}", takes, do)
+
+
+def check_int32(
+    operator: str, argument: str, x: Any, shape: tuple[int | None, ...], device: torch.device
+) -> None:
+    """An int32 tensor of `shape`, None for any size."""
+    takes = lambda: f"an int32 tensor {['n' if n is None else n for n in shape]}"  # noqa: E731
+    do = f"Pass {argument}.int()." if isinstance(x, Tensor) else "Make it a tensor."
+    if not isinstance(x, Tensor) or x.dtype != torch.int32:
+        got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)
+        refuse(operator, argument, got, takes, do, TypeError)
+    check_on(operator, argument, x, device)
+    fits = x.ndim == len(shape)
+    if not fits or any(n is not None and n != m for n, m in zip(shape, x.shape, strict=True)):
+        refuse(operator, argument, f"of shape {list(x.shape)}", takes, "Pass one for each sequence.")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """(out, lse or None) of attention for q [B, Sq, H, D] and the like."""
+    made: Any = attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+    out, lse = made if options["return_lse"] else (made, None)
+    return tokens_first(out), lse
+
+
+def tokens_first(out: Tensor) -> Tensor:
+    """[B, S, H, D] of [B, H, S, D], which lies so where kernels make it."""
+    return out.transpose(1, 2).contiguous()
+
+
+def with_infinity(lse: Tensor) -> Tensor:
+    """Version 2 has +inf where a query sees no key."""
+    return lse.masked_fill(lse == -math.inf, math.inf)
