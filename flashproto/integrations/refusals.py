@@ -1,4 +1,4 @@
-"""What no door takes yet, in one list: each door refuses it by the name that its own library has for it."""
+"""What no door takes yet, in one list: each door refuses it by its own library's name for it."""
 
 from __future__ import annotations
 
