@@ -37,15 +37,17 @@ def random_blocks(r: random.Random, B: int, tokens: int) -> Tensor:
 
 
 def random_mask(r: random.Random) -> tuple[str, dict[str, Any]]:
-    """(what it is, arguments of sdpa_mask): without a cache, behind other tokens, or in a static cache."""
+    """(what it is, arguments of sdpa_mask): alone, behind other tokens, or in a static cache."""
     B, q, past = r.randint(1, 3), r.randint(1, 9), r.choice([0, 0, 3, 6])
-    static = r.random() < 0.3
+    packed = r.random() < 0.2
+    past = 0 if packed else past
+    static = r.random() < 0.3 and not packed
     keys = q + past + (r.randint(0, 4) if static else 0)
     offset = torch.tensor(past) if static and r.random() < 0.5 else past
     first_key = 0
-    kind = r.choice(["causal", "window", "chunk", "both", "window both"])
+    kind = r.choice(["causal", "window", "chunk", *([] if packed else ["both", "window both"])])
     w = r.randint(1, 6)
-    padding = random_padding(r, B, q + past) if r.random() < 0.5 else None
+    padding = random_padding(r, B, q + past) if r.random() < 0.5 and not packed else None
     left = torch.zeros(B, dtype=torch.int64)
     if padding is not None:
         left = (padding.cumsum(-1) == 0).sum(-1)
@@ -64,7 +66,7 @@ def random_mask(r: random.Random) -> tuple[str, dict[str, Any]]:
     blocks = mu.blockwise_overlay(random_blocks(r, B, first_key + keys))
     image = is_causal and r.random() < 0.3
     early = image and r.random() < 0.3  # as or_mask_function, before documents
-    if past == 0 and not static and padding is None and is_causal and r.random() < 0.4:
+    if packed:
         cuts = [r.randint(0, q) for _ in range(B)]
         positions = torch.stack([torch.cat([torch.arange(c), torch.arange(q - c)]) for c in cuts])
         documents = mu.find_packed_sequence_indices(positions)

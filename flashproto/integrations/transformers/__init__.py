@@ -24,8 +24,8 @@ def register(name: str = "proto") -> str:
     `from_pretrained(..., attn_implementation=register())`, or later, as below.
 
     Causal masks, windows to one side or both, padding, packed sequences (position_ids that begin
-    again), chunks, blocks of images and static caches are bands and intervals for the kernels: no mask of
-    queries times keys is made.  softcap, sinks (s_aux) and the model's scale go along.  A position
+    again), chunks, blocks of images and static caches are bands and intervals for the kernels: no mask
+    of queries times keys is made.  softcap, sinks (s_aux) and the model's scale go along.  A position
     bias, attention dropout in training, and masks that are neither go to PyTorch's operator, with a
     mask tensor.
 

@@ -110,7 +110,9 @@ class Layer(cache_utils.CacheLayerMixin):
     def get_seq_length(self) -> Any:
         if not self.is_initialized:
             return 0
-        return self.lengths[0] if torch.compiler.is_compiling() else self.tokens
+        # Reading it would wait for the device.
+        unread = torch.compiler.is_compiling() or self.counted is None
+        return self.lengths[0] if unread else self.counted
 
     def get_max_length(self) -> int:
         return self.room

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 FAR = 2**30  # more than there are tokens
 
 
-class Unreadable(Exception):
-    """A mask function that is no band and no intervals."""
+class Unreadable(AttributeError):
+    """A mask function that is no band and no intervals.  hasattr(index, ..) is False by it."""
 
 
 class Recorder:
@@ -29,8 +29,14 @@ class Recorder:
     def __getattr__(self, name: str) -> NoReturn:
         raise Unreadable(name)
 
-    def __bool__(self) -> NoReturn:
-        raise Unreadable("truth")
+    def unknown(self, *others: Any) -> Any:
+        raise Unreadable("an operator")
+
+    __bool__ = __abs__ = __neg__ = __invert__ = unknown
+    __lt__ = __le__ = __eq__ = __ne__ = __ge__ = __gt__ = unknown
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = unknown
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = unknown
 
 
 # --- indices ----------------------------------------------------------------------------------------
