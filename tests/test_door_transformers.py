@@ -231,6 +231,36 @@ def test_generate(calls: Calls, device: str, name: str, case: str) -> None:
     check_generate(calls, device, name, case)
 
 
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def samples(name: str) -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    return [sample for sample in found if "integrations.transformers" in sample]
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/doors.md"])
+def test_samples(calls: Calls, name: str) -> None:
+    """The lines for a user's model, and its inputs."""
+    assert samples(name)
+    for sample in samples(name):
+        model = tiny_model("llama")
+        inputs = {"input_ids": IDS, "attention_mask": LEFT}
+        expected = model.generate(**inputs, **NEW)
+        for setting, value in NEW.items():
+            setattr(model.generation_config, setting, value)
+        calls.clear()
+        names = {"model": model, "inputs": inputs}
+        exec(sample, names)
+        if "generate" in sample:
+            assert torch.equal(names["tokens"], expected) and calls.forward == {
+                "attention_with_kv_cache": 16
+            }
+        else:
+            assert torch.equal(model.generate(**inputs, **NEW), expected)
+            assert calls.forward == {"attention": 16}
+
+
 # --- the kernels, and torch.compile -------------------------------------------------------------------
 
 
@@ -277,8 +307,9 @@ class Graphs:
         return self.counted("backward", module)
 
     def counted(self, which: str, module: Any) -> Any:
-        ours = [n for n in module.graph.nodes if "flashproto" in str(n.target)]
-        self.operators[which] += len(ours)
+        for node in module.graph.nodes:  # an operator that writes into its inputs is in a wrapper
+            targets = node.target, *[x for x in node.args if isinstance(x, torch._ops.OpOverload)]
+            self.operators[which] += "flashproto" in str(targets)
         return make_boxed_func(module)
 
 
@@ -848,19 +879,18 @@ def test_compiled_step(calls: Calls, kernels: list[str], device: str, name: str)
     step = torch.compile(model.forward, backend=backend, fullgraph=True)
     cache, padding, ids, found = Cache(model.config, room), LEFT.to(device), IDS.to(device), []
     with torch.no_grad():
-        for n in range(steps):
+        for n in range(steps + (device == "cpu")):  # on a GPU such an error ends its use
             positions = (padding.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
             given = {"attention_mask": padding, "position_ids": positions, "cache": cache}
+            if n == steps:
+                with pytest.raises(RuntimeError, match="more tokens than Cache has room for"):
+                    step(ids, **given)
+                break
             ids = (step if n else model)(ids, **given).logits[:, -1:].argmax(-1)
             found.append(ids)
             padding = torch.cat([padding, padding[:, -1:]], 1)
-        assert torch.equal(torch.cat(found, 1), expected[:, :steps])
-        assert (
-            int(cache.get_seq_length()) == room and [int(x.tokens) for x in cache.layers] == [room] * 2
-        )
-        if device == "cpu":  # on a GPU it is the end of the process's use of it
-            with pytest.raises(RuntimeError, match="more tokens than Cache has room for"):
-                step(ids, **{**given, "attention_mask": padding, "position_ids": positions + 1})
+    assert torch.equal(torch.cat(found, 1), expected[:, :steps])
+    assert [x.tokens for x in cache.layers] == [room] * 2
     assert calls.forward == {CALL: 2} and backend.graphs <= 2
     assert backend.operators["forward"] == backend.graphs * 2 * 2  # to append, and to attend
 
@@ -894,9 +924,7 @@ def test_what_a_cache_refuses(calls: Calls) -> None:
     for room in (0, -1):
         refused_by_cache(model.config, "room is", room, ValueError)
     refused_by_cache(model.config, "room is", "16", TypeError)
-    with pytest.raises(
-        ValueError, match="attn_implementation is eager; it takes one that register.. gave: proto"
-    ):
+    with pytest.raises(ValueError, match=r"attn_implementation is eager; it takes .*: proto"):
         model.generate(IDS, cache=Cache(model.config, 32), **NEW)
     model.set_attn_implementation(NAME)
     holes = ALL.clone()

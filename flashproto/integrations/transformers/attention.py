@@ -53,6 +53,7 @@ def attend(
             refuse(OPERATOR, name, "given", f"None: who passes it {what}", do, NotImplementedError)
     if options.get("output_attentions"):
         logger.warning_once("flashproto gives no attention weights; attn_implementation='eager' does.")
+    out: Any
     layer = layer_of(key)
     if layer is not None:
         given = {"dropout": dropout or None, "position_bias": position_bias}

@@ -90,7 +90,7 @@ class Layer(cache_utils.CacheLayerMixin):
         self.is_waiting = False
         if starts is not None:
             self.starts = starts
-        out = functional.attention_with_kv_cache(
+        out: Any = functional.attention_with_kv_cache(
             q,
             self.k_cache,
             self.v_cache,

@@ -125,14 +125,15 @@ class Index(Recorder):
     def __eq__(self, other: Any) -> Seen:  # type: ignore[override]
         if not isinstance(other, Index) or self.of_keys is other.of_keys:
             raise Unreadable("==")
-        plain = self.table is None and self.size is None
-        if plain or self.table is not other.table or self.less is not other.less:
+        if self.table is not other.table or self.less is not other.less or self.size != other.size:
             raise Unreadable("==")
-        if self.shift != 0 or other.shift != 0 or self.size != other.size:
+        if self.shift != 0 or other.shift != 0:
             raise Unreadable("==")
-        if self.size is None:
-            return Seen((Together(self.table),), packed=True)
-        return Seen((Chunk(self.table, self.less, self.size),), moved=self.table is not None)
+        if self.size is not None:
+            return Seen((Chunk(self.table, self.less, self.size),), moved=self.table is not None)
+        if self.table is None or self.less is not None:
+            raise Unreadable("==")
+        return Seen((Together(self.table),), packed=True)
 
 
 class Distance(Recorder):
