@@ -39,6 +39,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 
 from flashproto.integrations.transformers import Cache, register  # noqa: E402
 from flashproto.integrations.transformers.attention import attend, mask_of  # noqa: E402
+from flashproto.integrations.transformers.cache import NAMES  # noqa: E402
 from flashproto.integrations.transformers.masks import Carrier, make_mask  # noqa: E402
 from flashproto.integrations.transformers.reading import Unreadable, read  # noqa: E402
 
@@ -165,6 +166,20 @@ def check_generate(calls: Calls, device: str, name: str, case: str) -> None:
     kinds = {"scaled_dot_product_attention" if name == "t5" else "attention"}
     assert calls.forward.keys() == kinds
     assert calls.forward.total() == once + 8 * (ATTENTIONS.get(name, 2) - once)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"cache_implementation": "static"}])
+def test_whisper_generates(calls: Calls, device: str, options: dict[str, Any]) -> None:
+    model = tiny_model("whisper").to(device)
+    sound = inputs_of("whisper", "plain")[0]["input_features"].to(device)
+    options = {**options, "max_new_tokens": 6, "do_sample": False}
+    expected = model.generate(sound, **options)
+    assert not calls.forward
+    model.set_attn_implementation(NAME)
+    assert torch.equal(model.generate(sound, **options), expected)
+    # Its encoder has 2, and each step 2 to words and 2 to sound.
+    assert calls.forward.keys() == {"attention"} and calls.forward["attention"] % 4 == 2
 
 
 FORWARD = [
@@ -744,6 +759,7 @@ def test_names(calls: Calls) -> None:
     finally:
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop("kept_in_flight")
+        NAMES.discard("kept_in_flight")
 
 
 # --- Cache ------------------------------------------------------------------------------------------
@@ -924,8 +940,11 @@ def test_what_a_cache_refuses(calls: Calls) -> None:
     for room in (0, -1):
         refused_by_cache(model.config, "room is", room, ValueError)
     refused_by_cache(model.config, "room is", "16", TypeError)
-    with pytest.raises(ValueError, match=r"attn_implementation is eager; it takes .*: proto"):
-        model.generate(IDS, cache=Cache(model.config, 32), **NEW)
+    for other in ("eager", "sdpa"):
+        model.set_attn_implementation(other)
+        match = rf"attn_implementation is {other}; it takes .*: proto"
+        with pytest.raises(ValueError, match=match):
+            model.generate(IDS, attention_mask=LEFT, cache=Cache(model.config, 32), **NEW)
     model.set_attn_implementation(NAME)
     holes = ALL.clone()
     holes[0, 4] = 0
@@ -946,9 +965,10 @@ def test_what_a_cache_refuses(calls: Calls) -> None:
             make_mask(**{**own, **sizes, "kv_length": length, "kv_offset": offset})
         with pytest.raises(NotImplementedError, match="offloading"):
             Cache(model.config, 32).layers[0].offload()
+    cache = Cache(model.config, 32)
     with pytest.raises(ValueError, match="q is a tensor that requires grad"):
-        model(IDS, cache=Cache(model.config, 32))
-    assert not calls.forward
+        model(IDS, cache=cache)
+    assert not calls.forward and cache.get_seq_length() == 0
 
 
 def test_a_model_that_changes_its_keys_is_told(calls: Calls) -> None:

@@ -27,9 +27,9 @@ class Layer(cache_utils.CacheLayerMixin):
     is_compileable = True
     is_croppable = True
 
-    def __init__(self, config: PreTrainedConfig, room: int, window: int | None) -> None:
+    def __init__(self, config: PreTrainedConfig, room: int, window: int | None, is_first: bool) -> None:
         super().__init__()
-        self.config, self.room, self.window = config, room, window
+        self.config, self.room, self.window, self.is_first = config, room, window, is_first
         self.is_sliding = window is not None
         self.counted: int | None = 0
         self.starts: Tensor | None = None
@@ -43,44 +43,39 @@ class Layer(cache_utils.CacheLayerMixin):
         self.lengths = torch.zeros(B, dtype=torch.int32, device=key_states.device)
         if not torch.compiler.is_compiling():  # a CUDA graph reads them where they are
             for x in (self.k_cache, self.v_cache, self.lengths):
-                torch._dynamo.mark_static_address(x)
+                torch._dynamo.mark_static_address(x, guard=False)  # other caches compile nothing
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The new keys and values as they are, with a note that they are this layer's."""
-        if self.config._attn_implementation not in NAMES:
-            takes = f"one that register() gave: {', '.join(sorted(NAMES)) or 'none yet'}"
-            do = "Call model.set_attn_implementation(flashproto.integrations.transformers.register())."
-            refuse(OPERATOR, "attn_implementation", self.config._attn_implementation, takes, do)
+        self.check_implementation()
         if self.is_waiting:
             got = "a model whose attention is not to the keys that it caches"
             takes = "models that hand on what update() gives"
             refuse(OPERATOR, "Cache", got, takes, DO_CACHE, NotImplementedError)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.count(key_states.shape[2])
+        self.check_room(key_states.shape[2])
         self.is_waiting = True
         key_states.flashproto_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
 
-    def count(self, new: int) -> None:
-        """Count the new tokens, for which there has to be room."""
-        if torch.compiler.is_compiling():
+    def check_room(self, new: int) -> None:
+        """There has to be room for the new tokens; in a compiled step the device tells, once."""
+        if not torch.compiler.is_compiling():
+            tokens = self.tokens + new
+            if tokens > self.room:
+                do = f"Make it longer: Cache(model.config, room={tokens})."
+                refuse(OPERATOR, "Cache", f"of room for {self.room} tokens", f"{tokens} tokens", do)
+        elif self.is_first:
             words = "flashproto: more tokens than Cache has room for"
             torch._assert_async((self.lengths <= self.room - new).all(), words)
-            self.counted = None
-            return
-        tokens = self.tokens + new
-        if tokens > self.room:
-            do = f"Make it longer: Cache(model.config, room={tokens})."
-            refuse(OPERATOR, "Cache", f"of room for {self.room} tokens", f"{tokens} tokens", do)
-        self.counted = tokens
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """How many there are; behind a compiled call it waits for the device."""
         if self.counted is None:
             self.counted = int(self.lengths.max())
         return self.counted
@@ -101,10 +96,19 @@ class Layer(cache_utils.CacheLayerMixin):
             window=None if self.window is None else (self.window - 1, 0),
             **options,
         )
+        self.counted = None if torch.compiler.is_compiling() else self.tokens + k.shape[2]
         self.lengths += k.shape[2]
         return out
 
+    def check_implementation(self) -> None:
+        """Another attention would take what update gives for all keys."""
+        if self.config._attn_implementation not in NAMES:
+            takes = f"one that register() gave: {', '.join(sorted(NAMES)) or 'none yet'}"
+            do = "Call model.set_attn_implementation(flashproto.integrations.transformers.register())."
+            refuse(OPERATOR, "attn_implementation", self.config._attn_implementation, takes, do)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        self.check_implementation()
         return self.room, CACHED
 
     def get_seq_length(self) -> Any:
@@ -207,7 +211,7 @@ class Cache(cache_utils.Cache):
             if kind not in TAKEN:
                 refuse_model(f"of a model with layers of {kind!r}", " and ".join(TAKEN))
         windows = [x.get("sliding_window") for x in options]
-        super().__init__(layers=[Layer(text, room, window) for window in windows])
+        super().__init__(layers=[Layer(text, room, x, i == 0) for i, x in enumerate(windows)])
 
 
 def refuse_model(got: str, takes: str) -> None:
