@@ -129,10 +129,12 @@ def run(
 def assert_same(ours: tuple[Any, Any], eager: tuple[Any, Any]) -> None:
     (y, gradients), (expected, of_eager) = ours, eager
     assert (y - expected).abs().max() <= LOGITS * expected.abs().max()
-    assert gradients.keys() == of_eager.keys()
+    # A compiled graph gives 0 to what has no part in y, as BERT's pooler.
+    assert of_eager.keys() <= gradients.keys()
+    assert not any(gradients[name].any() for name in gradients.keys() - of_eager.keys())
     largest = max(g.abs().max() for g in of_eager.values())
-    for name, gradient in gradients.items():
-        wanted = of_eager[name]
+    for name, wanted in of_eager.items():
+        gradient = gradients[name]
         # The exact gradient of a bias of all keys is 0, of which rounding is left.
         bar = largest if "k_proj.bias" in name or "key.bias" in name else wanted.abs().max()
         assert (gradient - wanted).abs().max() <= GRADIENTS * bar, name
