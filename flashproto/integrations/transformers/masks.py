@@ -1,0 +1,199 @@
+"""The masks that transformers asks for, without a tensor of queries times keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ... import masks
+from ...checks import refuse
+from ...mask_values import Band
+from .reading import FAR, Keys, Seen, Unreadable, read
+
+OPERATOR = "flashproto in transformers"
+CACHED = -(2**40)  # the offset of keys that Cache names, and no other one
+DO_CACHE = "Pass another cache, such as transformers' DynamicCache."
+
+
+class Carrier(masking_utils.BlockMask):
+    """A mask of flashproto.masks on its way to the attention function: transformers hands on what is a
+    Tensor or a BlockMask with a shape of 4 dimensions."""
+
+    def __init__(self, mask: masks.Mask, shape: tuple[int, int, int, int]) -> None:
+        self.mask = mask
+        self.four = shape
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.four
+
+    @property
+    def ndim(self) -> int:
+        return 4
+
+    def to(self, device: Any = None, *args: Any, **options: Any) -> Carrier:
+        """Itself with its tensors on a device; other arguments, such as non_blocking, do nothing."""
+        if device is None:
+            return self
+        parts = [
+            part._replace(**{name: getattr(part, name).to(device) for name in part.held})
+            for part in self.mask.parts
+        ]
+        return Carrier(masks.Mask(self.mask.bands, tuple(parts)), self.four)
+
+    def __getitem__(self, index: object) -> Any:
+        do = "Use attn_implementation='sdpa' for this model."
+        refuse(OPERATOR, "the mask", "cut by the model", "whole masks", do, NotImplementedError)
+
+    def __repr__(self) -> str:
+        return f"Carrier({self.mask!r})"
+
+    __str__ = __repr__
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: Any = "cpu",
+    **options: Any,
+) -> Carrier | Tensor | None:
+    """transformers' mask interface.
+
+    Returns: None where the attention function knows the mask, causal or none, by itself; a Carrier; for
+        a static cache, whose length is a tensor, begin and end of masks.intervals, int32 [B | 1, 1, 2,
+        Sk]; for Cache the first token of each sequence, int32 [B, 1, 1, 1], None for 0; and of a
+        function that is no interval sdpa_mask's tensor.
+    """
+    if kv_offset == CACHED:
+        return first_tokens(q_length, q_offset, mask_function, attention_mask)
+    traced = torch.compiler.is_compiling()
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + kv_length].to(device)
+        if not traced and bool(padding.all()):  # waits for the device, as sdpa_mask does
+            padding = None
+    try:
+        seen = read_mask_function(mask_function, traced)
+        band, rest = seen.band(), not seen.is_band()
+        if band is not None and not traced:  # of sizes that are symbols it would be a guard
+            band = within(band, kv_length)
+        causal = band == (None, 0) and not rest
+        everything = band == (None, None)
+        aligned = everything or is_zero(q_offset - kv_offset - (kv_length - q_length))
+        if padding is None and aligned and not rest:
+            if everything and allow_is_bidirectional_skip:
+                return None
+            if causal and allow_is_causal_skip and (q_length == 1 or q_length == kv_length):
+                return None
+        if causal and allow_is_causal_skip and is_prompt(q_length, q_offset, padding, traced):
+            return None
+        shape = (batch_size, 1, q_length, kv_length)
+        mask = masks.Mask()
+        if band is None or not aligned:
+            band, rest = None, True
+        elif not everything:
+            mask = masks.Mask((Band(*band, 0, False),))
+        if not rest and padding is None:
+            return Carrier(mask, shape)
+        keys = Keys(kv_offset, kv_length, device)
+        begin, end = seen.span(keys, bands=band is None)
+        if rest:
+            begin, end = begin - q_offset, end - q_offset
+    except Unreadable:
+        return masking_utils.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+    if padding is not None:
+        end = torch.where(padding, end, begin)
+    begin, end = (x.clamp(-FAR, FAR).int().contiguous() for x in torch.broadcast_tensors(begin, end))
+    if isinstance(q_offset, Tensor):  # tensors alone, which are a compiled step's inputs
+        return torch.stack((begin, end), 1)[:, None].contiguous()
+    return Carrier(mask & masks.intervals(begin, end), shape)
+
+
+def read_mask_function(function: Callable[..., Any], traced: bool) -> Seen:
+    """read, of whatever function: one that cannot be called with its indices is Unreadable too."""
+    if traced:  # which cannot go on behind another error
+        return read(function)
+    try:
+        return read(function)
+    except Exception as error:
+        raise Unreadable(str(error)) from error
+
+
+def is_zero(x: Any) -> bool:
+    return False if isinstance(x, Tensor) else bool(x == 0)
+
+
+def within(band: tuple[int | None, int | None], keys: int) -> tuple[int | None, int | None]:
+    """A band without the bounds that no key is behind."""
+    left, right = (None if x is not None and x >= keys else x for x in band)
+    return left, right
+
+
+def is_prompt(q_length: int, q_offset: Any, padding: Tensor | None, traced: bool) -> bool:
+    """Whether queries are the first tokens in a static cache: causal to the first q_length keys."""
+    if q_length == 1 or not is_zero(q_offset):
+        return False
+    return padding is None or (not traced and bool(padding[:, :q_length].all()))
+
+
+# --- beside Cache -----------------------------------------------------------------------------------
+
+
+def first_tokens(
+    q_length: int, q_offset: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None
+) -> Tensor | None:
+    """The first token that is no padding, int32 [B, 1, 1, 1]; None where Cache knows, or it is 0."""
+    if isinstance(q_offset, Tensor) and q_length == 1:
+        return None
+    if not isinstance(q_offset, Tensor) and q_offset > 0 and q_length == 1:
+        return None
+    traced = torch.compiler.is_compiling()
+    try:
+        seen = read_mask_function(mask_function, traced)
+        band = seen.band() if seen.is_band() else None
+    except Unreadable:
+        band = None
+    if band is None or band[1] != 0:
+        got, takes = "a mask of its own", "causal masks and windows beside Cache"
+        refuse(OPERATOR, "the model's mask", got, takes, DO_CACHE, NotImplementedError)
+    if attention_mask is None:
+        return None
+    real = attention_mask.bool()
+    first = real.int().argmax(-1, keepdim=True)
+    holes = (~real & (torch.arange(real.shape[1], device=real.device) > first)).any()
+    if traced:
+        torch._assert_async(~holes, "flashproto: holes, or padding behind the tokens, beside Cache")
+    elif bool(holes):
+        got, takes = (
+            "with holes, or padding behind the tokens",
+            "padding before the tokens, beside Cache",
+        )
+        do = "Set tokenizer.padding_side = 'left'."
+        refuse(OPERATOR, "attention_mask", got, takes, do, NotImplementedError)
+    elif not bool(first.any()):
+        return None
+    return first.int()[:, None, None]
