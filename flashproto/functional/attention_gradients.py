@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .. import reference
 from ..backends import KERNELS
 from ..variant import AUX
 from .attention import by_alignment
@@ -39,7 +39,8 @@ def attention_gradients(
         q, k, v, cu_seqlens_q, cu_seqlens_k, causal, window, impl: the forward's, whose checks they have
             passed; scale: not negative.
 
-    Returns: tensors of the shapes of q, k and v; dk and dv lie in memory as k does.  Nothing is recorded.
+    Returns: tensors of the shapes of q, k and v; dk and dv lie in memory as k does.  Autograd records
+        nothing.
     """
     varlen = cu_seqlens_q is not None
     request = attention_request(
@@ -56,7 +57,7 @@ def attention_gradients(
     )
     backend = request.choose(impl)
     if backend not in KERNELS:
-        return by_reference(request, dout)
+        return by_reference(request, dout, out, lse)
     tensors = (dout, q, k, v, out, lse, *request.variant.tensors.values())
     names = ("dout", "q", "k", "v", "out", "lse", *request.variant.tensors)
     call = Call(names, [x.dtype for x in tensors], by_kernels(request, backend))
@@ -78,16 +79,25 @@ def by_kernels(request: Request, backend: str) -> Callable[..., Callable[..., An
     return function
 
 
-def by_reference(request: Request, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """By torch.func, which differentiates below the dispatcher's autograd too."""
-
-    def out_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return request._replace(q=q, k=k, v=v)._by_reference()[0]
-
-    if request.variant.kind.VARLEN:
-        dout = dout.transpose(0, 1)[None]
-    _, pullback = torch.func.vjp(out_of, request.q, request.k, request.v)
-    grads = pullback(dout)
-    if request.variant.kind.VARLEN:
-        grads = tuple(x[0].transpose(0, 1) for x in grads)
-    return grads
+def by_reference(
+    request: Request, dout: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, variant = request.q, request.k, request.v, request.variant
+    varlen = variant.kind.VARLEN
+    if varlen:
+        dout, out, lse = dout.transpose(0, 1)[None], out.transpose(0, 1)[None], lse[None]
+    dq, dk, dv = reference.attention_gradients(
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        causal=variant.kind.CAUSAL,
+        causal_offset=variant.offset,
+        scale=request.scale,
+        **variant.named,
+    )
+    if varlen:
+        dq, dk, dv = (x[0].transpose(0, 1) for x in (dq, dk, dv))
+    return dq, dk, dv

@@ -4,7 +4,7 @@ scaled_dot_product_attention, varlen_attn and nested tensors, where they take to
     from flashproto.integrations import torch as torch_attention
     torch_attention.activate()
 
-It is an implementation in torch's registry of them (torch.nn.attention), the operators of which lie below
+It is an implementation in torch's registry of them (torch.nn.attention), whose operators lie below
 autograd: each is a plain forward or backward.  A call that this library does not take goes on to the
 kernel that torch had; forward and backward decide by the same function, `takes`.
 """
@@ -68,13 +68,14 @@ _before: str | None = None  # the implementation that was active before, if it w
 def activate() -> Activation:
     """Make torch's flash backend this library's, and the first that torch tries.
 
-    torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn, modules made
-    of them and nested tensors then run here, forward and backward, eager and compiled.  Calls with
-    dropout, Dv other than D, alibi_slopes, seqused_k, block_table, num_splits or a negative scale run on
-    the kernel that torch had.  Masks never come to the flash backend, nor does float32; both stay with
-    torch.  A function that was compiled before keeps the backend that it was compiled for.
+    torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn, modules
+    made of them and nested tensors then run here, forward and backward, eager and compiled.  Calls with
+    dropout, Dv other than D, seqused_k, block_table, num_splits, alibi_slopes or a negative scale run
+    on the kernel that torch had.  Masks and float32 never come to torch's flash backend.  A function
+    that was compiled before keeps the backend that it was compiled for.
 
-    Choose the current GPU first (torch.cuda.set_device): torch is asked for its order of backends there.
+    Choose the current GPU first (torch.cuda.set_device): torch is asked there for its order of
+    backends.
 
     Returns: an Activation; `with activate():` undoes it at the end, restore() does at any time.
 
@@ -139,7 +140,7 @@ class Registration:
             if is_there(f"torch.ops.aten.{name}"):
                 override(self.library, name, function)
         self.order_before = order_of_backends()
-        flash = int(torch_attention.SDPBackend.FLASH_ATTENTION)
+        flash = torch_attention.SDPBackend.FLASH_ATTENTION.value
         self.order = [flash, *(x for x in self.order_before if x != flash)]
         torch._C._set_sdp_priority_order(self.order)
 
@@ -159,8 +160,7 @@ def order_of_backends() -> list[int]:
 
 
 def override(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
-    """function(...) of aten's arguments at the dispatcher; where it gives None, the kernel that is there
-    now."""
+    """function(...) at the dispatcher; where it gives None, the kernel that is there now."""
     own = torch.library.get_kernel(f"aten::{name}", DEVICE.upper())
 
     def run(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
@@ -220,7 +220,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, starts: Sequence[Tensor], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """(out, lse), lse +inf where a query sees no key, as torch's kernels have it."""
-    function = attention_varlen if starts else attention
+    function: Any = attention_varlen if starts else attention
     with torch.no_grad(), without_autocast(q):
         out, lse = function(q, k, v, *starts, return_lse=True, **options)
         if starts or q.shape[2] > k.shape[2]:
@@ -370,8 +370,8 @@ def flash_backward(
         return None
     options = options_of(is_causal, window_size_left, window_size_right, scale)
     made = backward(dout, q, k, v, own, logsumexp, starts, options)
-    made = made if starts else tuple(x.transpose(1, 2) for x in made)
-    return tuple(map(laid, made, (query, key, value)))
+    there = made if starts else (x.transpose(1, 2) for x in made)
+    return tuple(map(laid, there, (query, key, value)))
 
 
 def arranged(cum_seq_q: Tensor | None, cum_seq_k: Tensor | None, *tensors: Tensor) -> tuple[Any, ...]:

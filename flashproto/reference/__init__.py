@@ -10,6 +10,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]
 
 from .attention import (
     attention,
+    attention_gradients,
     causal_mask,
     each_sequence,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "ACTIVATIONS",
     "add_norm",
     "attention",
+    "attention_gradients",
     "attention_with_kv_cache",
     "causal_mask",
     "compute_dtype",
