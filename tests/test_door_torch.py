@@ -7,6 +7,7 @@ scaled_dot_product_attention calls the operators that it calls on a GPU.
 from __future__ import annotations
 
 import contextlib
+import doctest
 import importlib
 import math
 import sys
@@ -22,9 +23,11 @@ from attention_problem import assert_within_bound
 from door_calls import Calls, counted, run_examples, section
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as torch_attention
 from torch.nn.attention import varlen
+from torch.nn.attention.bias import causal_lower_right
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -343,6 +346,22 @@ def test_compiled(name: str, where: Where, calls: Calls) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
+def test_functions_that_torch_keeps(on_cpu: Where, calls: Calls) -> None:
+    """Compiled for another backend before, and found again by torch's cache if it is not told."""
+    leaves = leaves_of(CASES["plain"], on_cpu)
+    with fresh_cache(), torch.no_grad():
+        for active in (False, True):
+            torch.compiler.reset()
+            torch.backends.cuda.enable_flash_sdp(active)
+            try:
+                with door.activate() if active else contextlib.nullcontext():
+                    torch.compile(lambda q, k, v: sdpa(q, k, v))(*leaves)
+            finally:
+                torch.backends.cuda.enable_flash_sdp(True)
+            assert count(calls) == ((1, 0) if active else (0, 0))
+
+
 @pytest.mark.parametrize("name", ["causal", "GQA", "tokens before batch", "fused projection"])
 def test_results_lie_as_torchs_fakes(name: str, where: Where) -> None:
     case = CASES[name]
@@ -400,7 +419,7 @@ def test_causal_ends_at_the_last_key(where: Where, calls: Calls) -> None:
 def test_lower_right_bias(gpu: Where, calls: Calls) -> None:
     leaves = leaves_of(Case((4, 4), (5, 12), 64), gpu)
     lengths = [x.shape[2] for x in leaves[:2]]
-    bias = torch_attention.bias.causal_lower_right(*lengths)
+    bias = causal_lower_right(*lengths)
     seen = band(*lengths, -1, 0, gpu.device)
     compared(leaves, lambda q, k, v: sdpa(q, k, v, bias), lambda q, k, v: dense(q, k, v, seen, None))
     assert count(calls) == (1, 1)
@@ -424,7 +443,7 @@ def test_without_gradients(where: Where, calls: Calls) -> None:
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms(where: Where, calls: Calls) -> None:
-    """Those of torch.func, which end above the operators; under vmap torch may choose another backend."""
+    """Those of torch.func end above the operators; under vmap torch may choose another backend."""
     heads = [x.detach() for x in leaves_of(CASES["plain"], where)]
     over = [x.unsqueeze(1) for x in heads]
 
@@ -864,16 +883,19 @@ def test_another_implementation_comes_back(on_cpu: Where, monkeypatch: pytest.Mo
 
 
 def test_order_of_backends(on_cpu: Where) -> None:
-    before = torch._C._get_sdp_priority_order()
+    config, before = torch.compiler.config, torch._C._get_sdp_priority_order()
     backend = torch_attention.SDPBackend
     flash, efficient = backend.FLASH_ATTENTION.value, backend.EFFICIENT_ATTENTION.value
     others = [x for x in before if x not in (flash, efficient)]
     given, later = [*others, efficient, flash], [efficient, *others, flash]
     try:
         torch._C._set_sdp_priority_order(given)
+        tag = config.cache_key_tag
         with door.activate():
             assert torch._C._get_sdp_priority_order() == [flash, *others, efficient]
+            assert config.cache_key_tag == f"{tag}+flashproto"
         assert torch._C._get_sdp_priority_order() == given
+        assert config.cache_key_tag == tag
         with door.activate():
             torch._C._set_sdp_priority_order(later)  # by someone else
         assert torch._C._get_sdp_priority_order() == later
@@ -926,6 +948,11 @@ def test_example_of_the_page(calls: Calls) -> None:
     assert count(calls) == ((2, 2) if torch.cuda.is_available() else (0, 0))
     assert names["loss"].isfinite()
     assert torch_attention.current_flash_attention_impl() is None
+
+
+def test_examples_of_docstrings() -> None:
+    tried = doctest.testmod(door)
+    assert tried.attempted and not tried.failed
 
 
 def test_page_names_the_operators() -> None:

@@ -42,6 +42,7 @@ NEEDED = (
     "torch._fused_sdp_choice",
     "torch._C._get_sdp_priority_order",
     "torch._C._set_sdp_priority_order",
+    "torch.compiler.config.cache_key_tag",
     "torch.ops.aten._flash_attention_forward",
     "torch.ops.aten._flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention",
@@ -77,7 +78,7 @@ def activate() -> Activation:
     made of them and nested tensors then run here, forward and backward, eager and compiled.  Calls with
     dropout, Dv other than D, seqused_k, block_table, num_splits, alibi_slopes or a negative scale run
     on the kernel that torch had.  Masks and float32 never come to torch's flash backend.  A function
-    that was compiled before keeps the backend that it was compiled for.
+    that was compiled and called before keeps the backend that it was compiled for.
 
     Choose the current GPU first (torch.cuda.set_device): torch is asked there for its order of
     backends.
@@ -136,7 +137,12 @@ def is_there(name: str) -> bool:
 
 class Registration:
     """The operators at the dispatcher, and flash first in the order of backends, until `remove`, which
-    torch's registry calls."""
+    torch's registry calls.
+
+    torch keeps compiled functions, on disk too, and finds them again without a look at its backends of
+    attention: one compiled before, for cuDNN say, would come back.  Meanwhile they have a tag of their
+    own.
+    """
 
     def __init__(self) -> None:
         self.library: torch.library.Library | None = torch.library.Library(
@@ -149,10 +155,15 @@ class Registration:
         flash = torch_attention.SDPBackend.FLASH_ATTENTION.value
         self.order = [flash, *(x for x in self.order_before if x != flash)]
         torch._C._set_sdp_priority_order(self.order)
+        self.tag_before = torch.compiler.config.cache_key_tag
+        self.tag = f"{self.tag_before}+{NAME}"
+        torch.compiler.config.cache_key_tag = self.tag
 
     def remove(self) -> None:
         self.library = None
-        if torch._C._get_sdp_priority_order() == self.order:  # else someone has another wish since
+        if torch.compiler.config.cache_key_tag == self.tag:
+            torch.compiler.config.cache_key_tag = self.tag_before
+        if torch._C._get_sdp_priority_order() == self.order:  # else someone else chose since
             torch._C._set_sdp_priority_order(self.order_before)
 
 
