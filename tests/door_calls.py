@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import torch
 
-FUNCTIONS = ("attention", "attention_qkv", "attention_varlen", "attention_with_kv_cache")
+FUNCTIONS = (
+    "attention",
+    "attention_qkv",
+    "attention_varlen",
+    "attention_with_kv_cache",
+    "attention_gradients",
+)
 
 
 class Calls:

@@ -8,7 +8,7 @@ carry the names they have in the device code.
 Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq]; x [..., N].
 """
 
-from .attention import attention, causal_mask, each_sequence
+from .attention import attention, attention_gradients, causal_mask, each_sequence
 from .cross_entropy import cross_entropy, linear_cross_entropy
 from .decode import attention_with_kv_cache, fill_kv_cache, merge_attention
 from .glu import ACTIVATIONS, glu

@@ -131,20 +131,10 @@ def attention(
     also, for each row, the largest of scale * q k^T before softcap over the visible keys (-inf without
     one), and the entropy of the keys' probabilities, the sink left out (0 without a key).
     """
-    Sq, Sk, group = q.shape[2], k.shape[2], q.shape[1] // max(k.shape[1], 1)
+    group = q.shape[1] // max(k.shape[1], 1)
     scale = q.shape[3] ** -0.5 if scale is None else scale
     dtype = compute_dtype(q.dtype)
-    if cu_seqlens_q is not None and cu_seqlens_k is not None:
-        pairs = packed_pairs(Sq, Sk, cu_seqlens_q, cu_seqlens_k)
-        offset = pairs.diagonal + (causal_offset or 0)
-        # Behind the last sequence there may be anything, which times 0 may be NaN.
-        q, k, v = (
-            x.masked_fill((indices(x.shape[2], starts) >= starts[-1])[:, None], 0.0)
-            for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
-        )
-    else:
-        pairs = dense_pairs(Sq, Sk, q)
-        offset = pairs.diagonal if causal_offset is None else causal_offset
+    q, k, v, pairs, offset = placed(q, k, v, causal_offset, cu_seqlens_q, cu_seqlens_k)
     k, v = (t.to(dtype).repeat_interleave(group, 1) for t in (k, v))
     scores = (q.to(dtype) @ k.mT) * scale  # [B, Hq, Sq, Sk]
     hidden = ~visible(pairs, causal, offset, left, first, begin, end)
@@ -166,6 +156,59 @@ def attention(
     keyless = hidden.all(-1, keepdim=True)
     out = ((p @ v) * normaliser[..., None]).masked_fill(keyless, 0.0).to(q.dtype)
     return (out, lse, max_score, entropy) if return_aux else (out, lse)
+
+
+def placed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal_offset: int | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Pairs, Tensor | int]:
+    """q, k and v, their pairs, and by how much a key's index exceeds that of the query that sees it as
+    its last one under causal."""
+    if cu_seqlens_q is None or cu_seqlens_k is None:
+        pairs = dense_pairs(q.shape[2], k.shape[2], q)
+        return q, k, v, pairs, pairs.diagonal if causal_offset is None else causal_offset
+    pairs = packed_pairs(q.shape[2], k.shape[2], cu_seqlens_q, cu_seqlens_k)
+    # Behind the last sequence there may be anything, which times 0 may be NaN.
+    q, k, v = (
+        x.masked_fill((indices(x.shape[2], starts) >= starts[-1])[:, None], 0.0)
+        for x, starts in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
+    )
+    return q, k, v, pairs, pairs.diagonal + (causal_offset or 0)
+
+
+def attention_gradients(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    causal: bool = False,
+    causal_offset: int | None = None,
+    left: int | None = None,
+    first: int = 0,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv by their formulas, for who has no autograd: of `attention` of these arguments, out
+    and lse what it gave, dout the gradient of out.  A row of lse that is inf or -inf saw no key."""
+    dtype, group = lse.dtype, q.shape[1] // max(k.shape[1], 1)
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    q, k, v, pairs, offset = placed(q, k, v, causal_offset, cu_seqlens_q, cu_seqlens_k)
+    dout, x, y, z = (t.to(dtype) for t in (dout, q, k, v))
+    y, z = (t.repeat_interleave(group, 1) for t in (y, z))
+    hidden = ~visible(pairs, causal, offset, left, first, None, None)
+    p = torch.exp((x @ y.mT) * scale - lse[..., None]).masked_fill(hidden, 0.0)
+    delta = (dout * out.to(dtype)).sum(-1, keepdim=True)
+    ds = p * (dout @ z.mT - delta) * scale
+    dk, dv = ((a.mT @ b).unflatten(1, (-1, group)).sum(2) for a, b in ((ds, x), (p, dout)))
+    return (ds @ y).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def each_sequence(
