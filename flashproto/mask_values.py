@@ -12,6 +12,7 @@ from torch import Tensor
 from .checks import check_integer, described, refuse
 
 ALWAYS = 2**31 - 1  # the end of an interval behind all queries
+MOST_TABLES = 64  # of one mask: for each length, window, tile shape and stream
 TILE = 128  # for the share of tiles that a mask visits
 EXAMPLE = 4096  # the length for which a mask without one says that share
 
@@ -35,6 +36,11 @@ class Band(NamedTuple):
 class Tables(dict[Any, Any]):
     """What kernels make of intervals, as `begin.tables`: kept with them, since nobody writes to these
     later, by what it is and by stream.  A copy of the intervals has none."""
+
+    def __setitem__(self, key: Any, made: Any) -> None:
+        if len(self) >= MOST_TABLES:
+            self.clear()
+        super().__setitem__(key, made)
 
     def __deepcopy__(self, memo: object) -> Tables:
         return Tables()
@@ -68,7 +74,7 @@ class Intervals(NamedTuple):
         return "begin", "end"
 
     def vectors(self, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
-        if not self.by_position:
+        if not self.by_position or Sq == Sk:
             return self.begin, self.end
         return self.begin - (Sk - Sq), self.end - (Sk - Sq)
 
@@ -194,11 +200,10 @@ class Mask:
             found = begin, end
         return found
 
-    @property
-    def is_intervals(self) -> bool:
+    def is_intervals(self, Sq: int, Sk: int) -> bool:
         """Whether `tensors` are what `intervals` gives."""
         part = self.parts[0] if len(self.parts) == 1 else None
-        return isinstance(part, Intervals) and not part.by_position
+        return isinstance(part, Intervals) and (not part.by_position or Sq == Sk)
 
     def computation(self, Sq: int, Sk: int) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
         """intervals(Sq, Sk) as a function of `tensors`, of which it keeps none."""

@@ -29,6 +29,7 @@ from operators import OPERATORS, Case, assert_same, assert_same_results, run
 
 import flashproto
 from flashproto import backends
+from flashproto.mask_values import MOST_TABLES
 from flashproto.ops import call, call_cache, exchange_buffers, private, recipe, written
 from flashproto.ops.recipe import (
     Boxed,
@@ -744,8 +745,11 @@ def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
     tables.clear()
     launched = played.launched
     assert_same(call(), wanted)
-    assert played.launched - launched == kept + 2
-    assert len(tables) == 2 and not deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
+    assert played.launched - launched == kept + 2 and len(tables) == 2
+    for i in range(3 * MOST_TABLES):
+        tables[i] = None
+        assert i in tables and len(tables) <= MOST_TABLES
+    assert not deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
 
 
 def test_recipes_are_told_apart_by_what_triton_specialises_on() -> None:

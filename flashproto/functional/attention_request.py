@@ -166,10 +166,11 @@ class Request(NamedTuple):
         n, intervals = len(given), None
         if self.mask is not None:
             given |= zip(held_names("mask", self.mask), self.mask.tensors, strict=True)
-            if self.mask.is_intervals:
+            lengths = self.q.shape[2], self.k.shape[2]
+            if self.mask.is_intervals(*lengths):
                 call = replace(call, names=list(given))
             else:
-                intervals = self.mask.computation(self.q.shape[2], self.k.shape[2])
+                intervals = self.mask.computation(*lengths)
 
         def prepare(*tensors: Tensor) -> list[Tensor]:
             first, *others = tensors if intervals is None else tensors[:n]
