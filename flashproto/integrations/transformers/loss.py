@@ -41,10 +41,11 @@ class Base:
 
     def __init__(self, h: Tensor) -> None:
         self.last_hidden_state = h
+        self.args: tuple[Any, ...] = ()
         self.given: dict[str, Any] = {}
 
     def __call__(self, *args: Any, **options: Any) -> Base:
-        self.given = {**dict(enumerate(args)), **options}  # type: ignore[dict-item]
+        self.args, self.given = args, options
         return self
 
     def __getattr__(self, name: str) -> str:
@@ -100,9 +101,8 @@ def loss_of(model: Any) -> Loss:
         logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
         if not close(logits, own(h)[0].logits):
             raise Left("its logits are not the head's, capped or not")
-        given = {
-            n: f"given {n}" for n in [*parameters][1:] if n not in APART and is_named(parameters[n])
-        }
+        names = [n for n in parameters if n not in (*APART, "self", "args", "kwargs")]
+        given = {name: f"given {name}" for name in names}
         out, stand_in = own(h, labels=some)
         wanted = [x for x in out if out[x] is not None and x not in ("loss", "logits")]
         if any(out[x] != f"the base's {x}" for x in wanted):
@@ -116,19 +116,13 @@ def loss_of(model: Any) -> Loss:
         ]
         for labels, options in cases:
             out, stand_in = own(h, labels=labels, **given, **options)
-            passed = {n: stand_in.given.get(n) for n in given}
-            first = stand_in.given.get(0)  # type: ignore[call-overload]
-            if first is not None:
-                passed[[*given][0]] = first
+            passed = dict(zip(names, stand_in.args, strict=False))
+            passed |= {name: stand_in.given.get(name) for name in names[len(passed) :]}
             if passed != given:
                 raise Left("it passes its base other things than it is given")
             if not close(linear_loss(found, h, weight, None, labels, options, "reference"), out.loss):
                 raise Left("its loss is not the cross entropy of the logits")
     return found
-
-
-def is_named(parameter: inspect.Parameter) -> bool:
-    return parameter.kind == inspect.Parameter.POSITIONAL_OR_KEYWORD
 
 
 def linear_loss(

@@ -97,8 +97,9 @@ def patch(model: nn.Module) -> Patched:
       weights stay
     - RoPE: rope, in the attention's own forward
     - the loss, in training with labels: linear_cross_entropy, with the model's softcap and
-      num_items_in_batch.  Logits are then None.  Each call looks at the head: one with adapters or hooks,
-      or whose weight is sharded, quantized or elsewhere, computes the model's own loss; a warning says so
+      num_items_in_batch.  Logits are then None.  Each call looks at the head: where it has adapters or
+      hooks, or its weight is sharded, quantized or elsewhere, the model computes its own loss, and a
+      warning says why
 
     For attention see register.
 
@@ -163,7 +164,7 @@ def patch_one(name: str, module: nn.Module, known: dict[Any, Any]) -> Row | None
             known[key] = shortened(f"its forward on a small input: {type(error).__name__}: {error}")
     if isinstance(known[key], str):
         return Row(name, what, None, known[key])
-    module.forward = MethodType(known[key], module)  # type: ignore[method-assign]
+    module.forward = MethodType(known[key], module)
     return Row(name, what, label_of(module), note_of(module))
 
 

@@ -1,8 +1,8 @@
 """What a module computes, found by its own forward on a small random input.
 
 A probe runs the forward of the module's class, on the CPU, on a twin: an object of the same class whose
-parameters or children are small stand-ins.  So the module's own weights may be anywhere, or nowhere yet,
-and its hooks, buffers and gradients are not touched.
+parameters or children are small stand-ins.  So the module's own weights may be anywhere, or nowhere
+yet, and its hooks, buffers and gradients are not touched.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Left(Exception):
 
 
 class Norm(NamedTuple):
-    """casting: of rms_norm, None for layer_norm; promotes: y has the wider dtype of x and the weight."""
+    """casting: of rms_norm, None for layer_norm; promotes: y has the wider dtype of x and weight."""
 
     casting: str | None
     eps: float
@@ -206,9 +206,8 @@ def activations(impl: str | None = None) -> dict[str, Callable[..., Tensor]]:
 
 def weighted(module: nn.Module) -> list[str]:
     """Names of the children that have parameters or buffers."""
-    children = module._modules.items()
-    tensors = lambda c: itertools.chain(c.parameters(), c.buffers())
-    return [name for name, c in children if c is not None and any(True for _ in tensors(c))]
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    return [n for n, c in children if any(True for _ in itertools.chain(c.parameters(), c.buffers()))]
 
 
 def looks_like_mlp(module: nn.Module) -> bool:
@@ -264,6 +263,7 @@ def mlp_forward(module: nn.Module, mlp: MLP) -> Callable[..., Tensor]:
     def forward(self: nn.Module, x: Tensor) -> Tensor:
         if isinstance(x, SHARDED):
             return original(self, x)
-        return self._modules[last](glu(*[self._modules[name](x) for name in first]))
+        children: dict[str, Any] = self._modules
+        return children[last](glu(*[children[name](x) for name in first]))
 
     return forward

@@ -47,12 +47,8 @@ class Rotary(NamedTuple):
         return functional.rope(q, k, cos, sin, positions=positions, interleaved=interleaved, impl=impl)
 
 
-KINDS = [
-    Rotary(*kind)
-    for kind in itertools.product(
-        ("twice", "once", "each twice"), ("halves", "neighbours", "to halves")
-    )
-]
+TABLES, PAIRS = ("twice", "once", "each twice"), ("halves", "neighbours", "to halves")
+KINDS = [Rotary(*kind) for kind in itertools.product(TABLES, PAIRS)]
 
 
 def tables(kind: Rotary, angle: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,7 +86,7 @@ def rotation_of(original: Callable[..., Any]) -> Rotary | None:
 
 
 def rotating(original: Callable[..., Any], kind: Rotary) -> Callable[..., tuple[Tensor, Tensor]]:
-    """The same function on this library's rope; calls of a form that was not tried go to the original."""
+    """The same function on this library's rope; calls of another form go to the original."""
     width = 2 if kind.table == "once" else 1
 
     def rotate(
@@ -115,9 +111,7 @@ def functions_of(module: nn.Module) -> dict[str, Callable[..., Any]]:
     """What the module's forward names that has to do with rotation."""
     function = inspect.unwrap(type(module).forward)
     names = getattr(getattr(function, "__code__", None), "co_names", ())
-    found = {
-        n: function.__globals__.get(n) for n in names if "rotary" in n or n.startswith("apply_rope")
-    }
+    found = {name: function.__globals__.get(name) for name in names if "rotary" in name}
     return {name: f for name, f in found.items() if inspect.isfunction(f)}
 
 
