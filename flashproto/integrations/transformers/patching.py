@@ -171,4 +171,5 @@ def patch_one(name: str, module: nn.Module, known: dict[Any, Any]) -> Row | None
 def note_of(module: nn.Module) -> str:
     """Of a model whose loss is replaced: why its own runs as it is now."""
     loss = getattr(module.forward, "loss", None)
-    return "" if loss is None else (why_not(module, loss) or "")
+    reason = None if loss is None else why_not(module, loss)
+    return "" if reason is None else f"now its own: {reason}"
