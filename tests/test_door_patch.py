@@ -34,6 +34,7 @@ from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm  # noqa: E402
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
+from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
 from flashproto.integrations.transformers import loss as door_loss  # noqa: E402
 from flashproto.integrations.transformers import patch, register  # noqa: E402
@@ -242,6 +243,7 @@ class Elsewhere(nn.Module):
         (lambda: LlamaRMSNorm(48, 1e-5), "rms_norm, casting 'llama'"),
         (lambda: Olmo2RMSNorm(48, 1e-6), "rms_norm, casting 'torch'"),
         (lambda: Gemma2RMSNorm(48, 1e-3), "rms_norm, casting 'gemma'"),
+        (lambda: T5LayerNorm(48, 1e-6), "rms_norm, casting 'llama'"),
         (lambda: nn.LayerNorm(48, 1e-5), "layer_norm"),
         (lambda: nn.LayerNorm(48, 1e-5, bias=False), "layer_norm"),
         (lambda: nn.RMSNorm(48, 1e-4), "rms_norm, casting 'torch'"),
@@ -257,7 +259,8 @@ def test_roundings(calls: Calls, make: Any, runs: str | None) -> None:
             p.copy_(torch.randn(48).bfloat16())
     holder = nn.Sequential(module)
     pairs = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
-    pairs += [(torch.bfloat16, torch.float32)] if "RMSNorm" in type(module).__name__ else []
+    mixed = "RMSNorm" in type(module).__name__ or isinstance(module, T5LayerNorm)
+    pairs += [(torch.bfloat16, torch.float32)] if mixed else []
     inputs = torch.randn(256, 48) * torch.logspace(-3, 1, 256)[:, None]
     own = [module.to(w)(inputs.to(x)) for x, w in pairs]
     module.float()
@@ -272,8 +275,9 @@ def test_roundings(calls: Calls, make: Any, runs: str | None) -> None:
             assert (y != wanted).float().mean() < 0.02
         if runs:
             y.sum().backward()
-    name = "none" if runs is None else runs.split(",")[0]
-    assert_calls(calls, {} if runs is None else {name: len(pairs)})
+    # T5's does not round at all where the weight is wider.
+    count = (len(pairs) - isinstance(module, T5LayerNorm)) if runs else 0
+    assert_calls(calls, Counter({runs.split(",")[0]: count}) if runs else {})
 
 
 def test_roundings_are_told_apart() -> None:
@@ -378,6 +382,15 @@ def test_rotations(calls: Calls) -> None:
         with pytest.raises(Exception):  # noqa: B017 - as the original does
             ours(q[..., :3], k, cos, sin)
     assert rotary.rotation_of(lambda q, k, cos, sin: (q * cos, k * sin)) is None
+
+
+def test_names_of_arguments(calls: Calls) -> None:
+    model = made("llama")
+    norm, mlp, x = model.model.norm, model.model.layers[0].mlp, torch.randn(2, 32)
+    own = norm(hidden_states=x), mlp(x=x)
+    patched(calls, model)
+    torch.testing.assert_close((norm(hidden_states=x), mlp(x=x)), own)
+    assert calls.forward == {"rms_norm": 1, "swiglu": 1}
 
 
 def test_decorators_stay(calls: Calls) -> None:

@@ -127,17 +127,19 @@ def patch(model: nn.Module) -> Patched:
 
 
 class Kind(NamedTuple):
-    """A kind of module: which look like one, what tells what it is, and the forward for that."""
+    """A kind of module: which look like one, what tells what it is, the forward for that, and what
+    modules have in common that share it."""
 
     looks_like: Callable[[nn.Module], bool]
     probe: Callable[[Any], Any]
     forward: Callable[[Any, Any], Any]
+    alike: Callable[[Any], object] = likeness
 
 
 KINDS = [
-    Kind(looks_like_model, loss_of, loss_forward),
+    Kind(looks_like_model, loss_of, loss_forward, id),
     Kind(looks_like_norm, norm_of, norm_forward),
-    Kind(looks_like_attention, rotary_of, rotary_forward),
+    Kind(looks_like_attention, rotary_of, rotary_forward, type),
     Kind(looks_like_mlp, mlp_of, mlp_forward),
 ]
 
@@ -152,7 +154,7 @@ def patch_one(name: str, module: nn.Module, known: dict[Any, Any]) -> Row | None
         return None
     if "forward" in module.__dict__:
         return Row(name, what, None, "another forward was bound to it before")
-    key = kind.probe, likeness(module)
+    key = kind.probe, kind.alike(module)
     if key not in known:
         try:
             found = kind.probe(module)

@@ -80,11 +80,12 @@ class Left(Exception):
 
 
 class Norm(NamedTuple):
-    """casting: of rms_norm, None for layer_norm; promotes: y has the wider dtype of x and weight."""
+    """casting: of rms_norm, None for layer_norm; promotes: y has the wider dtype of x and weight, None
+    where a weight of another dtype than x means something else."""
 
     casting: str | None
     eps: float
-    promotes: bool = False
+    promotes: bool | None = False
 
     def __str__(self) -> str:
         return "layer_norm" if self.casting is None else f"rms_norm, casting {self.casting!r}"
@@ -152,9 +153,8 @@ def norm_of(module: nn.Module) -> Norm:
             return best
         wanted = own(low, w)  # a float32 weight beside 16 bits
         best = best._replace(promotes=wanted.dtype == torch.float32)
-        if different(ours(best, low, w), wanted) > OTHER_ORDER:
-            raise Left("it takes a float32 weight beside 16 bits in another way")
-        return best
+        same = different(ours(best, low, w), wanted) <= OTHER_ORDER
+        return best if same else best._replace(promotes=None)
 
 
 def different(got: Tensor, wanted: Tensor) -> float:
@@ -170,9 +170,11 @@ def different(got: Tensor, wanted: Tensor) -> float:
 def norm_forward(module: nn.Module, norm: Norm) -> Callable[..., Tensor]:
     original = type(module).forward
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, *given: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*given, *named.values())
         weight: Any = self.weight
-        if isinstance(x, SHARDED) or isinstance(weight, SHARDED):
+        other = norm.promotes is None and weight.dtype != x.dtype
+        if other or isinstance(x, SHARDED) or isinstance(weight, SHARDED):
             return original(self, x)
         return norm(x, weight, self._parameters.get("bias"))
 
@@ -260,7 +262,8 @@ def mlp_forward(module: nn.Module, mlp: MLP) -> Callable[..., Tensor]:
     original, glu = type(module).forward, activations()[mlp.activation]
     *first, last = mlp.names
 
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
+    def forward(self: nn.Module, *given: Tensor, **named: Tensor) -> Tensor:
+        (x,) = (*given, *named.values())
         if isinstance(x, SHARDED):
             return original(self, x)
         children: dict[str, Any] = self._modules

@@ -92,7 +92,7 @@ def rotating(original: Callable[..., Any], kind: Rotary) -> Callable[..., tuple[
     def rotate(
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        fits = cos.ndim == 3 and q.ndim == 4 and cos.shape[0] in (1, q.shape[0])
+        fits = cos.ndim == 3 and q.ndim == 4 and cos.shape[0] in (1, q.shape[0]) and k is not None
         fits = fits and (kind.partial or width * cos.shape[-1] == q.shape[-1])
         dim = options.get("unsqueeze_dim", 1)
         if args or options.keys() - {"unsqueeze_dim"} or not fits or isinstance(q, SHARDED):
@@ -152,6 +152,8 @@ def with_globals(function: Any, names: dict[str, Any]) -> Any:
         globals_ = {**globals_, **names}
         del globals_["__name__"]  # by it torch.compile would look names up in the module itself
     else:
+        if not any(c.cell_contents is inner for c in closure or ()):
+            raise Left("its forward is decorated in an unknown way")
         replaced = with_globals(inner, names)
         closure = tuple(CellType(replaced) if c.cell_contents is inner else c for c in closure)
     made = FunctionType(function.__code__, globals_, function.__name__, function.__defaults__, closure)
