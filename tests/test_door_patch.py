@@ -298,24 +298,24 @@ class Dropping(LlamaMLP):
 
 def test_what_is_left(calls: Calls) -> None:
     """With the reason, in the table."""
-    model = made("llama")
+    model = made("llama", num_hidden_layers=3)
     config = model.config
-    for layer, activation in zip(model.model.layers, ("silu", "quick_gelu"), strict=True):
-        config.hidden_act = activation
-        layer.mlp = (Dropping if activation == "silu" else LlamaMLP)(config)
+    model.model.layers[0].mlp = Dropping(config)
+    config.hidden_act = "quick_gelu"
+    model.model.layers[2].mlp = LlamaMLP(config)
     model.model.norm.forward = model.model.norm.forward  # accelerate does so
     report = patched(calls, model)
     assert {row.name: row.why for row in report.left} == {
         "model.layers.0.mlp": "it is no SwiGLU, GeGLU or ReGLU",
-        "model.layers.1.mlp": "it is no SwiGLU, GeGLU or ReGLU",
+        "model.layers.2.mlp": "it is no SwiGLU, GeGLU or ReGLU",
         "model.norm": "another forward was bound to it before",
     }
     lines = str(report).split("\n")
     assert lines[0].split() == ["module", "number", "runs", "because"]
-    assert re.search(r"^LlamaRMSNorm +4 +rms_norm, casting 'llama'$", str(report), re.MULTILINE)
+    assert re.search(r"^LlamaRMSNorm +6 +rms_norm, casting 'llama'$", str(report), re.MULTILINE)
     assert re.search(r"^Dropping +1 +its own forward +it is no SwiGLU", str(report), re.MULTILINE)
     step(model)
-    assert_calls(calls, {"rms_norm": 4, "rope": 2, LOSS: 1})
+    assert_calls(calls, {"rms_norm": 6, "swiglu": 1, "rope": 3, LOSS: 1})
     report.undo()
     assert "forward" in vars(model.model.norm)  # it is not patch's
 
@@ -638,11 +638,34 @@ def test_router_losses_are_kept(calls: Calls) -> None:
     assert_same(step(model, output_router_logits=True), own)
     assert_calls(calls, {n: c for n, c in CALLS["gpt-oss"].items() if n != LOSS})
     model.config.output_router_logits = True
+    patched(calls, model).undo()
+    assert {row.kind for row in patched(calls, model).left} == {"GptOssMLP"}
     assert_same(step(model), own)
     assert LOSS not in calls.forward
 
 
 # --- with other things ------------------------------------------------------------------------------
+
+
+KINDS_OF = {"norms": "rms_norm", "mlps": "swiglu", "rope": "rope", "loss": LOSS}
+
+
+@pytest.mark.parametrize("kind", [*KINDS_OF])
+def test_kinds(calls: Calls, kind: str) -> None:
+    """All but one, then the rest."""
+    model = made("llama")
+    own = step(model)
+    patch(model, **{kind: False})
+    calls.forward.clear()
+    ours = step(model)
+    assert_same(ours, own)
+    assert (ours[2].logits is None) == (kind != "loss")
+    assert_calls(calls, {n: c for n, c in LLAMA.items() if n != KINDS_OF[kind]})
+    patched(calls, model)
+    step(model)
+    assert_calls(calls, LLAMA)
+    with pytest.raises(TypeError, match=f"patch: {kind} is 'no'"):
+        patch(model, **{kind: "no"})
 
 
 def test_again_and_undo(calls: Calls) -> None:

@@ -88,6 +88,8 @@ def loss_of(model: Any) -> Loss:
         some[0, 2] = -100
 
         def own(h: Tensor, **options: Any) -> tuple[Any, Base]:
+            if "output_router_logits" in parameters:
+                options["output_router_logits"] = False
             stand_in = Base(h)
             children = {**model._modules, base: stand_in, head: linear(weight)}
             return own_forward(twin_of(model, _modules=children), **options), stand_in

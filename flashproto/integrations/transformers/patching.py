@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...checks import refuse, shortened
+from ...checks import check_flag, refuse, shortened
 from .loss import looks_like_model, loss_forward, loss_of, why_not
 from .probing import (
     Left,
@@ -84,7 +84,9 @@ def label_of(module: nn.Module) -> str | None:
     return getattr(function, LABEL, None)
 
 
-def patch(model: nn.Module) -> Patched:
+def patch(
+    model: nn.Module, *, norms: bool = True, mlps: bool = True, rope: bool = True, loss: bool = True
+) -> Patched:
     """Let a model's norms, gated MLPs, RoPE and loss run on this library.
 
     No list of models: a module is replaced where its own forward, on a small random input, gives what a
@@ -107,10 +109,13 @@ def patch(model: nn.Module) -> Patched:
         model: of transformers, or a PeftModel; in any dtype, on any device, meta included, in training
             or not.  Wrap it later: accelerate, FSDP, DDP, torch.compile.
 
+        norms, mlps, rope, loss: False leaves all of that kind; loss=False where logits are read in
+            training.
+
     Returns: a Patched, whose text is a table, with undo().
 
     Raises:
-        TypeError: not a module.
+        TypeError: not a module; an option that is neither True nor False.
 
     Example:
         >>> from flashproto.integrations.transformers import patch, register
@@ -121,15 +126,18 @@ def patch(model: nn.Module) -> Patched:
     """
     if not isinstance(model, nn.Module):
         refuse("patch", "model", model, "a torch.nn.Module", "Pass the model itself.", TypeError)
+    wanted = {"norms": norms, "mlps": mlps, "rope": rope, "loss": loss}
+    kinds = [kind for kind in KINDS if check_flag("patch", kind.argument, wanted[kind.argument])]
     known: dict[Any, Any] = {}
-    rows = [row for name, module in model.named_modules() if (row := patch_one(name, module, known))]
-    return Patched(model, rows)
+    found = (patch_one(name, module, kinds, known) for name, module in model.named_modules())
+    return Patched(model, [row for row in found if row is not None])
 
 
 class Kind(NamedTuple):
-    """A kind of module: which look like one, what tells what it is, the forward for that, and what
-    modules have in common that share it."""
+    """A kind of module: patch's argument for it, which look like one, what tells what it is, the
+    forward for that, and what modules have in common that share it."""
 
+    argument: str
     looks_like: Callable[[nn.Module], bool]
     probe: Callable[[Any], Any]
     forward: Callable[[Any, Any], Any]
@@ -137,19 +145,19 @@ class Kind(NamedTuple):
 
 
 KINDS = [
-    Kind(looks_like_model, loss_of, loss_forward, id),
-    Kind(looks_like_norm, norm_of, norm_forward),
-    Kind(looks_like_attention, rotary_of, rotary_forward, type),
-    Kind(looks_like_mlp, mlp_of, mlp_forward),
+    Kind("loss", looks_like_model, loss_of, loss_forward, id),
+    Kind("norms", looks_like_norm, norm_of, norm_forward),
+    Kind("rope", looks_like_attention, rotary_of, rotary_forward, type),
+    Kind("mlps", looks_like_mlp, mlp_of, mlp_forward),
 ]
 
 
-def patch_one(name: str, module: nn.Module, known: dict[Any, Any]) -> Row | None:
+def patch_one(name: str, module: nn.Module, kinds: list[Kind], known: dict[Any, Any]) -> Row | None:
     """Its row, None for a module that is of no kind; known: forwards for modules like it."""
     what = type(module).__name__
     if label_of(module) is not None:
         return Row(name, what, label_of(module), note_of(module))
-    kind = next((kind for kind in KINDS if kind.looks_like(module)), None)
+    kind = next((kind for kind in kinds if kind.looks_like(module)), None)
     if kind is None:
         return None
     if "forward" in module.__dict__:

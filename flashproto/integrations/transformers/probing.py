@@ -67,9 +67,22 @@ def close(got: Tensor, wanted: object) -> bool:
 
 def likeness(module: nn.Module) -> tuple[object, ...]:
     """What modules have in common that compute the same of the same parameters."""
-    plain = (n for n in vars(module).items() if isinstance(n[1], (bool, int, float, str, tuple)))
-    shapes = (str(None if p is None else p.shape) for p in module._parameters.values())
-    return type(module), *sorted((name, repr(x)) for name, x in plain), *module._modules, *shapes
+    own = sorted(vars(module).items())
+    plain = [(name, repr(x)) for name, x in own if isinstance(x, (bool, int, float, str, tuple))]
+    functions = [(name, id(x)) for name, x in own if callable(x)]
+    shapes = [None if p is None else str(p.shape) for p in module._parameters.values()]
+    layers = {*weighted(module)}
+    children = [
+        (name, type(child) if child is None or name in layers else likeness(child))
+        for name, child in module._modules.items()
+    ]
+    return type(module), *plain, *functions, *shapes, *children
+
+
+def weighted(module: nn.Module) -> list[str]:
+    """Names of the children that have parameters or buffers."""
+    children = [(name, child) for name, child in module._modules.items() if child is not None]
+    return [n for n, c in children if any(True for _ in itertools.chain(c.parameters(), c.buffers()))]
 
 
 class Left(Exception):
@@ -204,12 +217,6 @@ def activations(impl: str | None = None) -> dict[str, Callable[..., Tensor]]:
         "geglu, approximate 'tanh'": functools.partial(functional.geglu, approximate="tanh", impl=impl),
         "reglu": functools.partial(functional.reglu, impl=impl),
     }
-
-
-def weighted(module: nn.Module) -> list[str]:
-    """Names of the children that have parameters or buffers."""
-    children = [(name, child) for name, child in module._modules.items() if child is not None]
-    return [n for n, c in children if any(True for _ in itertools.chain(c.parameters(), c.buffers()))]
 
 
 def looks_like_mlp(module: nn.Module) -> bool:
