@@ -1,8 +1,9 @@
-"""transformers' models on flashproto's attention.
+"""transformers' models on flashproto.
 
-    from flashproto.integrations.transformers import register
+    from flashproto.integrations.transformers import patch, register
 
-    model.set_attn_implementation(register())
+    model.set_attn_implementation(register())  # attention
+    patch(model)  # norms, MLPs, RoPE and the loss
 
 See docs/doors.md.
 """
@@ -15,6 +16,7 @@ from ...checks import refuse
 from .attention import attend
 from .cache import NAMES, Cache
 from .masks import make_mask
+from .patching import Patched, patch
 
 
 def register(name: str = "proto") -> str:
@@ -54,4 +56,4 @@ def register(name: str = "proto") -> str:
     return name
 
 
-__all__ = ["Cache", "register"]
+__all__ = ["Cache", "Patched", "patch", "register"]
