@@ -123,9 +123,12 @@ def by_head(x: Tensor) -> Tensor:
 def of_intervals(
     words: str, begin: Tensor, end: Tensor, by_position: bool = False, queries: int | None = None
 ) -> Mask:
-    """A mask of copies of these vectors."""
-    begin, end = by_head(begin), by_head(end)
-    if not is_compiling():
+    """A mask of copies of these vectors, which a backward may keep wherever the mask was made."""
+    if is_compiling():
+        begin, end = by_head(begin), by_head(end)
+    else:
+        with torch.inference_mode(False):
+            begin, end = by_head(begin), by_head(end)
         begin.tables = Tables()  # type: ignore[attr-defined]
     return Mask(parts=(Intervals(words, begin, end, by_position, queries),))
 

@@ -241,6 +241,7 @@ def test_sinks_are_a_parameter_and_slopes_are_none():
         (lambda: nn.TransformerBlock(16, 2, window=(1, 2.5)), "Attention: window is 2.5"),
         (lambda: nn.Attention(16, 2, softcap=0.0), "Attention: softcap is 0.0"),
         (lambda: nn.Attention(16, 2, softcap="3"), "Attention: softcap is '3'"),
+        (lambda: nn.Attention(16, 2, softcap=1e35), r"Attention: softcap is 1e\+35"),
         (lambda: nn.Attention(16, 2, sinks=torch.zeros(2)), "Attention: sinks is a tensor"),
         (lambda: nn.Attention(16, 2, alibi="yes"), "Attention: alibi is 'yes'"),
         (
@@ -276,6 +277,7 @@ def test_sinks_are_a_parameter_and_slopes_are_none():
             "GPTConfig: window_pattern is 3",
         ),
         (lambda: dataclasses.replace(TINY, softcap=-1.0), "GPTConfig: softcap is -1.0"),
+        (lambda: dataclasses.replace(TINY, softcap=1e-35), "GPTConfig: softcap is 1e-35"),
         (lambda: dataclasses.replace(TINY, sinks="yes"), "GPTConfig: sinks is 'yes'"),
     ],
 )

@@ -26,6 +26,8 @@ from variant_problem import FEATURES, Call, drawn, make, make_packed, outputs_of
 import flashproto
 from flashproto import masks
 from flashproto.bench import first_calls
+from flashproto.functional import sdpa
+from flashproto.ops import call_cache
 from flashproto.variant import Kind, Variant, kind_of
 
 ON_GPU = torch.cuda.is_available()
@@ -219,6 +221,41 @@ def test_statistics_are_constants_under_compile(impl: str, device: str) -> None:
     assert [x.requires_grad for x in made] == [True, False, False]
     wanted = torch.autograd.grad(attend(q)[0].sum(), q)
     torch.testing.assert_close(torch.autograd.grad(made[0].sum(), q), wanted)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
+def test_masks_made_under_inference_mode_serve_training(impl: str, device: str) -> None:
+    """Of each mask, and of a tensor of keys, which are seen and used without gradients first."""
+    if impl == "torch" and device != "cpu":
+        pytest.skip("off a CPU torch takes no such mask")
+    q, k, v = (torch.randn(2, 2, 9, 16, device=device) for _ in range(3))
+    ids, lengths = torch.arange(9, device=device) // 4, torch.tensor([3, 9], device=device)
+    keys = (torch.arange(9, device=device) < lengths[:, None])[:, None, None]
+    tree = torch.arange(-1, 8, device=device)
+
+    def made() -> list[masks.Mask]:
+        documents = masks.documents(ids)
+        return [documents, masks.tree(tree), masks.padding(lengths), documents & masks.prefix(lengths)]
+
+    def results(made: list[masks.Mask], impl: str) -> list[Tensor]:
+        outputs = [flashproto.attention(*inputs, mask=mask, impl=impl) for mask in made]
+        if impl != "reference":
+            outputs.append(flashproto.scaled_dot_product_attention(*inputs, keys))
+        else:
+            seen = keys.expand(2, 1, 9, 9)
+            outputs.append(torch.nn.functional.scaled_dot_product_attention(*inputs, seen))
+        return outputs
+
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    call_cache.forget()
+    sdpa._always.cache_clear()
+    with torch.inference_mode():
+        early = made()
+        results(early, impl)
+    for got, wanted in zip(results(early, impl), results(made(), "reference"), strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-3, rtol=2e-3)
+        gradients = [torch.autograd.grad(x.square().sum(), inputs) for x in (got, wanted)]
+        torch.testing.assert_close(*gradients, atol=5e-3, rtol=5e-3)
 
 
 # --- rows without a key -----------------------------------------------------------------------------

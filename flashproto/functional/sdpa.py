@@ -163,8 +163,9 @@ def _intervals_of(keys: Any) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(64)
 def _always(device: torch.device, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """begin of keys that are seen by all or by none, zeros, and the end of one that is seen."""
-    end = torch.tensor(ALWAYS, dtype=torch.int32, device=device)
-    return torch.zeros(shape, dtype=end.dtype, device=device), end
+    with torch.inference_mode(False):  # a backward may keep them later
+        end = torch.tensor(ALWAYS, dtype=torch.int32, device=device)
+        return torch.zeros(shape, dtype=end.dtype, device=device), end
 
 
 def _quick_intervals(mask: Tensor, keys: Any) -> Callable[..., tuple[Tensor, ...]] | None:

@@ -26,6 +26,7 @@ from ..checks import (
     refuse,
 )
 from ..functional.attention_request import check_window
+from ..variant import NUMBERS
 from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
@@ -371,8 +372,8 @@ def check_options(name: str, window: Any, softcap: Any) -> None:
     if window is not None:
         check_window(name, window)
     if softcap is not None:
-        takes, do = "a positive number, or None", "Pass None for none."
-        check_number(name, "softcap", softcap, SMALLEST, LARGEST, takes, do)
+        of = NUMBERS["softcap"]
+        check_number(name, "softcap", softcap, *of, of.takes, "Pass None for none.")
 
 
 def check_heads(
