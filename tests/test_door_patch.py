@@ -7,6 +7,7 @@ calls, forward and backward, and undo leaves nothing behind.
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import os
 import re
@@ -32,12 +33,12 @@ from door_calls import Calls  # noqa: E402
 from tiny_models import DECODERS, TOKENS, VOCABULARY, tiny_model  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm  # noqa: E402
-from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm  # noqa: E402
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm  # noqa: E402
 from transformers.models.t5.modeling_t5 import T5LayerNorm  # noqa: E402
 
+from flashproto.integrations.transformers import Cache, patch, register  # noqa: E402
 from flashproto.integrations.transformers import loss as door_loss  # noqa: E402
-from flashproto.integrations.transformers import patch, register  # noqa: E402
 
 NORMS = ("rms_norm", "layer_norm")
 DOOR = (*NORMS, "swiglu", "geglu", "reglu", "rope", "linear_cross_entropy", "attention")
@@ -382,6 +383,33 @@ def test_rotations(calls: Calls) -> None:
         with pytest.raises(Exception):  # noqa: B017 - as the original does
             ours(q[..., :3], k, cos, sin)
     assert rotary.rotation_of(lambda q, k, cos, sin: (q * cos, k * sin)) is None
+
+
+def oddly(function: Any) -> Any:
+    """A decorator that holds what it decorates where nobody looks."""
+    held = {"function": function}
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return held["function"](*args, **options)
+
+    return call
+
+
+class OddAttention(LlamaAttention):
+    forward = oddly(LlamaAttention.forward)
+
+
+def test_unknown_decorators_are_left(calls: Calls) -> None:
+    """Their function cannot be given another rotation."""
+    model = made("llama")
+    model.model.layers[0].self_attn.__class__ = OddAttention
+    own = step(model)
+    report = patched(calls, model)
+    why = ["its forward is decorated in an unknown way"]
+    assert [row.why for row in report.left] == why
+    assert_same(step(model), own)
+    assert_calls(calls, {**LLAMA, "rope": 1})
 
 
 def test_names_of_arguments(calls: Calls) -> None:
@@ -754,12 +782,18 @@ def test_autocast(calls: Calls) -> None:
 
 
 def test_beside_register(calls: Calls) -> None:
+    """And beside Cache."""
     model = made("gemma3")
     own = step(model)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    tokens = model.eval().generate(IDS, **options)
     model.set_attn_implementation(register())
     patched(calls, model)
     assert_same(step(model), own)
     assert_calls(calls, {**CALLS["gemma3"], "attention": 2})
+    cache = Cache(model.config, room=TOKENS + 4)
+    assert torch.equal(model.eval().generate(IDS, cache=cache, **options), tokens)
+    assert_calls(calls, {n: 4 * c for n, c in CALLS["gemma3"].items() if n != LOSS}, {})
 
 
 class Graphs:
