@@ -108,7 +108,6 @@ def patch(
     Args:
         model: of transformers, or a PeftModel; in any dtype, on any device, meta included, in training
             or not.  Wrap it later: accelerate, FSDP, DDP, torch.compile.
-
         norms, mlps, rope, loss: False leaves all of that kind; loss=False where logits are read in
             training.
 
