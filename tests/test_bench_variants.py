@@ -277,6 +277,8 @@ def test_right_results_in_bfloat16_pass_the_check(key: str, monkeypatch: pytest.
 
     monkeypatch.setattr(variants, "attention", attention)
     monkeypatch.setattr(variants, "by_default", attention)
+    # One draw: so few terms of a sink's gradient may cancel, which leaves more than 5% of rounding.
+    torch.manual_seed(0)
     made = variants.contenders(p, CPU, ("reference",), with_compile=False)
     name = "flashproto[reference]"
     for results in measure_cell({name: made[name]}, work(p), once, 1).values():
