@@ -92,5 +92,7 @@ def test_first_calls(impl: str, name: str) -> None:
     assert found["compiled"] and found["anew"]["values"] == []
     for_lengths = {kernel for step in compiled()[impl][name][1:] for kernel, _ in step}
     assert set(found["anew"]["lengths"]) <= for_lengths
+    if int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+        return  # others compile on the same cores: seconds are those of a run without -n
     for which, most in first_calls.LIMITS.items():
         assert found[which] <= most, found

@@ -14,6 +14,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -38,7 +39,10 @@ def start(
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
 
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]  # the default is one port for all runs of a machine
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
+    torchrun += ["--master-port", str(port)]
     return subprocess.Popen(
         [*torchrun, str(SCRIPT), *map(str, arguments)],
         cwd=cwd,

@@ -3,6 +3,7 @@ PyTorch's dispatcher calls below it.  Its forward is attention or attention_varl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,8 @@ def attention_gradients(
     backend = request.choose(impl)
     if backend not in KERNELS:
         return by_reference(request, dout, out, lse)
+    if varlen or q.shape[2] > k.shape[2]:  # some queries may see no key
+        lse = lse.masked_fill(lse == math.inf, -math.inf)
     tensors = (dout, q, k, v, out, lse, *request.variant.tensors.values())
     names = ("dout", "q", "k", "v", "out", "lse", *request.variant.tensors)
     call = Call(names, [x.dtype for x in tensors], by_kernels(request, backend))
