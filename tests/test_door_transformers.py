@@ -7,6 +7,7 @@ eager attention; and every test counts this library's calls, forward and backwar
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 from collections import Counter
@@ -447,8 +448,9 @@ def check_mask(calls: Calls, arguments: dict[str, Any], mask: Any, words: str = 
     """A mask of make_mask against sdpa_mask's: pair by pair, and what attention makes of it."""
     expected = masking_utils.sdpa_mask(**arguments)
     Sq, Sk = expected.shape[2:]
-    found, dense = mask_of(mask)
-    assert found is not None and dense is None, words
+    found, dense = mask_of(mask, Sq, Sk)
+    assert dense is None, words
+    found = masks.Mask() if found is None else found
     assert torch.equal(found.visible(Sq, Sk).expand(expected.shape), expected), words
     out, q, k, v = attended(mask, expected.shape[0], Sq, Sk)
     assert calls.forward == {"attention": 1}
@@ -581,6 +583,44 @@ def test_no_mask_is_causal_from_the_top(calls: Calls) -> None:
     assert calls.forward == {"attention": 3}
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_decide_and_not_modules(calls: Calls, is_causal: bool) -> None:
+    """Decoders whose modules say nothing of it, or the wrong (BigBird-Pegasus)."""
+    module = torch.nn.Module()
+    module.is_causal = is_causal
+    functions = [masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function]
+    for function, n in itertools.product(functions, [(TOKENS, TOKENS), (1, TOKENS), (3, TOKENS)]):
+        sizes = {"batch_size": 2, "q_length": n[0], "kv_length": n[1], "q_offset": n[1] - n[0]}
+        mask = make_mask(**sizes, mask_function=function, allow_is_bidirectional_skip=True)
+        expected = masking_utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+        q, k, v = torch.randn(2, 2, n[0], 8), torch.randn(2, 2, n[1], 8), torch.randn(2, 2, n[1], 8)
+        of_torch = torch.nn.functional.scaled_dot_product_attention(q, k, v, expected)
+        out = attend(module, q, k, v, mask)[0]
+        torch.testing.assert_close(out, of_torch.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        assert calls.forward == {"attention": 1}
+        calls.clear()
+
+
+def test_masks_of_other_keys(calls: Calls) -> None:
+    """Models that attend to more than their mask says (DeepSeek V4), or make other masks of it."""
+    for more in (0, 3):
+        mask = make_mask(**of_function(masking_utils.causal_mask_function))
+        with pytest.raises(NotImplementedError, match=r"the mask is of 12 queries and 12 keys; it takes"):
+            attended(mask, 2, TOKENS - 3 + more, TOKENS + more)
+    for change in (
+        lambda mask: mask[:, :, :, :5],
+        lambda mask: 1.0 - mask,
+        lambda mask: torch.zeros(2, 1, TOKENS, TOKENS) + mask,
+        lambda mask: mask & True,
+    ):
+        with pytest.raises(NotImplementedError, match="the mask is cut or computed with"):
+            change(mask)
+    config = transformers.DogeConfig()
+    with pytest.raises(NotImplementedError, match=r"config\.model_type is doge"):
+        make_mask(**of_function(masking_utils.causal_mask_function), config=config)
+    assert not calls.forward
+
+
 def test_masks_go_where_models_send_them(calls: Calls) -> None:
     """A model in parts on several devices moves its masks; one that cuts them is told."""
     mask = Carrier(masks.causal() & masks.documents(BLOCKS.abs()), (2, 1, TOKENS, TOKENS))
@@ -588,8 +628,6 @@ def test_masks_go_where_models_send_them(calls: Calls) -> None:
     assert len(moved.shape) == moved.ndim == 4 and isinstance(moved, masking_utils.BlockMask)
     assert torch.equal(attended(moved, 2, TOKENS, TOKENS)[0].isnan().any(), torch.tensor(False))
     assert moved.to("meta").mask.tensors[0].is_meta
-    with pytest.raises(NotImplementedError, match="cut by the model"):
-        mask[:, :, :, :5]
     assert calls.forward == {"attention": 1}
 
 

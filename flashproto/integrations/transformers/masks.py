@@ -16,6 +16,7 @@ from .reading import FAR, Keys, Seen, Unreadable, read
 
 OPERATOR = "flashproto in transformers"
 CACHED = -(2**40)  # the offset of keys that Cache names, and no other one
+CHANGED = ("doge",)  # models that make other masks of what is no tensor
 DO_CACHE = "Pass another cache, such as transformers' DynamicCache."
 
 
@@ -45,9 +46,14 @@ class Carrier(masking_utils.BlockMask):
         ]
         return Carrier(masks.Mask(self.mask.bands, tuple(parts)), self.four)
 
-    def __getitem__(self, index: object) -> Any:
+    def unknown(self, *others: object) -> Any:
         do = "Use attn_implementation='sdpa' for this model."
-        refuse(OPERATOR, "the mask", "cut by the model", "whole masks", do, NotImplementedError)
+        got = "cut or computed with by the model"
+        refuse(OPERATOR, "the mask", got, "whole masks", do, NotImplementedError)
+
+    __getitem__ = __invert__ = __neg__ = unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = unknown
+    __and__ = __rand__ = __or__ = __ror__ = unknown
 
     def __repr__(self) -> str:
         return f"Carrier({self.mask!r})"
@@ -68,15 +74,20 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: Any = "cpu",
+    config: Any = None,
     **options: Any,
 ) -> Carrier | Tensor | None:
     """transformers' mask interface.
 
-    Returns: None where the attention function knows the mask, causal or none, by itself; a Carrier; for
-        a static cache, whose length is a tensor, begin and end of masks.intervals, int32 [B | 1, 1, 2,
-        Sk]; for Cache the first token of each sequence, int32 [B, 1, 1, 1], None for 0; and of a
-        function that is no interval sdpa_mask's tensor.
+    Returns: a Carrier, of a causal mask and of none at all too, since not all modules know which they
+        have; for a static cache, whose length is a tensor, begin and end of masks.intervals, int32
+        [B | 1, 1, 2, Sk]; for Cache the first token of each sequence, int32 [B, 1, 1, 1], None for 0;
+        and of a function that is no interval sdpa_mask's tensor.
     """
+    kind = getattr(config, "model_type", None)
+    if kind in CHANGED:
+        takes, do = "models that hand masks on", "Use attn_implementation='sdpa' for this model."
+        refuse(OPERATOR, "config.model_type", kind, takes, do, NotImplementedError)
     if kv_offset == CACHED:
         return first_tokens(q_length, q_offset, mask_function, attention_mask)
     traced = torch.compiler.is_compiling()
@@ -93,14 +104,9 @@ def make_mask(
         causal = band == (None, 0) and not rest
         everything = band == (None, None)
         aligned = everything or is_zero(q_offset - kv_offset - (kv_length - q_length))
-        if padding is None and aligned and not rest:
-            if everything and allow_is_bidirectional_skip:
-                return None
-            if causal and allow_is_causal_skip and (q_length == 1 or q_length == kv_length):
-                return None
-        if causal and allow_is_causal_skip and is_prompt(q_length, q_offset, padding, traced):
-            return None
         shape = (batch_size, 1, q_length, kv_length)
+        if causal and allow_is_causal_skip and is_prompt(q_length, q_offset, padding, traced):
+            return Carrier(masks.causal(top_left=True), shape)
         mask = masks.Mask()
         if band is None or not aligned:
             band, rest = None, True
