@@ -605,7 +605,7 @@ def test_masks_of_other_keys(calls: Calls) -> None:
     """Models that attend to more than their mask says (DeepSeek V4), or make other masks of it."""
     for more in (0, 3):
         mask = make_mask(**of_function(masking_utils.causal_mask_function))
-        with pytest.raises(NotImplementedError, match=r"the mask is of 12 queries and 12 keys; it takes"):
+        with pytest.raises(NotImplementedError, match=r"the mask is of 12 queries and 12 keys"):
             attended(mask, 2, TOKENS - 3 + more, TOKENS + more)
     for change in (
         lambda mask: mask[:, :, :, :5],
@@ -904,6 +904,79 @@ def test_rows_of_a_cache(calls: Calls) -> None:
     assert calls.forward == {CALL: 2 * 6}
 
 
+def read_on(model: Any, cache: Any, parts: list[tuple[int, Tensor | None]], ids: Tensor) -> Tensor:
+    """Logits of parts of ids, one behind the other, each of some tokens and with an attention mask."""
+    found, at = [], 0
+    with torch.no_grad():
+        for n, mask in parts:
+            positions = torch.arange(at, at + n).expand(len(ids), -1)
+            given = {"attention_mask": mask, "position_ids": positions, "cache": cache}
+            found.append(model(ids[:, at : at + n], **given).logits)
+            at += n
+    return torch.cat(found, 1)
+
+
+def test_padding_that_changes(calls: Calls) -> None:
+    """Each part's mask counts; one without it has no padding; rows of padding alone give anything."""
+    of_none = LEFT.clone()
+    of_none[0] = 0
+    cases = [(8, None), (2, LEFT[:, :10]), (2, None)], [(8, None), (2, LEFT[:, :10]), (2, ALL)]
+    for parts in (*cases, [(12, of_none)]):
+        own, model = tiny_model("llama"), tiny_model("llama")
+        expected = read_on(own, transformers.DynamicCache(config=own.config), parts, IDS)
+        model.set_attn_implementation(NAME)
+        found = read_on(model, Cache(model.config, 16), parts, IDS)
+        real = slice(1, 2) if len(parts) == 1 else slice(0, 2)
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_holes_in_later_steps(calls: Calls, n: int) -> None:
+    """Of one token too, as of rows that are finished."""
+    model = tiny_model("llama")
+    model.set_attn_implementation(NAME)
+    grown = torch.ones(2, TOKENS, dtype=torch.long)
+    finished, hole = grown.clone(), grown.clone()
+    finished[0, -1], hole[0, 5] = 0, 0
+    for mask in (finished, hole):
+        with pytest.raises(NotImplementedError, match="attention_mask is with holes"):
+            read_on(model, Cache(model.config, 16), [(TOKENS - n, None), (n, mask)], IDS)
+    with pytest.raises(ValueError, match=rf"attention_mask is of {n} tokens; it takes one of all 12"):
+        read_on(model, Cache(model.config, 16), [(TOKENS - n, None), (n, grown[:, :n])], IDS)
+
+
+def test_a_cache_of_other_sequences(calls: Calls) -> None:
+    """Emptied, it takes other numbers of them and dtypes; with tokens in it, it says so."""
+    model = tiny_model("llama")
+    alone = model.generate(IDS[:1], **NEW)
+    model.set_attn_implementation(NAME)
+    cache = Cache(model.config, 32)
+    model.generate(IDS, cache=cache, **NEW)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"Cache is of 2 sequences in torch\.float32"):
+        model(IDS[:1], cache=cache)
+    cache.reset()
+    assert torch.equal(model.generate(IDS[:1], cache=cache, **NEW), alone)
+    cache.reset()
+    model.bfloat16().generate(IDS, cache=cache, **NEW)
+    assert cache.layers[0].k_cache.dtype == torch.bfloat16
+    cache.crop(-64)
+    assert cache.get_seq_length() == 0 and not cache.layers[0].lengths.any()
+
+
+def test_cache_under_autocast(calls: Calls) -> None:
+    """Queries and keys that RoPE made float32 beside values in bfloat16."""
+    model = tiny_model("llama")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(IDS, attention_mask=LEFT).logits[LEFT.bool()]
+        model.set_attn_implementation(NAME)
+        cache = Cache(model.config, 16)
+        found = read_on(model, cache, [(8, LEFT[:, :8]), (1, LEFT[:, :9]), (3, LEFT)], IDS)
+    assert cache.layers[0].k_cache.dtype == torch.bfloat16
+    assert calls.forward == {CALL: 6}
+    assert (found[LEFT.bool()] - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_room(calls: Calls) -> None:
     """Tokens that have no place are an error before anything is written."""
     model = tiny_model("llama")
@@ -1012,15 +1085,14 @@ def test_what_a_cache_refuses(calls: Calls) -> None:
 
 
 def test_a_model_that_changes_its_keys_is_told(calls: Calls) -> None:
-    """What is attended to is not what was cached: seen at the next call."""
+    """What is attended to is not what was cached: seen by the prompt's mask, or at the next call."""
     model = tiny_model("llama")
     model.set_attn_implementation(NAME)
     cache = Cache(model.config, 32)
     update = cache.update
     cache.update = lambda *args, **options: tuple(x * 1 for x in update(*args, **options))
     with torch.no_grad():
-        model(IDS, cache=cache)
-        calls.clear()
-        with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
-            model(IDS[:, :1], cache=cache)
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
+                model(IDS, cache=cache, attention_mask=LEFT)
     assert not calls.forward

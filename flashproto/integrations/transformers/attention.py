@@ -11,8 +11,8 @@ from transformers.utils import logging
 from ... import functional, masks
 from ...checks import described, refuse
 from ..refusals import refuse_not_yet
-from .cache import layer_of
-from .masks import DO_CACHE, OPERATOR, Carrier
+from .cache import layer_of, refuse_keys
+from .masks import DO_CACHE, OPERATOR, Carrier, is_of_cache
 
 # What models pass beside the arguments of `attend`, and what would be another result without it.
 REFUSED = {
@@ -65,8 +65,9 @@ def attend(
             if x is not None:
                 takes = "none beside Cache"
                 refuse(OPERATOR, name, described(x), takes, DO_CACHE, NotImplementedError)
-        starts = starts_of(attention_mask)
-        out = layer.attend(query, key, value, starts, scale=scaling, softcap=softcap, sinks=s_aux)
+        if attention_mask is not None:
+            layer.starts = starts_of(attention_mask)
+        out = layer.attend(query, key, value, scale=scaling, softcap=softcap, sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
     Sq, Sk = query.shape[2], key.shape[2]
     mask, dense = mask_of(attention_mask, Sq, Sk)
@@ -108,6 +109,8 @@ def mask_of(
     given: Carrier | Tensor | None, Sq: int, Sk: int
 ) -> tuple[masks.Mask | None, Tensor | None]:
     """(mask, dense): one of this library, None for no mask, or a tensor."""
+    if is_of_cache(given):
+        refuse_keys()
     if isinstance(given, Carrier):
         if given.shape[2:] != (Sq, Sk):
             got = f"of {given.shape[2]} queries and {given.shape[3]} keys"
@@ -120,14 +123,12 @@ def mask_of(
     return None, given
 
 
-def starts_of(given: Carrier | Tensor | None) -> Tensor | None:
-    """What masks.first_tokens gave, [B]."""
-    if given is None:
-        return None
-    if isinstance(given, Carrier) or given.dtype != torch.int32 or given.shape[1:] != (1, 1, 1):
+def starts_of(given: Carrier | Tensor) -> Tensor | None:
+    """What masks.first_tokens gave, [B], None for 0."""
+    if not is_of_cache(given):
         takes = "the padding, [B, S], beside Cache"
         refuse(OPERATOR, "attention_mask", described(given), takes, DO_CACHE, NotImplementedError)
-    return given.flatten()
+    return None if isinstance(given, Carrier) else given.flatten()
 
 
 def intervals_of(dense: Tensor) -> masks.Mask:

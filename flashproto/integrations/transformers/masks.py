@@ -47,7 +47,7 @@ class Carrier(masking_utils.BlockMask):
         return Carrier(masks.Mask(self.mask.bands, tuple(parts)), self.four)
 
     def unknown(self, *others: object) -> Any:
-        do = "Use attn_implementation='sdpa' for this model."
+        do = "Use attn_implementation='eager' for this model."
         got = "cut or computed with by the model"
         refuse(OPERATOR, "the mask", got, "whole masks", do, NotImplementedError)
 
@@ -81,8 +81,8 @@ def make_mask(
 
     Returns: a Carrier, of a causal mask and of none at all too, since not all modules know which they
         have; for a static cache, whose length is a tensor, begin and end of masks.intervals, int32
-        [B | 1, 1, 2, Sk]; for Cache the first token of each sequence, int32 [B, 1, 1, 1], None for 0;
-        and of a function that is no interval sdpa_mask's tensor.
+        [B | 1, 1, 2, Sk]; for Cache what first_tokens gives; and of a function that is no interval
+        sdpa_mask's tensor.
     """
     kind = getattr(config, "model_type", None)
     if kind in CHANGED:
@@ -169,15 +169,25 @@ def is_prompt(q_length: int, q_offset: Any, padding: Tensor | None, traced: bool
 # --- beside Cache -----------------------------------------------------------------------------------
 
 
+OF_CACHE = (0, 0, 0, 0)  # the shape of a Carrier
+
+
+def is_of_cache(given: object) -> bool:
+    """Whether it is what first_tokens gives."""
+    if isinstance(given, Carrier):
+        return given.shape == OF_CACHE
+    return isinstance(given, Tensor) and given.dtype == torch.int32 and given.shape[1:] == (1, 1, 1)
+
+
 def first_tokens(
     q_length: int, q_offset: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None
-) -> Tensor | None:
-    """The first token that is no padding, int32 [B, 1, 1, 1]; None where Cache knows, or it is 0."""
-    if isinstance(q_offset, Tensor) and q_length == 1:
-        return None
-    if not isinstance(q_offset, Tensor) and q_offset > 0 and q_length == 1:
-        return None
+) -> Carrier | Tensor | None:
+    """The first token that is no padding, int32 [B, 1, 1, 1]; a Carrier where it is 0; and None of one
+    token behind others, for which Cache knows: it is the same step, compiled or not."""
     traced = torch.compiler.is_compiling()
+    is_step = q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0)
+    if is_step and (traced or attention_mask is None):
+        return None
     try:
         seen = read_mask_function(mask_function, traced)
         band = seen.band() if seen.is_band() else None
@@ -187,19 +197,21 @@ def first_tokens(
         got, takes = "a mask of its own", "causal masks and windows beside Cache"
         refuse(OPERATOR, "the model's mask", got, takes, DO_CACHE, NotImplementedError)
     if attention_mask is None:
-        return None
+        return Carrier(masks.Mask(), OF_CACHE)
+    known = not isinstance(q_offset, Tensor) and not traced
+    if known and attention_mask.shape[1] < q_offset + q_length:
+        got, takes = f"of {attention_mask.shape[1]} tokens", f"one of all {q_offset + q_length}"
+        refuse(OPERATOR, "attention_mask", got, takes, "Put the mask of what is cached before it.")
     real = attention_mask.bool()
-    first = real.int().argmax(-1, keepdim=True)
-    holes = (~real & (torch.arange(real.shape[1], device=real.device) > first)).any()
+    holes = (real[:, 1:] < real[:, :-1]).any()
     if traced:
         torch._assert_async(~holes, "flashproto: holes, or padding behind the tokens, beside Cache")
     elif bool(holes):
-        got, takes = (
-            "with holes, or padding behind the tokens",
-            "padding before the tokens, beside Cache",
-        )
-        do = "Set tokenizer.padding_side = 'left'."
+        got = "with holes, or padding behind the tokens"
+        takes, do = "padding before the tokens, beside Cache", "Set tokenizer.padding_side = 'left'."
         refuse(OPERATOR, "attention_mask", got, takes, do, NotImplementedError)
-    elif not bool(first.any()):
+    if is_step:
         return None
-    return first.int()[:, None, None]
+    if not traced and bool(real[:, 0].all()):
+        return Carrier(masks.Mask(), OF_CACHE)
+    return (~real).sum(-1).int()[:, None, None, None]
