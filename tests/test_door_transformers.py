@@ -28,6 +28,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from random_masks import random_mask  # noqa: E402
 from tiny_models import (  # noqa: E402
+    DECODER,
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
@@ -1096,3 +1097,13 @@ def test_a_model_that_changes_its_keys_is_told(calls: Calls) -> None:
             with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
                 model(IDS, cache=cache, attention_mask=LEFT)
     assert not calls.forward
+
+
+def test_keys_are_put_there_once(calls: Calls) -> None:
+    """Models that attend to the same keys twice (DiffLlama's)."""
+    config = transformers.DiffLlamaConfig(**DECODER)
+    model = transformers.DiffLlamaForCausalLM._from_config(config, attn_implementation=NAME)
+    cache = Cache(config, 32)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="not to the keys that it caches"):
+        model(IDS, cache=cache)
+    assert calls.forward == {CALL: 1}

@@ -94,6 +94,8 @@ class Layer(cache_utils.CacheLayerMixin):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of q [B, Hq, n, D] to what is cached and to k and v, which are put there."""
+        if not self.is_waiting:
+            refuse_keys()
         self.is_waiting = False
         (q,) = autocast_low_precision(q)
         out: Any = functional.attention_with_kv_cache(
