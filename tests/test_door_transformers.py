@@ -1107,3 +1107,17 @@ def test_keys_are_put_there_once(calls: Calls) -> None:
     with torch.no_grad(), pytest.raises(NotImplementedError, match="not to the keys that it caches"):
         model(IDS, cache=cache)
     assert calls.forward == {CALL: 1}
+
+
+def test_models_with_other_masks(calls: Calls) -> None:
+    """Masks without the window that the config has (Moshi's), and layers that read keys (Mllama's)."""
+    options = {"sliding_window": WINDOW, "ffn_dim": 64, "num_codebooks": 1}
+    config = transformers.MoshiConfig(**DECODER, **options)
+    model = transformers.MoshiForCausalLM._from_config(config, attn_implementation=NAME)
+    match = "lets a query see is all tokens back; it takes 3 tokens back"
+    for mask in (None, LEFT):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=match):
+            model(IDS, attention_mask=mask, cache=Cache(config, 32))
+    with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
+        assert Cache(config, 32).layers[0].keys
+    assert not calls.forward

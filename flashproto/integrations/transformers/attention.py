@@ -12,7 +12,7 @@ from ... import functional, masks
 from ...checks import described, refuse
 from ..refusals import refuse_not_yet
 from .cache import layer_of, refuse_keys
-from .masks import DO_CACHE, OPERATOR, Carrier, is_of_cache
+from .masks import DO_CACHE, OPERATOR, Carrier, Padding
 
 # What models pass beside the arguments of `attend`, and what would be another result without it.
 REFUSED = {
@@ -66,7 +66,7 @@ def attend(
                 takes = "none beside Cache"
                 refuse(OPERATOR, name, described(x), takes, DO_CACHE, NotImplementedError)
         if attention_mask is not None:
-            layer.starts = starts_of(attention_mask)
+            layer.pad(attention_mask)
         out = layer.attend(query, key, value, scale=scaling, softcap=softcap, sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
     Sq, Sk = query.shape[2], key.shape[2]
@@ -109,7 +109,7 @@ def mask_of(
     given: Carrier | Tensor | None, Sq: int, Sk: int
 ) -> tuple[masks.Mask | None, Tensor | None]:
     """(mask, dense): one of this library, None for no mask, or a tensor."""
-    if is_of_cache(given):
+    if isinstance(given, Padding):
         refuse_keys()
     if isinstance(given, Carrier):
         if given.shape[2:] != (Sq, Sk):
@@ -121,14 +121,6 @@ def mask_of(
     if given is not None and given.dtype == torch.int32 and given.shape[2] == 2:
         return masks.intervals(given[:, :, 0], given[:, :, 1]), None
     return None, given
-
-
-def starts_of(given: Carrier | Tensor) -> Tensor | None:
-    """What masks.first_tokens gave, [B], None for 0."""
-    if not is_of_cache(given):
-        takes = "the padding, [B, S], beside Cache"
-        refuse(OPERATOR, "attention_mask", described(given), takes, DO_CACHE, NotImplementedError)
-    return None if isinstance(given, Carrier) else given.flatten()
 
 
 def intervals_of(dense: Tensor) -> masks.Mask:

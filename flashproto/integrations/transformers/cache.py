@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 
 from ... import functional
-from ...checks import check_integer, refuse
+from ...checks import check_integer, described, refuse
 from ...functional.autocast import autocast_low_precision
-from .masks import CACHED, DO_CACHE, OPERATOR
+from .masks import CACHED, DO_CACHE, OPERATOR, Padding
 
 NAMES: set[str] = set()  # of attention implementations that are registered
 TAKEN = ("full_attention", "sliding_attention")  # of a config's layer_types
@@ -35,6 +35,16 @@ class Layer(cache_utils.CacheLayerMixin):
         self.counted: int | None = 0
         self.starts: Tensor | None = None
         self.is_waiting = False  # for the attention to the keys that update was given
+
+    @property
+    def keys(self) -> NoReturn:
+        """Models that look for them would attend to these rows by themselves."""
+        refuse_keys()
+
+    @keys.setter
+    def keys(self, x: None) -> None: ...
+
+    values = keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
@@ -92,6 +102,18 @@ class Layer(cache_utils.CacheLayerMixin):
             self.counted = int(self.lengths.max())
         return self.counted
 
+    def pad(self, given: Any) -> None:
+        """Take what a mask says of the padding; its window has to be the layer's."""
+        if not isinstance(given, Padding):
+            takes = "the padding, [B, S], beside Cache"
+            refuse(OPERATOR, "attention_mask", described(given), takes, DO_CACHE, NotImplementedError)
+        left = None if self.window is None else self.window - 1
+        if given.left != left:
+            got, takes = (f"{'all' if n is None else n} tokens back" for n in (given.left, left))
+            name = "what the model's mask lets a query see"
+            refuse(OPERATOR, name, got, takes, DO_CACHE, NotImplementedError)
+        self.starts = given.starts
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of q [B, Hq, n, D] to what is cached and to k and v, which are put there."""
         if not self.is_waiting:
@@ -117,7 +139,10 @@ class Layer(cache_utils.CacheLayerMixin):
         """Another attention would take what update gives for all keys."""
         if self.config._attn_implementation not in NAMES:
             takes = f"one that register() gave: {', '.join(sorted(NAMES)) or 'none yet'}"
-            do = "Call model.set_attn_implementation(flashproto.integrations.transformers.register())."
+            do = (
+                "Call model.set_attn_implementation(register()); a model that stays with its own needs"
+                " another cache."
+            )
             refuse(OPERATOR, "attn_implementation", self.config._attn_implementation, takes, do)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

@@ -169,21 +169,24 @@ def is_prompt(q_length: int, q_offset: Any, padding: Tensor | None, traced: bool
 # --- beside Cache -----------------------------------------------------------------------------------
 
 
-OF_CACHE = (0, 0, 0, 0)  # the shape of a Carrier
+class Padding(Carrier):
+    """For Cache.  starts: the first token of each sequence that is no padding, int32 [B], None for 0;
+    left: how many tokens back the mask lets a query see, None for all."""
 
+    def __init__(self, starts: Tensor | None, left: int | None) -> None:
+        super().__init__(masks.Mask(), (0, 0, 0, 0))
+        self.starts, self.left = starts, left
 
-def is_of_cache(given: object) -> bool:
-    """Whether it is what first_tokens gives."""
-    if isinstance(given, Carrier):
-        return given.shape == OF_CACHE
-    return isinstance(given, Tensor) and given.dtype == torch.int32 and given.shape[1:] == (1, 1, 1)
+    def to(self, device: Any = None, *args: Any, **options: Any) -> Padding:
+        if device is None or self.starts is None:
+            return self
+        return Padding(self.starts.to(device), self.left)
 
 
 def first_tokens(
     q_length: int, q_offset: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None
-) -> Carrier | Tensor | None:
-    """The first token that is no padding, int32 [B, 1, 1, 1]; a Carrier where it is 0; and None of one
-    token behind others, for which Cache knows: it is the same step, compiled or not."""
+) -> Padding | None:
+    """None of one token behind others, for which Cache knows: it is the same step, compiled or not."""
     traced = torch.compiler.is_compiling()
     is_step = q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0)
     if is_step and (traced or attention_mask is None):
@@ -197,7 +200,7 @@ def first_tokens(
         got, takes = "a mask of its own", "causal masks and windows beside Cache"
         refuse(OPERATOR, "the model's mask", got, takes, DO_CACHE, NotImplementedError)
     if attention_mask is None:
-        return Carrier(masks.Mask(), OF_CACHE)
+        return Padding(None, band[0])
     known = not isinstance(q_offset, Tensor) and not traced
     if known and attention_mask.shape[1] < q_offset + q_length:
         got, takes = f"of {attention_mask.shape[1]} tokens", f"one of all {q_offset + q_length}"
@@ -213,5 +216,5 @@ def first_tokens(
     if is_step:
         return None
     if not traced and bool(real[:, 0].all()):
-        return Carrier(masks.Mask(), OF_CACHE)
-    return (~real).sum(-1).int()[:, None, None, None]
+        return Padding(None, band[0])
+    return Padding((~real).sum(-1).int(), band[0])
