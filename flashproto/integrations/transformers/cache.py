@@ -233,7 +233,8 @@ class Cache(cache_utils.Cache):
     Raises:
         NotImplementedError: layers other than full attention and sliding windows (chunks as in Llama 4,
             shared keys, states), caches of latents (DeepSeek's MLA), encoder-decoders; when it is used
-            also holes in the padding, padding behind the tokens, masks of the model's own, dropout;
+            also holes in the padding, padding behind the tokens, masks of the model's own, dropout, and
+            models that attend to other keys than they cache;
         ValueError: a room that is no positive integer, an attention that register() did not make.
 
     Example:
