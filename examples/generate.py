@@ -1,7 +1,8 @@
-"""Sample text from a checkpoint that train_gpt.py wrote, and print it as it comes.
+"""Sample text from a model that train_gpt.py or transformers wrote, and print it as it comes.
 
     python examples/generate.py                            the newest run under runs/
     python examples/generate.py --run runs/gpt-1 --prompt "The " --tokens 500 --temperature 0.7
+    python examples/generate.py --run gpt2                 a folder in transformers' layout
 
 Exit codes: 0, 2 for bad input, or 130 when stopped by Ctrl-C.
 """
@@ -17,11 +18,12 @@ from pathlib import Path
 import checkpoint
 import torch
 from errors import EXPECTED, OptionError, tell
+from pretrained_folder import is_pretrained, vocabulary_in
 from run_folder import newest_folder, no_run
 from sampling import show, stream
 from settings import OneLineParser, check_backend, check_device, integer_seed, not_negative, positive
 from torch import Tensor
-from vocabulary import AnyVocabulary, Vocabulary
+from vocabulary import BPE, AnyVocabulary, Vocabulary, decoded
 
 from flashproto.backends import BACKENDS
 from flashproto.nn import GPT
@@ -37,7 +39,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = p.add_argument
     add(
         "--run",
-        help="a run's folder, or a checkpoint in it (the newest under runs/)",
+        help="a run's folder, a checkpoint in it, or a GPT-2 or Llama in transformers' layout (the "
+        "newest run under runs/)",
         metavar="PATH",
     )
     add("--prompt", help="text to continue (a newline, where the model knows it)", metavar="TEXT")
@@ -54,7 +57,10 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
     """[S] ids; OptionError for an empty prompt or one with characters the model never saw."""
     if not prompt:
         raise OptionError("--prompt is empty; it takes at least one character. Leave it out.")
-    ids = vocabulary.encode(vocabulary.codes(prompt.encode(errors="surrogateescape")))
+    text = prompt.encode(errors="surrogateescape")
+    if isinstance(vocabulary, BPE):
+        return vocabulary.prompt(decoded(text))
+    ids = vocabulary.encode(vocabulary.codes(text))
     if isinstance(vocabulary, Vocabulary) and vocabulary.unseen(ids):
         unseen = "".join(sorted({c for c in prompt if ord(c) not in vocabulary.symbols}))
         raise OptionError(
@@ -62,6 +68,19 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
             "on. Leave those out."
         )
     return ids
+
+
+def open_model(run: Path, device: str, impl: str | None) -> tuple[GPT, AnyVocabulary, int | None]:
+    """The model on its device, its vocabulary, and the id behind which it sees nothing of before."""
+    if is_pretrained(run):
+        model = GPT.from_pretrained(run, impl=impl, device=device)
+        return model, vocabulary_in(run, model.config), None
+    tensors, facts = load(run)
+    config, vocabulary = checkpoint.model_parts(facts)
+    model = GPT(config, impl=impl)
+    checkpoint.restore_model(tensors, model)
+    separator = vocabulary.end_of_text if facts["settings"].get("documents") else None
+    return model.to(device), vocabulary, separator
 
 
 def load(run: Path) -> tuple[dict[str, Tensor], dict]:
@@ -80,23 +99,20 @@ def main(argv: list[str] | None = None) -> int:
         folder = options.run or newest_folder(checkpoint.NAME, checkpoint.LATEST)
         if folder is None:
             raise no_run("--run")
-        tensors, facts = load(Path(folder))
-        config, vocabulary = checkpoint.model_parts(facts)
         device = check_device(options.device)
         check_backend(options.impl, device)
-        model = GPT(config, impl=options.impl)
-        checkpoint.restore_model(tensors, model)
+        model, vocabulary, separator = open_model(Path(folder), device, options.impl)
         prompt, ids = vocabulary.opening()
         if options.prompt is not None:
             prompt, ids = options.prompt, encode_prompt(options.prompt, vocabulary)
         drawn = stream(
-            model.to(device),
+            model,
             ids.to(device),
             options.tokens,
             options.temperature,
             options.top_k,
             torch.Generator(device).manual_seed(options.seed),
-            vocabulary.end_of_text if facts["settings"].get("documents") else None,
+            separator,
         )
         print(prompt, end="", flush=True)
         show(vocabulary.pieces(drawn))
