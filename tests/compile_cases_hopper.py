@@ -168,7 +168,16 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    given, absent = given_of(attention_forward_kernel, config.KIND, work=config.KIND.VARLEN)
+    cache: set[str] = set()
+    if config.CACHE:
+        cache = {"work"} | ({"room"} if config.ROLLS else set())
+    if config.CACHE > 1:
+        cache |= {"pages", "page_stride"}
+        if config.CACHE < config.BN:
+            keys = heads(element, config.CACHE, 64)
+    given, absent = given_of(
+        attention_forward_kernel, config.KIND, work=config.KIND.VARLEN, cache=cache
+    )
     return case(
         config.name,
         attention_forward_kernel,

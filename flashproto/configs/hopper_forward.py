@@ -75,6 +75,10 @@ class HopperForward:
     SPLIT       work items are parts of the keys, whose states are merged; needs no IDLE, and a kind
                 that runs on "split", see variant.FEATURES: its lengths are known on the host, and it
                 leaves out and lse alone
+    CACHE       keys and values are a cache's: 1 of one with a row for each sequence, or else the
+                page size, which divides BN or is a multiple of it; lengths are known on the device
+    STARTS      its sequences have a first key that counts
+    ROLLS       key j is in slot j modulo the room of a sequence, a multiple of BN and of the page size
     """
 
     KIND: Kind
@@ -90,6 +94,9 @@ class HopperForward:
     IDLE: bool = False
     PROGRAMS: int = 1
     SPLIT: bool = False
+    CACHE: int = 0
+    STARTS: bool = False
+    ROLLS: bool = False
 
     @property
     def name(self) -> str:
@@ -100,24 +107,36 @@ class HopperForward:
             f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
             f"{'-split' * self.SPLIT}"
+            f"{'' if not self.CACHE else '-cache' if self.CACHE == 1 else f'-pages-{self.CACHE}'}"
+            f"{'-starts' * self.STARTS}{'-rolls' * self.ROLLS}"
         )
+
+    @property
+    def RECORDS(self) -> bool:
+        """Whether items are of sequences, whose tiles the device counts, see kernels/schedule.py."""
+        return self.KIND.VARLEN or self.CACHE > 0
 
     @property
     def HAS_WORK_TABLE(self) -> bool:
         """Whether the order of work comes from balanced_work: where items are of different lengths
         that the host knows.  (Parts are nearly of one length.)"""
         kind = self.KIND
-        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN or self.SPLIT)) or self.IDLE
+        return (kind.CAUSAL and not (kind.INTERVALS or self.RECORDS or self.SPLIT)) or self.IDLE
 
     @property
     def DYNAMIC(self) -> bool:
         """Whether programs take their items one by one: where only the device knows their lengths."""
-        return (self.KIND.INTERVALS or self.KIND.VARLEN) and not self.SPLIT
+        return (self.KIND.INTERVALS or self.RECORDS) and not self.SPLIT
+
+    @property
+    def LEAST_KEYS(self) -> int:
+        """Of a part of a cache's keys."""
+        return SPLIT_KEYS
 
     @property
     def MASKS(self) -> bool:
         """Whether key tiles to the left of the rightmost may need a mask."""
-        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS
+        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS or self.STARTS
 
     @property
     def BM(self) -> int:
@@ -237,6 +256,39 @@ def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multipr
     most = max(min(seen // SPLIT_KEYS, SPLIT_ROUNDS * programs // max(items, 1)), 1)
     parts = min(range(1, most + 1), key=time)
     return parts if time(parts) <= SPLIT_SHARE * time(1) else 1
+
+
+def attention_cache_hopper(
+    head_dim: int,
+    room: int,
+    kind: Kind,
+    Sq: int,
+    heads: int,
+    group: int,
+    multiprocessors: int,
+    page: int = 0,
+    starts: bool = False,
+    left: int | None = None,
+) -> tuple[HopperForward, int]:
+    """The forward's configuration for a cache, and into how many parts its keys are split at most.
+
+    room: for the keys of a sequence, which are counted on the device: what suits as many.  heads: key
+    heads of all sequences, of Sq queries each.  page: the page size, 0 without.  left: of a window,
+    with which the cache rolls.
+    """
+    given = head_dim, room, kind, Sq, heads, group, multiprocessors
+    config = _forward(*given, spread=False)
+    if config.PROGRAMS > 1:
+        config = _plain(config.D, Sq, kind)
+    config = replace(
+        config, SKIP=False, IDLE=False, CACHE=page or 1, STARTS=starts, ROLLS=left is not None
+    )
+    items = heads if config.PACK > 1 else heads * group
+    seen = room if left is None else min(room, left + Sq)
+    parts = forward_parts(config, items, Sq, seen, multiprocessors)
+    if parts > 1:
+        config = replace(config, SPLIT=True, OVERLAP=config.OVERLAP and config.D < 256)
+    return config, parts
 
 
 @dataclass(frozen=True)

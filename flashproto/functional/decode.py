@@ -12,6 +12,7 @@ from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
 from ..variant import NUMBERS
+from ..ops.attention_hopper_reasons import hopper_cache_reasons
 from .attention import attention
 from .attention_request import Call, Request, attention_request
 from .autocast import without_autocast
@@ -207,8 +208,9 @@ def attention_with_kv_cache(
     apart = written_apart(cache)
     for names in apart:
         check_apart(names, *map(given.__getitem__, names))
+    any_of = impl is None and backends.get_default() is None
     backend = backends.choose(
-        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P)
+        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P, any_of)
     )
     limits = (
         None if left is None else left - variant.offset,
@@ -236,7 +238,7 @@ def attention_with_kv_cache(
     appended = None if k is None else _append(given, *place, left is not None)
     scale = k_cache.shape[3] ** -0.5 if request.scale is None else float(request.scale)
     if prefix is None and scale >= 0:
-        made = _attend(request, given, scale, cache.new, *place)
+        made = _attend(request, given, scale, backend, cache.new, *place)
         if isinstance(made, Call):
             made = made if appended is None else made.behind(appended)
             for names in apart:
@@ -262,7 +264,8 @@ def attention_with_kv_cache(
         given |= dict(zip(("prefix_out", "prefix_lse"), states, strict=True))
     else:
         given["q"] = -q
-    made = _attend(request, given, -scale if scale < 0 else scale, cache.new, *place)
+    scale = -scale if scale < 0 else scale
+    made = _attend(request, given, scale, backend, cache.new, *place)
     return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
 
 
@@ -305,10 +308,16 @@ def _append(given: dict[str, Any], P: int, interleaved: bool, rolls: bool) -> An
 
 
 def _attend(
-    request: Request, given: dict[str, Any], scale: float, new: int, P: int, interleaved: bool
+    request: Request,
+    given: dict[str, Any],
+    scale: float,
+    backend: str,
+    new: int,
+    P: int,
+    interleaved: bool,
 ) -> Any:
     """Attention to the cache: a Call, or its results."""
-    settings = decode_op.Settings(request.variant.form, scale, new, P, interleaved)
+    settings = decode_op.Settings(request.variant.form, scale, backend, new, P, interleaved)
     own = request.variant.tensors
     names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
     given |= own
@@ -334,7 +343,10 @@ def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
-def _cache_reasons(backend: str, request: Request, cache: Cache, P: int) -> Iterator[Reason]:
+def _cache_reasons(
+    backend: str, request: Request, cache: Cache, P: int, any_of: bool
+) -> Iterator[Reason]:
+    """any_of: whether no backend was asked for."""
     q, k_cache, v_cache = request.q, cache.k_cache, cache.v_cache
     yield from float64_reasons(backend, (q,))
     if backend == "torch":
@@ -343,6 +355,11 @@ def _cache_reasons(backend: str, request: Request, cache: Cache, P: int) -> Iter
             yield "it takes no prefix and no cache of 8 bits"
         if not all(is_readable(x) for x in cache if x is not None):
             yield "it takes sequences one by one, and their lengths cannot be read here"
+    if backend == "hopper":
+        yield from request.reasons(backend)
+        yield from hopper_cache_reasons(
+            q, k_cache, cache.page_table, cache.cu_seqlens_q, bool(P), "left" in request.variant.named, any_of
+        )
     if backend == "triton":
         if max(q.shape[3], v_cache.shape[3]) > 256:
             yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])
