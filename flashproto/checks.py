@@ -121,9 +121,10 @@ def check_number(
     """x, a number from `low` to `high`, as `fixed` makes it."""
     if not is_number(x):
         refuse(operator, argument, described(x), takes, do, TypeError)
-    if not low <= x <= high:
+    number = x if isinstance(x, SCALARS) else float(x)  # numpy would make its own kind of low and high
+    if not low <= number <= high:
         refuse(operator, argument, x, takes, do)
-    return fixed(x)
+    return fixed(number)
 
 
 def check_integer(

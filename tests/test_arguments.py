@@ -324,6 +324,7 @@ def test_flags_may_be_numbers_that_equal_them() -> None:
 
 
 @on_the_cpu
+@pytest.mark.filterwarnings("error:overflow encountered in cast:RuntimeWarning")
 def test_numbers_of_numpy_are_numbers() -> None:
     numpy = pytest.importorskip("numpy")
     half, four = numpy.float32(0.5), numpy.int64(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -556,6 +557,18 @@ def test_autocast_leaves_a_cache_of_float32_to_float32(impl: str, behind: str, d
     torch.testing.assert_close(
         lse.double(), flashproto.attention(*low, return_lse=True)[1], rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("cache", [torch.float32, torch.float16])
+def test_autocast_leaves_the_dtype_of_the_cache_to_torchs_operator(cache: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, h, 1, 16) for h in (4, 2, 2))
+    caches = [torch.randn(2, 8, 2, 16).to(cache) for _ in "kv"]
+    lengths = torch.tensor([3, 5], dtype=torch.int32)
+    call = functools.partial(flashproto.attention_with_kv_cache, lengths=lengths, impl="torch")
+    want = call(q.to(cache), *caches, k=k.to(cache), v=v.to(cache))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(q, *caches, k=k, v=v)
+    torch.testing.assert_close(out, want, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])

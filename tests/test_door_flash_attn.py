@@ -750,6 +750,9 @@ NOT_TAKEN: dict[str, Any] = {
     "seqused_q": INTS,
     "seqused_k": INTS,
     "num_splits": 3,
+    "cu_seqlens_k_new": CU,
+    "rotary_seqlens": INTS,
+    "num_heads_q": 2,
 }
 
 
@@ -768,6 +771,23 @@ def test_refuses_by_name_what_is_not_taken(name: str, calls: Calls) -> None:
     assert sum(calls.forward.values()) == 1
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'; it takes q"):
         function(*FIRST[name], no_such=1)
+
+
+def test_takes_version_3s_keywords_of_a_cache(calls: Calls) -> None:
+    """page_table is block_table; others are taken where they say nothing."""
+    q, cache = torch.randn(1, 1, 2, 8), torch.randn(4, 4, 2, 8)
+    table, names = torch.tensor([[3, 1]], dtype=torch.int32), ("cu_seqlens_q", "max_seqlen_q")
+    own = (q, cache, cache)
+    want = flash_attn.flash_attn_with_kvcache(*own, cache_seqlens=6, block_table=table)
+    given: Any = dict.fromkeys((*names, "cu_seqlens_k_new", "rotary_seqlens"))
+    out = flash_attn.flash_attn_with_kvcache(*own, cache_seqlens=6, page_table=table, **given)
+    assert torch.equal(out, want)
+    flash_attn.flash_attn_with_kvcache(q, cache[:1], cache[:1], page_table=None)
+    for name in names:
+        with pytest.raises(NotImplementedError, match=rf"_kvcache: {name} is .* varlen"):
+            flash_attn.flash_attn_with_kvcache(*own, page_table=table, **{name: CU})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_table'; it takes q"):
+        flash_attn.flash_attn_with_kvcache(*own, page_table=table, block_table=table)
 
 
 HOOKS = ("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors")
@@ -790,7 +810,9 @@ def test_version_4_refuses_by_name_what_is_not_taken(name: str, calls: Calls) ->
     assert not calls.forward
 
 
-CACHE = torch.zeros(2, 8, 2, 8)
+CACHE, FAR = torch.zeros(2, 8, 2, 8), torch.tensor([9, 0], dtype=torch.int32)
+Y, WIDE = torch.zeros(2, 4, 2, 8), torch.zeros(9, 8)
+CACHED = (Y, CACHE, CACHE)
 WRONG: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], type[Exception]]] = {
     "q": ("flash_attn_func", (X[0], X, X), {}, ValueError),
     "v": ("flash_attn_func", (X, X, None), {}, TypeError),
@@ -820,6 +842,20 @@ WRONG: dict[str, tuple[str, tuple[Any, ...], dict[str, Any], type[Exception]]] =
         "flash_attn_with_kvcache", (X, CACHE, CACHE), {"cache_batch_idx": CU}, ValueError
     ),
     "block_table ": ("flash_attn_with_kvcache", (X, CACHE, CACHE), {"block_table": INTS}, ValueError),
+    # What the functions below refuse has the doors' names.
+    "cache_seqlens   ": ("flash_attn_with_kvcache", CACHED, {"cache_seqlens": FAR}, ValueError),
+    "cache_leftpad ": ("flash_attn_with_kvcache", CACHED, {"cache_leftpad": FAR}, ValueError),
+    "cache_batch_idx ": ("flash_attn_with_kvcache", CACHED, {"cache_batch_idx": FAR}, ValueError),
+    "block_table  ": ("flash_attn_with_kvcache", CACHED, {"block_table": FAR[:, None]}, ValueError),
+    "rotary_cos ": ("flash_attn_with_kvcache", (*CACHED, Y, Y, WIDE, WIDE, 1), {}, ValueError),
+    "k ": ("flash_attn_with_kvcache", (*CACHED, Y.mT, Y), {"cache_seqlens": 1}, ValueError),
+    "v  ": ("flash_attn_with_kvcache", (*CACHED, Y, Y[:, 1:]), {"cache_seqlens": 1}, ValueError),
+    "kv ": ("flash_attn_kvpacked_func", (X, KV.half()), {}, TypeError),
+    "cu_seqlens ": ("flash_attn_varlen_qkvpacked_func", (QKV[0], CU + 1, 3), {}, ValueError),
+    "cu_seqlens_k": (
+        "flash_attn_varlen_func", (X[0], *CACHED[1:], CU, 9 * CU.clamp(max=1), 3, 3),
+        {"block_table": INTS[:, None].expand(2, 1)}, ValueError,
+    ),
     "rotary_cos": (
         "flash_attn_with_kvcache", (X, CACHE[:1], CACHE[:1]), {"rotary_cos": X, "rotary_sin": X},
         ValueError,
@@ -839,11 +875,23 @@ def test_errors_name_the_argument(argument: str, calls: Calls) -> None:
     assert not calls.forward
 
 
+def test_advice_has_the_doors_names() -> None:
+    with pytest.raises(ValueError, match=r"k_cache is of 2 rows; .* Pass cache_batch_idx to say which"):
+        flash_attn.flash_attn_with_kvcache(X, CACHE, CACHE)
+    with pytest.raises(ValueError, match=r"cache_batch_idx is .* takes an int32 tensor \[1\]\. "):
+        flash_attn.flash_attn_with_kvcache(X, CACHE, CACHE, cache_batch_idx=FAR)
+    with pytest.raises(ValueError, match=r"block_table is .* takes an int32 tensor \[1, n\]\. "):
+        flash_attn.flash_attn_with_kvcache(X, CACHE, CACHE, block_table=FAR[:, None])
+
+
 def test_version_4_names_the_argument() -> None:
     for options, argument in (
         ({"cu_seqlens_k": CU}, "cu_seqlens_q"),
         ({"page_table": INTS[None]}, "seqused_k"),
         ({"page_table": INTS[None], "seqused_k": INTS, "cu_seqlens_k": CU}, "cu_seqlens_k"),
+        ({"page_table": INTS[None], "seqused_k": INTS}, "page_table"),
+        ({"page_table": INTS[None] - 1, "seqused_k": INTS + 8}, "seqused_k"),
+        ({"learnable_sink": X[0, 0, 0]}, "learnable_sink"),
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^flash_attn_varlen_func: {argument} is "):
             flash_attn_4.flash_attn_varlen_func(X, X, X, **options)

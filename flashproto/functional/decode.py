@@ -218,7 +218,8 @@ def attention_with_kv_cache(
     )
     check_values_of(q, cache, *limits)
     if backend == "torch":
-        return _by_torch(request, q, cache, cos=cos, sin=sin, interleaved=interleaved)
+        with without_autocast(q):
+            return _by_torch(request, q, cache, cos=cos, sin=sin, interleaved=interleaved)
     if backend == "reference":
         with without_autocast(q):
             out, lse = reference.attention_with_kv_cache(

@@ -24,11 +24,13 @@ from .flash_attn_options import (
     check_window,
     options_of,
     tokens_first,
+    with_own_names,
 )
 
 Made = tuple[Tensor, Tensor | None]
 
 
+@with_own_names
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -105,6 +107,7 @@ def flash_attn_func(
     return attend(q, k, v, options | {"deterministic": deterministic})
 
 
+@with_own_names
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_integer, refuse
+from ..checks import check_flag, check_integer, matches, refuse, refuse_shape
 from ..functional import attention_with_kv_cache, rope
 from .flash_attn_options import (
     Window,
@@ -98,9 +98,12 @@ def flash_attn_with_kvcache(
     )
     interleaved = check_flag(NAME, "rotary_interleaved", rotary_interleaved)
     check_layout(NAME, "BSHD", q=q, k_cache=k_cache, v_cache=v_cache)
+    B, Sq = q.shape[:2]
     if k is not None or v is not None:
         check_layout(NAME, "BSHD", k=k, v=v)
-    B, Sq = q.shape[:2]
+        assert k is not None and v is not None
+        _check_new("k", k, (B, k.shape[1], *k_cache.shape[2:]))
+        _check_new("v", v, (B, k.shape[1], *v_cache.shape[2:]))
     for argument, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is not None:
             check_int32(NAME, argument, x, (B,), q.device)
@@ -137,6 +140,12 @@ def flash_attn_with_kvcache(
     if not options["return_lse"]:
         return tokens_first(made)
     return tokens_first(made[0]), with_infinity(made[1])
+
+
+def _check_new(argument: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    if not matches(x.shape, shape):
+        do = "Pass as many tokens of both; tokens come before heads."
+        refuse_shape(NAME, argument, x, lambda: str(list(shape)), do)
 
 
 def _lengths(given: Any, k: Tensor | None, q: Tensor, capacity: int) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -51,10 +52,31 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
     "mask_mod": (None, "user_functions"),
     "aux_tensors": (None, "user_functions"),
     "aux_scalars": (None, "user_functions"),
+    "cu_seqlens_q": (None, "side_by_side"),
+    "cu_seqlens_k_new": (None, "side_by_side"),
+    "max_seqlen_q": (None, "side_by_side"),
+    "rotary_seqlens": (None, "rotary_seqlens"),
+    "num_heads_q": (None, "grouped_heads"),
 }
 # Those that say how a kernel of theirs does its work.
 NO_PART = ("pack_gqa", "sm_margin", "scheduler_metadata")
 RENAMED = {"page_table": "block_table"}
+# The doors' names, the first that a function has, for those of what they call.
+OWN_NAMES = {
+    "q": ("q", "qkv"),
+    "k": ("k", "kv", "qkv"),
+    "v": ("v", "kv", "qkv"),
+    "cu_seqlens_q": ("cu_seqlens_q", "cu_seqlens"),
+    "lengths": ("cache_seqlens", "seqused_k", "cu_seqlens_k"),
+    "starts": ("cache_leftpad",),
+    "cache_index": ("cache_batch_idx",),
+    "page_table": ("block_table", "page_table"),
+    "sinks": ("learnable_sink",),
+    "cos": ("rotary_cos",),
+    "sin": ("rotary_sin",),
+    "positions": ("cache_seqlens",),
+    "offset": ("cache_seqlens",),
+}
 
 
 def check_not_taken(operator: str, **given: Any) -> None:
@@ -65,23 +87,46 @@ def check_not_taken(operator: str, **given: Any) -> None:
             refuse_not_yet(operator, argument, x, row)
 
 
+def with_own_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """The function, whose errors have its name and those of its arguments where what it calls refuses
+    one."""
+    operator, known = function.__name__, tuple(inspect.signature(function).parameters)
+
+    def renamed(found: re.Match[str]) -> str:
+        names = (name for name in OWN_NAMES.get(found[1], ()) if name in known)
+        return f"{operator}: {next(names, found[1])} is "
+
+    @functools.wraps(function)
+    def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        try:
+            return function(*args, **options)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            text = re.sub(r"^\w+: (\w+) is ", renamed, str(error))
+            if type(error) not in (TypeError, ValueError, NotImplementedError) or text == str(error):
+                raise
+            raise type(error)(text.replace("cache_index", "cache_batch_idx")) from None
+
+    return door
+
+
 def taking_later_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """A function of version 2 that also takes the keywords of version 3, whose defaults are no change;
     others are refused by their names."""
     operator, known = function.__name__, tuple(inspect.signature(function).parameters)
+    own = with_own_names(function)
 
     @functools.wraps(function)
     def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
         for argument in [name for name in options if name not in known]:
-            x = options.pop(argument)
-            if argument in NOT_TAKEN:
+            x, name = options.pop(argument), RENAMED.get(argument)
+            if name in known and name not in options:
+                options[name] = x
+            elif argument in NOT_TAKEN:
                 check_not_taken(operator, **{argument: x})
             elif argument not in NO_PART:
-                name, got = RENAMED.get(argument), f"an unexpected keyword argument {argument!r}"
-                takes = f"it takes {', '.join(known)}"
-                takes = f"flash-attn 2.8's name for it is {name}" if name in known else takes
-                raise TypeError(f"{operator}() got {got}; {takes}")
-        return function(*args, **options)
+                got = f"an unexpected keyword argument {argument!r}"
+                raise TypeError(f"{operator}() got {got}; it takes {', '.join(known)}")
+        return own(*args, **options)
 
     return door
 
@@ -164,7 +209,10 @@ def check_int32(
     operator: str, argument: str, x: Any, shape: tuple[int | None, ...], device: torch.device
 ) -> None:
     """An int32 tensor of `shape`, None for any size."""
-    takes = lambda: f"an int32 tensor {['n' if n is None else n for n in shape]}"  # noqa: E731
+
+    def takes() -> str:
+        return f"an int32 tensor [{', '.join('n' if n is None else str(n) for n in shape)}]"
+
     do = f"Pass {argument}.int()." if isinstance(x, Tensor) else "Make it a tensor."
     if not isinstance(x, Tensor) or x.dtype != torch.int32:
         got = f"of dtype {x.dtype}" if isinstance(x, Tensor) else described(x)

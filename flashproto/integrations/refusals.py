@@ -28,6 +28,15 @@ NOT_YET = {
         "None: what changes scores here is softcap, sinks, ALiBi, bands and masks",
         "Pass these, or use FlexAttention.",
     ),
+    "side_by_side": (
+        "None: sequences side by side are for the varlen functions",
+        "Call flash_attn_varlen_func, with a block_table where there is a cache.",
+    ),
+    "rotary_seqlens": ("None: new keys begin at cache_seqlens", "Turn q and k before the call."),
+    "grouped_heads": (
+        "None: qkv has as many heads of queries as of keys",
+        "Call flash_attn_func of q, k and v.",
+    ),
     "chunks": (
         "its default: there are no chunks of positions here",
         "Pass flashproto.attention a mask.",
