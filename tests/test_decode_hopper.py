@@ -184,7 +184,8 @@ def test_what_is_chosen(hopper: None) -> None:
 
     def chosen(Sq: int, page: int = 0, dtype: torch.dtype = torch.bfloat16) -> str:
         q = torch.randn(2, 8, Sq, 64, device="cuda", dtype=torch.bfloat16)
-        caches = torch.randn(2, 8, page or 1024, 2, 64, device="cuda").to(dtype)
+        pages = (2, 8, page) if page else (2, 2, 1024)
+        caches = torch.randn(*pages, 2, 64, device="cuda").to(dtype)
         options: dict[str, Any] = {"lengths": torch.full((2,), 64, dtype=torch.int32, device="cuda")}
         if page:
             options["page_table"] = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)

@@ -349,7 +349,6 @@ def _cache_reasons(
 ) -> Iterator[Reason]:
     """any_of: whether no backend was asked for."""
     q, k_cache, v_cache = request.q, cache.k_cache, cache.v_cache
-    yield from float64_reasons(backend, (q,))
     if backend == "torch":
         yield from request.reasons(backend)
         if P or k_cache.dtype != q.dtype:
@@ -358,10 +357,10 @@ def _cache_reasons(
             yield "it takes sequences one by one, and their lengths cannot be read here"
     if backend == "hopper":
         yield from request.reasons(backend)
-        yield from hopper_cache_reasons(
-            q, k_cache, cache.page_table, cache.cu_seqlens_q, bool(P), "left" in request.variant.named, any_of
-        )
+        where, rolls = (cache.page_table, cache.cu_seqlens_q), "left" in request.variant.named
+        yield from hopper_cache_reasons(q, k_cache, *where, P > 0, rolls, any_of)
     if backend == "triton":
+        yield from float64_reasons(backend, (q,))
         if max(q.shape[3], v_cache.shape[3]) > 256:
             yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])
         capability = backends.capability_of(q.device) if q.device.type == "cuda" else None
