@@ -1,7 +1,7 @@
 """Attention in parts, merged: GB/s, out and lse of 32 heads of 8192 queries each.
 
-Counted are the parts and the result, each once; in the backward pass the gradient of out, the parts, and
-their gradients.  "tokens first" cells have heads behind tokens in memory.
+Counted are the parts and the result, each once; in the backward pass the gradient of out, the parts,
+and their gradients.  "tokens first" cells have heads behind tokens in memory.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def contenders(
     def ours(impl: str) -> Function:
         return partial(flashproto.merge_attention, impl=impl)
 
-    made = {f"flashproto[{impl}]": partial(prepare, partial(ours, impl)) for impl in impls}
+    made: dict[str, Callable[[], Prepared]] = {}
+    for impl in impls:
+        made[f"flashproto[{impl}]"] = partial(prepare, partial(ours, impl))
     made["torch"] = partial(prepare, lambda: plain)
     if with_compile:
         made["compile"] = partial(prepare, lambda: compiled(plain))
