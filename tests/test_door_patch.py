@@ -297,6 +297,29 @@ class Dropping(LlamaMLP):
         return self.down_proj(nn.functional.dropout(y, 0.1, self.training))
 
 
+class Clamping(LlamaMLP):
+    """Limits that small inputs do not come to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_proj(x).clamp(max=500.0), self.up_proj(x).clamp(-500.0, 500.0)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class ClampingNorm(LlamaRMSNorm):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return super().forward(hidden_states.clamp(-500.0, 500.0))
+
+
+@pytest.mark.parametrize("of", [0, 1])
+def test_limits_are_seen(calls: Calls, of: int) -> None:
+    module = Clamping(made("llama").config) if of == 0 else ClampingNorm(32)
+    x = 1e4 * torch.randn(8, 32)
+    own = module(x)
+    (row,) = patched(calls, nn.Sequential(module)).rows
+    assert row.runs is None and row.why.startswith("it is no")
+    assert torch.equal(module(x), own)
+
+
 def test_what_is_left(calls: Calls) -> None:
     """With the reason, in the table."""
     model = made("llama", num_hidden_layers=3)
@@ -630,7 +653,11 @@ def test_own_loss(calls: Calls, warned: list[str]) -> None:
     assert step(model)[0] != own[0]
     del model._loss_function
     assert "loss_function of its own" in warned[-1]
-    assert_calls(calls, {n: 2 * c for n, c in NO_LOSS.items()})
+    model.loss_type = "ForMaskedLM"
+    assert step(model)[0] != own[0]
+    assert "loss_function of its own" in warned[-1]
+    model.loss_type = made("llama").loss_type
+    assert_calls(calls, {n: 3 * c for n, c in NO_LOSS.items()})
     weight = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(torch.empty(0))
     assert "lm_head.weight is empty: it is elsewhere" in str(patch(model))

@@ -7,6 +7,7 @@ eager attention; and every test counts this library's calls, forward and backwar
 from __future__ import annotations
 
 import ast
+import itertools
 import random
 import re
 from collections import Counter
@@ -27,6 +28,7 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 
 from random_masks import random_mask  # noqa: E402
 from tiny_models import (  # noqa: E402
+    DECODER,
     DECODERS,
     ENCODER_DECODERS,
     ENCODERS,
@@ -447,8 +449,9 @@ def check_mask(calls: Calls, arguments: dict[str, Any], mask: Any, words: str = 
     """A mask of make_mask against sdpa_mask's: pair by pair, and what attention makes of it."""
     expected = masking_utils.sdpa_mask(**arguments)
     Sq, Sk = expected.shape[2:]
-    found, dense = mask_of(mask)
-    assert found is not None and dense is None, words
+    found, dense = mask_of(mask, Sq, Sk)
+    assert dense is None, words
+    found = masks.Mask() if found is None else found
     assert torch.equal(found.visible(Sq, Sk).expand(expected.shape), expected), words
     out, q, k, v = attended(mask, expected.shape[0], Sq, Sk)
     assert calls.forward == {"attention": 1}
@@ -581,6 +584,44 @@ def test_no_mask_is_causal_from_the_top(calls: Calls) -> None:
     assert calls.forward == {"attention": 3}
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_masks_decide_and_not_modules(calls: Calls, is_causal: bool) -> None:
+    """Decoders whose modules say nothing of it, or the wrong (BigBird-Pegasus)."""
+    module = torch.nn.Module()
+    module.is_causal = is_causal
+    functions = [masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function]
+    for function, n in itertools.product(functions, [(TOKENS, TOKENS), (1, TOKENS), (3, TOKENS)]):
+        sizes = {"batch_size": 2, "q_length": n[0], "kv_length": n[1], "q_offset": n[1] - n[0]}
+        mask = make_mask(**sizes, mask_function=function, allow_is_bidirectional_skip=True)
+        expected = masking_utils.sdpa_mask(**sizes, mask_function=function, allow_is_causal_skip=False)
+        q, k, v = torch.randn(2, 2, n[0], 8), torch.randn(2, 2, n[1], 8), torch.randn(2, 2, n[1], 8)
+        of_torch = torch.nn.functional.scaled_dot_product_attention(q, k, v, expected)
+        out = attend(module, q, k, v, mask)[0]
+        torch.testing.assert_close(out, of_torch.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        assert calls.forward == {"attention": 1}
+        calls.clear()
+
+
+def test_masks_of_other_keys(calls: Calls) -> None:
+    """Models that attend to more than their mask says (DeepSeek V4), or make other masks of it."""
+    for more in (0, 3):
+        mask = make_mask(**of_function(masking_utils.causal_mask_function))
+        with pytest.raises(NotImplementedError, match=r"the mask is of 12 queries and 12 keys"):
+            attended(mask, 2, TOKENS - 3 + more, TOKENS + more)
+    for change in (
+        lambda mask: mask[:, :, :, :5],
+        lambda mask: 1.0 - mask,
+        lambda mask: torch.zeros(2, 1, TOKENS, TOKENS) + mask,
+        lambda mask: mask & True,
+    ):
+        with pytest.raises(NotImplementedError, match="the mask is cut or computed with"):
+            change(mask)
+    config = transformers.DogeConfig()
+    with pytest.raises(NotImplementedError, match=r"config\.model_type is doge"):
+        make_mask(**of_function(masking_utils.causal_mask_function), config=config)
+    assert not calls.forward
+
+
 def test_masks_go_where_models_send_them(calls: Calls) -> None:
     """A model in parts on several devices moves its masks; one that cuts them is told."""
     mask = Carrier(masks.causal() & masks.documents(BLOCKS.abs()), (2, 1, TOKENS, TOKENS))
@@ -588,8 +629,6 @@ def test_masks_go_where_models_send_them(calls: Calls) -> None:
     assert len(moved.shape) == moved.ndim == 4 and isinstance(moved, masking_utils.BlockMask)
     assert torch.equal(attended(moved, 2, TOKENS, TOKENS)[0].isnan().any(), torch.tensor(False))
     assert moved.to("meta").mask.tensors[0].is_meta
-    with pytest.raises(NotImplementedError, match="cut by the model"):
-        mask[:, :, :, :5]
     assert calls.forward == {"attention": 1}
 
 
@@ -866,6 +905,79 @@ def test_rows_of_a_cache(calls: Calls) -> None:
     assert calls.forward == {CALL: 2 * 6}
 
 
+def read_on(model: Any, cache: Any, parts: list[tuple[int, Tensor | None]], ids: Tensor) -> Tensor:
+    """Logits of parts of ids, one behind the other, each of some tokens and with an attention mask."""
+    found, at = [], 0
+    with torch.no_grad():
+        for n, mask in parts:
+            positions = torch.arange(at, at + n).expand(len(ids), -1)
+            given = {"attention_mask": mask, "position_ids": positions, "cache": cache}
+            found.append(model(ids[:, at : at + n], **given).logits)
+            at += n
+    return torch.cat(found, 1)
+
+
+def test_padding_that_changes(calls: Calls) -> None:
+    """Each part's mask counts; one without it has no padding; rows of padding alone give anything."""
+    of_none = LEFT.clone()
+    of_none[0] = 0
+    cases = [(8, None), (2, LEFT[:, :10]), (2, None)], [(8, None), (2, LEFT[:, :10]), (2, ALL)]
+    for parts in (*cases, [(12, of_none)]):
+        own, model = tiny_model("llama"), tiny_model("llama")
+        expected = read_on(own, transformers.DynamicCache(config=own.config), parts, IDS)
+        model.set_attn_implementation(NAME)
+        found = read_on(model, Cache(model.config, 16), parts, IDS)
+        real = slice(1, 2) if len(parts) == 1 else slice(0, 2)
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=1e-4)
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_holes_in_later_steps(calls: Calls, n: int) -> None:
+    """Of one token too, as of rows that are finished."""
+    model = tiny_model("llama")
+    model.set_attn_implementation(NAME)
+    grown = torch.ones(2, TOKENS, dtype=torch.long)
+    finished, hole = grown.clone(), grown.clone()
+    finished[0, -1], hole[0, 5] = 0, 0
+    for mask in (finished, hole):
+        with pytest.raises(NotImplementedError, match="attention_mask is with holes"):
+            read_on(model, Cache(model.config, 16), [(TOKENS - n, None), (n, mask)], IDS)
+    with pytest.raises(ValueError, match=rf"attention_mask is of {n} tokens; it takes one of all 12"):
+        read_on(model, Cache(model.config, 16), [(TOKENS - n, None), (n, grown[:, :n])], IDS)
+
+
+def test_a_cache_of_other_sequences(calls: Calls) -> None:
+    """Emptied, it takes other numbers of them and dtypes; with tokens in it, it says so."""
+    model = tiny_model("llama")
+    alone = model.generate(IDS[:1], **NEW)
+    model.set_attn_implementation(NAME)
+    cache = Cache(model.config, 32)
+    model.generate(IDS, cache=cache, **NEW)
+    with torch.no_grad(), pytest.raises(ValueError, match=r"Cache is of 2 sequences in torch\.float32"):
+        model(IDS[:1], cache=cache)
+    cache.reset()
+    assert torch.equal(model.generate(IDS[:1], cache=cache, **NEW), alone)
+    cache.reset()
+    model.bfloat16().generate(IDS, cache=cache, **NEW)
+    assert cache.layers[0].k_cache.dtype == torch.bfloat16
+    cache.crop(-64)
+    assert cache.get_seq_length() == 0 and not cache.layers[0].lengths.any()
+
+
+def test_cache_under_autocast(calls: Calls) -> None:
+    """Queries and keys that RoPE made float32 beside values in bfloat16."""
+    model = tiny_model("llama")
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(IDS, attention_mask=LEFT).logits[LEFT.bool()]
+        model.set_attn_implementation(NAME)
+        cache = Cache(model.config, 16)
+        found = read_on(model, cache, [(8, LEFT[:, :8]), (1, LEFT[:, :9]), (3, LEFT)], IDS)
+    assert cache.layers[0].k_cache.dtype == torch.bfloat16
+    assert calls.forward == {CALL: 6}
+    assert (found[LEFT.bool()] - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_room(calls: Calls) -> None:
     """Tokens that have no place are an error before anything is written."""
     model = tiny_model("llama")
@@ -974,15 +1086,38 @@ def test_what_a_cache_refuses(calls: Calls) -> None:
 
 
 def test_a_model_that_changes_its_keys_is_told(calls: Calls) -> None:
-    """What is attended to is not what was cached: seen at the next call."""
+    """What is attended to is not what was cached: seen by the prompt's mask, or at the next call."""
     model = tiny_model("llama")
     model.set_attn_implementation(NAME)
     cache = Cache(model.config, 32)
     update = cache.update
     cache.update = lambda *args, **options: tuple(x * 1 for x in update(*args, **options))
     with torch.no_grad():
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
+                model(IDS, cache=cache, attention_mask=LEFT)
+    assert not calls.forward
+
+
+def test_keys_are_put_there_once(calls: Calls) -> None:
+    """Models that attend to the same keys twice (DiffLlama's)."""
+    config = transformers.DiffLlamaConfig(**DECODER)
+    model = transformers.DiffLlamaForCausalLM._from_config(config, attn_implementation=NAME)
+    cache = Cache(config, 32)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="not to the keys that it caches"):
         model(IDS, cache=cache)
-        calls.clear()
-        with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
-            model(IDS[:, :1], cache=cache)
+    assert calls.forward == {CALL: 1}
+
+
+def test_models_with_other_masks(calls: Calls) -> None:
+    """Masks without the window that the config has (Moshi's), and layers that read keys (Mllama's)."""
+    options = {"sliding_window": WINDOW, "ffn_dim": 64, "num_codebooks": 1}
+    config = transformers.MoshiConfig(**DECODER, **options)
+    model = transformers.MoshiForCausalLM._from_config(config, attn_implementation=NAME)
+    match = "lets a query see is all tokens back; it takes 3 tokens back"
+    for mask in (None, LEFT):
+        with torch.no_grad(), pytest.raises(NotImplementedError, match=match):
+            model(IDS, attention_mask=mask, cache=Cache(config, 32))
+    with pytest.raises(NotImplementedError, match="not to the keys that it caches"):
+        assert Cache(config, 32).layers[0].keys
     assert not calls.forward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -34,10 +35,15 @@ from .rope import rope as turn
 
 if backends.HAS_TRITON:
     from ..ops import attention_decode as decode_op
+    from ..ops import attention_merge as merge_op
 
 
+@cached
 def merge_attention(
-    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys, from the results of attention over some of the keys each.
 
@@ -49,12 +55,14 @@ def merge_attention(
     Args:
         outs: tensors [..., Dv] of one shape, or all stacked [n, ..., Dv]; any floating dtypes.
         lses: as many [...], natural logarithm, as return_lse gives them (of attention_varlen lse.mT,
-            to lie as out does).  A part in which a row sees no key has -inf there.
+            to lie as out does).  A part in which a row sees no key has -inf there.  Such a part counts
+            for nothing, whatever its out is, and its gradients are 0.
+        impl: the backend by name; None chooses.
 
     Returns: (out, lse) of attention over all keys: out [..., Dv] in the widest dtype of outs, lse [...]
         in float32 (float64 if anything is float64), in which sums are taken.  A row that sees no key in
         any part gives 0 and -inf.  Differentiable in all outs and lses.
-    Raises: TypeError, ValueError: an argument does not fit.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
     Source: Milakov and Gimelshein (2018), section 3.1.
 
     Example:
@@ -67,12 +75,47 @@ def merge_attention(
     """
     check_states("merge_attention", outs, lses)
     distributed = backends.has_dtensors((outs[0],))
-    for name, states in (("outs", outs), ("lses", lses)):
-        if any(backends.has_dtensors((x,)) != distributed for x in states):
+    for name, given in (("outs", outs), ("lses", lses)):
+        if any(backends.has_dtensors((x,)) != distributed for x in given):
             kinds = ("a plain tensor", "a DTensor") if distributed else ("a DTensor", "a plain tensor")
             got, do = "{} beside {} outs[0]".format(*kinds), "Pass the .to_local() of all DTensors."
             refuse("merge_attention", name, got, "all DTensors, or all plain", do, TypeError)
-    return reference.merge_attention(list(outs), list(lses))
+    stacked = isinstance(outs, Tensor) and isinstance(lses, Tensor)
+    states: Any = (outs, lses) if stacked else (*outs, *lses)
+    backend = backends.choose("merge_attention", impl, states, lambda b: _merge_reasons(b, states))
+    if backend != "triton":
+        return reference.merge_attention(list(outs), list(lses))
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in states[: len(states) // 2]])
+    if len(outs) > MOST_PARTS:
+        return _merge_many(list(outs), list(lses), dtype)
+    settings = merge_op.Settings(stacked, dtype)
+    if isinstance(outs, Tensor) != isinstance(lses, Tensor):  # not all states are the caller's tensors
+        return merge_op.attention_merge(states, settings, (0, 1))
+    names = [f"{x}[{i}]" for x in ("outs", "lses") for i in range(len(states) // 2)]
+    return merge_op.attention_merge.bind(states, settings, (0, 1), names)
+
+
+LARGEST_MERGED = 1024  # head dim, of which a program has whole rows in registers
+MOST_PARTS = 16  # of one launch, whose kernel is written out for their number
+
+
+def _merge_reasons(backend: str, states: Sequence[Tensor]) -> Iterator[Reason]:
+    yield from float64_reasons(backend, states)
+    if backend == "triton" and states[0].shape[-1] > LARGEST_MERGED:
+        yield "head_dim is {}; the kernels take up to {}", states[0].shape[-1], LARGEST_MERGED
+
+
+def _merge_many(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> Any:
+    """In groups, whose results in float32 are parts again."""
+    settings = merge_op.Settings(False, torch.float32)
+    while len(outs) > MOST_PARTS:
+        groups = [slice(i, i + MOST_PARTS) for i in range(0, len(outs), MOST_PARTS)]
+        made = [
+            merge_op.attention_merge((*outs[group], *lses[group]), settings, (0, 1)) for group in groups
+        ]
+        outs, lses = zip(*made, strict=True)
+    settings = merge_op.Settings(False, dtype)
+    return merge_op.attention_merge((*outs, *lses), settings, (0, 1))
 
 
 @cached

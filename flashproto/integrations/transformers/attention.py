@@ -11,8 +11,8 @@ from transformers.utils import logging
 from ... import functional, masks
 from ...checks import described, refuse
 from ..refusals import refuse_not_yet
-from .cache import layer_of
-from .masks import DO_CACHE, OPERATOR, Carrier
+from .cache import layer_of, refuse_keys
+from .masks import DO_CACHE, OPERATOR, Carrier, Padding
 
 # What models pass beside the arguments of `attend`, and what would be another result without it.
 REFUSED = {
@@ -24,6 +24,10 @@ REFUSED = {
 }
 DO_OTHER = "Use attn_implementation='eager' for this model."
 DO_PACK = "Leave it out: position_ids that begin again at 0 keep packed sequences apart."
+
+EVERYTHING, CAUSAL, TOP_LEFT = (
+    mask.form for mask in (masks.Mask(), masks.causal(), masks.causal(top_left=True))
+)
 
 logger = logging.get_logger(__name__)
 
@@ -61,17 +65,22 @@ def attend(
             if x is not None:
                 takes = "none beside Cache"
                 refuse(OPERATOR, name, described(x), takes, DO_CACHE, NotImplementedError)
-        starts = starts_of(attention_mask)
-        out = layer.attend(query, key, value, starts, scale=scaling, softcap=softcap, sinks=s_aux)
+        if attention_mask is not None:
+            layer.pad(attention_mask)
+        out = layer.attend(query, key, value, scale=scaling, softcap=softcap, sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = bool(causal) and attention_mask is None and query.shape[2] > 1
-    if causal and key.shape[2] > query.shape[2]:  # the first tokens in a static cache
-        key, value = (x[:, :, : query.shape[2]] for x in (key, value))
-        position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    Sq, Sk = query.shape[2], key.shape[2]
+    mask, dense = mask_of(attention_mask, Sq, Sk)
+    if attention_mask is None:
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    else:
+        causal = mask is not None and mask.form in (TOP_LEFT, *([CAUSAL] if Sq == Sk else []))
+    causal, mask = causal and Sq > 1, None if causal else mask
+    if causal and Sk > Sq:  # the first tokens in a static cache
+        key, value = (x[:, :, :Sq] for x in (key, value))
+        position_bias = None if position_bias is None else position_bias[..., :Sq]
     if query.shape[0] != key.shape[0]:  # queries that are learned
         query = query.expand(key.shape[0], -1, -1, -1)
-    mask, dense = mask_of(attention_mask)
     curved = softcap is not None or s_aux is not None
     if dense is not None and curved:
         mask, dense = intervals_of(dense), None
@@ -86,7 +95,7 @@ def attend(
         takes, do = "None beside softcap and s_aux (sinks)", DO_OTHER
         refuse(OPERATOR, "position_bias", described(position_bias), takes, do, NotImplementedError)
     if mask is not None:
-        dense = mask.visible(query.shape[2], key.shape[2])
+        dense = mask.visible(Sq, Sk)
         dense = dense[None, None] if dense.ndim == 2 else dense
     if position_bias is not None:
         dense, causal = biased(position_bias, dense, causal), False
@@ -96,23 +105,22 @@ def attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def mask_of(given: Carrier | Tensor | None) -> tuple[masks.Mask | None, Tensor | None]:
-    """(mask, dense): one of this library, or a tensor."""
+def mask_of(
+    given: Carrier | Tensor | None, Sq: int, Sk: int
+) -> tuple[masks.Mask | None, Tensor | None]:
+    """(mask, dense): one of this library, None for no mask, or a tensor."""
+    if isinstance(given, Padding):
+        refuse_keys()
     if isinstance(given, Carrier):
-        return given.mask, None
+        if given.shape[2:] != (Sq, Sk):
+            got = f"of {given.shape[2]} queries and {given.shape[3]} keys"
+            takes = f"one of {Sq} and {Sk}, to which the model attends"
+            refuse(OPERATOR, "the mask", got, takes, DO_OTHER, NotImplementedError)
+        form = given.mask.form
+        return (None if form == EVERYTHING or (form == CAUSAL and Sq == 1) else given.mask), None
     if given is not None and given.dtype == torch.int32 and given.shape[2] == 2:
         return masks.intervals(given[:, :, 0], given[:, :, 1]), None
     return None, given
-
-
-def starts_of(given: Carrier | Tensor | None) -> Tensor | None:
-    """What masks.first_tokens gave, [B]."""
-    if given is None:
-        return None
-    if isinstance(given, Carrier) or given.dtype != torch.int32 or given.shape[1:] != (1, 1, 1):
-        takes = "the padding, [B, S], beside Cache"
-        refuse(OPERATOR, "attention_mask", described(given), takes, DO_CACHE, NotImplementedError)
-    return given.flatten()
 
 
 def intervals_of(dense: Tensor) -> masks.Mask:

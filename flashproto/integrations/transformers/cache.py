@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 
 from ... import functional
-from ...checks import check_integer, refuse
-from .masks import CACHED, DO_CACHE, OPERATOR
+from ...checks import check_integer, described, refuse
+from ...functional.autocast import autocast_low_precision
+from .masks import CACHED, DO_CACHE, OPERATOR, Padding
 
 NAMES: set[str] = set()  # of attention implementations that are registered
 TAKEN = ("full_attention", "sliding_attention")  # of a config's layer_types
@@ -35,6 +36,16 @@ class Layer(cache_utils.CacheLayerMixin):
         self.starts: Tensor | None = None
         self.is_waiting = False  # for the attention to the keys that update was given
 
+    @property
+    def keys(self) -> NoReturn:
+        """Models that look for them would attend to these rows by themselves."""
+        refuse_keys()
+
+    @keys.setter
+    def keys(self, x: None) -> None: ...
+
+    values = keys
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         B, H, _, D = key_states.shape
         self.device, self.dtype = key_states.device, key_states.dtype
@@ -52,15 +63,26 @@ class Layer(cache_utils.CacheLayerMixin):
         """The new keys and values as they are, with a note that they are this layer's."""
         self.check_implementation()
         if self.is_waiting:
-            got = "a model whose attention is not to the keys that it caches"
-            takes = "models that hand on what update() gives"
-            refuse(OPERATOR, "Cache", got, takes, DO_CACHE, NotImplementedError)
-        if not self.is_initialized:
+            refuse_keys()
+        key_states, value_states = autocast_low_precision(key_states, value_states)
+        if not self.fits(key_states):
             self.lazy_initialization(key_states, value_states)
         self.check_room(key_states.shape[2])
         self.is_waiting = True
         key_states.flashproto_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
+
+    def fits(self, key_states: Tensor) -> bool:
+        """Whether rows are there for these sequences; an empty cache may get others."""
+        if not self.is_initialized or torch.compiler.is_compiling():
+            return self.is_initialized
+        mine, given = (
+            f"of {len(x)} sequences in {x.dtype} on {x.device}" for x in (self.k_cache, key_states)
+        )
+        if mine != given and self.tokens > 0:
+            do = "Call its reset() for other prompts, or make another one."
+            refuse(OPERATOR, "Cache", mine, f"one {given} for this call", do)
+        return mine == given
 
     def check_room(self, new: int) -> None:
         """There has to be room for the new tokens; in a compiled step the device tells, once."""
@@ -80,11 +102,24 @@ class Layer(cache_utils.CacheLayerMixin):
             self.counted = int(self.lengths.max())
         return self.counted
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, starts: Tensor | None, **options: Any) -> Tensor:
+    def pad(self, given: Any) -> None:
+        """Take what a mask says of the padding; its window has to be the layer's."""
+        if not isinstance(given, Padding):
+            takes = "the padding, [B, S], beside Cache"
+            refuse(OPERATOR, "attention_mask", described(given), takes, DO_CACHE, NotImplementedError)
+        left = None if self.window is None else self.window - 1
+        if given.left != left:
+            got, takes = (f"{'all' if n is None else n} tokens back" for n in (given.left, left))
+            name = "what the model's mask lets a query see"
+            refuse(OPERATOR, name, got, takes, DO_CACHE, NotImplementedError)
+        self.starts = given.starts
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """Attention of q [B, Hq, n, D] to what is cached and to k and v, which are put there."""
+        if not self.is_waiting:
+            refuse_keys()
         self.is_waiting = False
-        if starts is not None:
-            self.starts = starts
+        (q,) = autocast_low_precision(q)
         out: Any = functional.attention_with_kv_cache(
             q,
             self.k_cache,
@@ -104,7 +139,10 @@ class Layer(cache_utils.CacheLayerMixin):
         """Another attention would take what update gives for all keys."""
         if self.config._attn_implementation not in NAMES:
             takes = f"one that register() gave: {', '.join(sorted(NAMES)) or 'none yet'}"
-            do = "Call model.set_attn_implementation(flashproto.integrations.transformers.register())."
+            do = (
+                "Call model.set_attn_implementation(register()); a model that stays with its own needs"
+                " another cache."
+            )
             refuse(OPERATOR, "attn_implementation", self.config._attn_implementation, takes, do)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -151,8 +189,8 @@ class Layer(cache_utils.CacheLayerMixin):
             takes, do = "0 or a negative number of tokens", "Pass -n to remove the last n."
             refuse(OPERATOR, "crop", tokens_to_remove, takes, do)
         if self.is_initialized:
-            self.lengths += tokens_to_remove
-            self.counted = self.tokens + tokens_to_remove if self.counted is not None else None
+            self.lengths.add_(tokens_to_remove).clamp_(min=0)
+            self.counted = None if self.counted is None else max(0, self.tokens + tokens_to_remove)
 
     def reset(self) -> None:
         self.is_waiting, self.starts, self.counted = False, None, 0
@@ -164,6 +202,12 @@ class Layer(cache_utils.CacheLayerMixin):
         refuse(OPERATOR, "offloading", True, takes, DO_CACHE, NotImplementedError)
 
     prefetch = offload
+
+
+def refuse_keys() -> NoReturn:
+    got = "a model whose attention is not to the keys that it caches"
+    takes = "models that hand on what update() gives"
+    refuse(OPERATOR, "Cache", got, takes, DO_CACHE, NotImplementedError)
 
 
 def layer_of(key: Tensor) -> Layer | None:
@@ -189,7 +233,8 @@ class Cache(cache_utils.Cache):
     Raises:
         NotImplementedError: layers other than full attention and sliding windows (chunks as in Llama 4,
             shared keys, states), caches of latents (DeepSeek's MLA), encoder-decoders; when it is used
-            also holes in the padding, padding behind the tokens, masks of the model's own, dropout;
+            also holes in the padding, padding behind the tokens, masks of the model's own, dropout, and
+            models that attend to other keys than they cache;
         ValueError: a room that is no positive integer, an attention that register() did not make.
 
     Example:

@@ -23,13 +23,15 @@ APART = ("labels", "logits_to_keep", "output_router_logits")
 
 class Loss(NamedTuple):
     """base, head: names of the children that make hidden states and logits; softcap: of the logits;
-    result: the class of what forward returns, and which of its fields come from the base."""
+    result: the class of what forward returns, and which of its fields come from the base; function: the
+    model's loss_function then."""
 
     base: str
     head: str
     softcap: float | None
     result: type
     fields: tuple[str, ...]
+    function: Callable[..., Any]
 
     def __str__(self) -> str:
         cap = "" if self.softcap is None else f", softcap {self.softcap:g}"
@@ -109,7 +111,7 @@ def loss_of(model: Any) -> Loss:
         wanted = [x for x in out if out[x] is not None and x not in ("loss", "logits")]
         if any(out[x] != f"the base's {x}" for x in wanted):
             raise Left("what it returns is not what its base returns")
-        found = Loss(base, head, softcap, type(out), tuple(wanted))
+        found = Loss(base, head, softcap, type(out), tuple(wanted), model.loss_function)
         cases: list[tuple[Tensor, dict[str, Any]]] = [
             (some, {}),
             (some, {"num_items_in_batch": 7}),
@@ -189,7 +191,7 @@ def against(name: str, head: Any) -> str | None:
 
 def why_not(model: Any, loss: Loss) -> str | None:
     """Why the model's own loss has to run now; None: it has not."""
-    if "_loss_function" in model.__dict__:
+    if "_loss_function" in model.__dict__ or model.loss_function is not loss.function:
         return "the model has a loss_function of its own"
     return against(loss.head, active_head(model._modules[loss.head]))
 

@@ -16,6 +16,7 @@ from .reading import FAR, Keys, Seen, Unreadable, read
 
 OPERATOR = "flashproto in transformers"
 CACHED = -(2**40)  # the offset of keys that Cache names, and no other one
+CHANGED = ("doge",)  # models that make other masks of what is no tensor
 DO_CACHE = "Pass another cache, such as transformers' DynamicCache."
 
 
@@ -45,9 +46,14 @@ class Carrier(masking_utils.BlockMask):
         ]
         return Carrier(masks.Mask(self.mask.bands, tuple(parts)), self.four)
 
-    def __getitem__(self, index: object) -> Any:
-        do = "Use attn_implementation='sdpa' for this model."
-        refuse(OPERATOR, "the mask", "cut by the model", "whole masks", do, NotImplementedError)
+    def unknown(self, *others: object) -> Any:
+        do = "Use attn_implementation='eager' for this model."
+        got = "cut or computed with by the model"
+        refuse(OPERATOR, "the mask", got, "whole masks", do, NotImplementedError)
+
+    __getitem__ = __invert__ = __neg__ = unknown
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = unknown
+    __and__ = __rand__ = __or__ = __ror__ = unknown
 
     def __repr__(self) -> str:
         return f"Carrier({self.mask!r})"
@@ -68,15 +74,20 @@ def make_mask(
     allow_is_bidirectional_skip: bool = False,
     use_vmap: bool = False,
     device: Any = "cpu",
+    config: Any = None,
     **options: Any,
 ) -> Carrier | Tensor | None:
     """transformers' mask interface.
 
-    Returns: None where the attention function knows the mask, causal or none, by itself; a Carrier; for
-        a static cache, whose length is a tensor, begin and end of masks.intervals, int32 [B | 1, 1, 2,
-        Sk]; for Cache the first token of each sequence, int32 [B, 1, 1, 1], None for 0; and of a
-        function that is no interval sdpa_mask's tensor.
+    Returns: a Carrier, of a causal mask and of none at all too, since not all modules know which they
+        have; for a static cache, whose length is a tensor, begin and end of masks.intervals, int32
+        [B | 1, 1, 2, Sk]; for Cache what first_tokens gives; and of a function that is no interval
+        sdpa_mask's tensor.
     """
+    kind = getattr(config, "model_type", None)
+    if kind in CHANGED:
+        takes, do = "models that hand masks on", "Use attn_implementation='sdpa' for this model."
+        refuse(OPERATOR, "config.model_type", kind, takes, do, NotImplementedError)
     if kv_offset == CACHED:
         return first_tokens(q_length, q_offset, mask_function, attention_mask)
     traced = torch.compiler.is_compiling()
@@ -93,14 +104,9 @@ def make_mask(
         causal = band == (None, 0) and not rest
         everything = band == (None, None)
         aligned = everything or is_zero(q_offset - kv_offset - (kv_length - q_length))
-        if padding is None and aligned and not rest:
-            if everything and allow_is_bidirectional_skip:
-                return None
-            if causal and allow_is_causal_skip and (q_length == 1 or q_length == kv_length):
-                return None
-        if causal and allow_is_causal_skip and is_prompt(q_length, q_offset, padding, traced):
-            return None
         shape = (batch_size, 1, q_length, kv_length)
+        if causal and allow_is_causal_skip and is_prompt(q_length, q_offset, padding, traced):
+            return Carrier(masks.causal(top_left=True), shape)
         mask = masks.Mask()
         if band is None or not aligned:
             band, rest = None, True
@@ -163,15 +169,28 @@ def is_prompt(q_length: int, q_offset: Any, padding: Tensor | None, traced: bool
 # --- beside Cache -----------------------------------------------------------------------------------
 
 
+class Padding(Carrier):
+    """For Cache.  starts: the first token of each sequence that is no padding, int32 [B], None for 0;
+    left: how many tokens back the mask lets a query see, None for all."""
+
+    def __init__(self, starts: Tensor | None, left: int | None) -> None:
+        super().__init__(masks.Mask(), (0, 0, 0, 0))
+        self.starts, self.left = starts, left
+
+    def to(self, device: Any = None, *args: Any, **options: Any) -> Padding:
+        if device is None or self.starts is None:
+            return self
+        return Padding(self.starts.to(device), self.left)
+
+
 def first_tokens(
     q_length: int, q_offset: Any, mask_function: Callable[..., Any], attention_mask: Tensor | None
-) -> Tensor | None:
-    """The first token that is no padding, int32 [B, 1, 1, 1]; None where Cache knows, or it is 0."""
-    if isinstance(q_offset, Tensor) and q_length == 1:
-        return None
-    if not isinstance(q_offset, Tensor) and q_offset > 0 and q_length == 1:
-        return None
+) -> Padding | None:
+    """None of one token behind others, for which Cache knows: it is the same step, compiled or not."""
     traced = torch.compiler.is_compiling()
+    is_step = q_length == 1 and (isinstance(q_offset, Tensor) or q_offset > 0)
+    if is_step and (traced or attention_mask is None):
+        return None
     try:
         seen = read_mask_function(mask_function, traced)
         band = seen.band() if seen.is_band() else None
@@ -181,19 +200,21 @@ def first_tokens(
         got, takes = "a mask of its own", "causal masks and windows beside Cache"
         refuse(OPERATOR, "the model's mask", got, takes, DO_CACHE, NotImplementedError)
     if attention_mask is None:
-        return None
+        return Padding(None, band[0])
+    known = not isinstance(q_offset, Tensor) and not traced
+    if known and attention_mask.shape[1] < q_offset + q_length:
+        got, takes = f"of {attention_mask.shape[1]} tokens", f"one of all {q_offset + q_length}"
+        refuse(OPERATOR, "attention_mask", got, takes, "Put the mask of what is cached before it.")
     real = attention_mask.bool()
-    first = real.int().argmax(-1, keepdim=True)
-    holes = (~real & (torch.arange(real.shape[1], device=real.device) > first)).any()
+    holes = (real[:, 1:] < real[:, :-1]).any()
     if traced:
         torch._assert_async(~holes, "flashproto: holes, or padding behind the tokens, beside Cache")
     elif bool(holes):
-        got, takes = (
-            "with holes, or padding behind the tokens",
-            "padding before the tokens, beside Cache",
-        )
-        do = "Set tokenizer.padding_side = 'left'."
+        got = "with holes, or padding behind the tokens"
+        takes, do = "padding before the tokens, beside Cache", "Set tokenizer.padding_side = 'left'."
         refuse(OPERATOR, "attention_mask", got, takes, do, NotImplementedError)
-    elif not bool(first.any()):
+    if is_step:
         return None
-    return first.int()[:, None, None]
+    if not traced and bool(real[:, 0].all()):
+        return Padding(None, band[0])
+    return Padding((~real).sum(-1).int(), band[0])

@@ -29,6 +29,7 @@ else:
 
 M = TypeVar("M", bound=nn.Module)
 CASTINGS = ("llama", "torch", "gemma")  # in the order of what float32 cannot tell apart
+LARGEST = 5  # inputs go to 10**5, to see limits
 OTHER_ORDER = 2e-2  # of values in 16 bits, the share that another order of summation may round apart
 
 
@@ -63,6 +64,14 @@ def close(got: Tensor, wanted: object) -> bool:
         and got.shape == wanted.shape
         and torch.allclose(got, wanted.to(got.dtype), rtol=1e-4, atol=1e-5)
     )
+
+
+def close_rows(got: Tensor, wanted: object) -> bool:
+    """Close, of what is largest in a row: sums of large numbers round in these."""
+    if not isinstance(wanted, Tensor) or got.shape != wanted.shape:
+        return False
+    largest = wanted.abs().amax(-1, keepdim=True)
+    return close(got / largest, wanted / largest)
 
 
 def likeness(module: nn.Module) -> tuple[object, ...]:
@@ -140,7 +149,7 @@ def norm_of(module: nn.Module) -> Norm:
         random = functools.partial(torch.randn, generator=generator, dtype=torch.float32)
         w, b = random(n), None if bias is None else random(n)
         rows = max(16, 4096 // n)
-        x = random(rows, n) * torch.logspace(-3, 0.5, rows, dtype=torch.float32)[:, None]
+        x = random(rows, n) * torch.logspace(-3, LARGEST, rows, dtype=torch.float32)[:, None]
 
         def own(x: Tensor, w: Tensor) -> Any:
             parameters = {"weight": w, "bias": None if b is None else b.to(w.dtype)}
@@ -235,6 +244,7 @@ def mlp_of(module: nn.Module) -> MLP:
     names = weighted(module)
     with quiet() as generator:
         x = torch.randn(64, WIDTH, generator=generator, dtype=torch.float32)
+        x *= torch.logspace(-1, LARGEST, 64, dtype=torch.float32)[:, None]
         for order in itertools.permutations(names):
             made = dict.fromkeys(order, WIDTH)
             if len(order) == 2:
@@ -250,7 +260,7 @@ def mlp_of(module: nn.Module) -> MLP:
                 continue
             *first, last = (layers[name] for name in order)
             for activation, glu in activations("reference").items():
-                if close(last(glu(*(f(x) for f in first))), wanted):
+                if close_rows(last(glu(*(f(x) for f in first))), wanted):
                     return MLP(activation, order)
     raise Left("it is no SwiGLU, GeGLU or ReGLU")
 
