@@ -112,6 +112,12 @@ def test_tokens_are_told_as_they_come(model, lookup):
         on_token=lambda b, token: told[b].append(token),
     )
     assert [x[len(p) :].tolist() for x, p in zip(texts, prompts, strict=True)] == told
+    end = told[1][4]
+    cut = model.generate(
+        prompts, 9, seeds=[1, 2, 3], prompt_lookup=lookup, on_token=lambda b, token: token == end
+    )
+    for new, text, prompt in zip(told, cut, prompts, strict=True):
+        assert text[len(prompt) :].tolist() == new[: new.index(end) + 1 if end in new else 9]
 
 
 # --- what is drawn --------------------------------------------------------------------------------

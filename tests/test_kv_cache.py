@@ -31,9 +31,8 @@ CACHES["rolling and pages"] = {"chunk": 5, "page_size": 3}
 def filled(cache: KVCache) -> KVCache:
     """With NaN where memory is as it was found."""
     for layer in cache.layers:
-        for x in layer[3:]:
-            if x is not None:
-                x.copy_(torch.full(x.shape, torch.nan))
+        for x in layer.memory:
+            x.copy_(torch.full(x.shape, torch.nan))
     return cache
 
 
@@ -154,12 +153,12 @@ def test_what_has_no_room_changes_nothing(options):
     cache = filled(model.make_cache(2, 8, **options))
     model(tokens[:, :5], cache=cache)
     model(tokens[:, 5:7], cache=cache)
-    before = [x.clone() for layer in cache.layers for x in layer[3:5]]
+    before = [x.clone() for layer in cache.layers for x in layer.memory]
     with pytest.raises(
         ValueError, match="KVCache: new is 2 tokens for sequence 0, which has 7; it takes at"
     ):
         model(tokens[:, 7:9], cache=cache)
-    for x, y in zip([x for layer in cache.layers for x in layer[3:5]], before, strict=True):
+    for x, y in zip([x for layer in cache.layers for x in layer.memory], before, strict=True):
         assert torch.equal(x.view(torch.int32), y.view(torch.int32))
     assert cache.counts == cache.lengths.tolist() == [7, 7]
     want = model(tokens[:, :8])[0][:, 7:]
@@ -215,13 +214,13 @@ def test_replays_are_counted_and_refused():
 
 def test_memory_is_told_and_an_error_names_it():
     cache = KVCache(2, 64, 3, 2, 16, windows=[None, 7, 7], chunk=9, dtype=torch.bfloat16)
-    held = [x for layer in cache.layers for x in layer[3:5]]
+    held = [x for layer in cache.layers for x in layer.memory]
     assert cache.nbytes == sum(x.nbytes for x in held) == 2 * 2 * 2 * 2 * 16 * (64 + 16 + 16)
     assert repr(cache) == (
         "KVCache(2 x 64 tokens, 3 layers of 2 heads of 16, torch.bfloat16, 2.29e-05 GiB)"
     )
     eight = KVCache(2, 64, 1, 2, 16, page_size=16, pages=5, dtype=torch.float8_e4m3fn)
-    assert eight.nbytes == sum(x.nbytes for x in eight.layers[0][3:]) == 2 * 5 * 16 * 2 * (16 + 4)
+    assert eight.nbytes == sum(x.nbytes for x in eight.layers[0].memory) == 2 * 5 * 16 * 2 * (16 + 4)
     with pytest.raises(torch.OutOfMemoryError, match=r"^KVCache\(.*, 7\.55e\+07 GiB\) is memory that"):
         KVCache(2**20, 2**20, 12, 12, 64)
 
@@ -238,6 +237,12 @@ def test_memory_goes_with_the_cache():
         assert held() is None
     finally:
         gc.enable()
+
+
+def test_what_wraps_a_block_copies_no_memory():
+    """FSDP's mixed precision casts the tensors that it finds in arguments, also in tuples and lists."""
+    (layer,) = KVCache(1, 8, 1, 1, 8).layers
+    assert torch.utils._pytree.tree_leaves({"cache": layer}) == [layer]
 
 
 # --- pages, and what goes back --------------------------------------------------------------------

@@ -186,9 +186,8 @@ class Texts:
     def _add(self, b: int, tokens: Sequence[int]) -> None:
         for token in tokens:
             self.rows[b].append(token)
-            if self.on_token is not None:
-                self.on_token(b, token)
-            if token in self.stop or len(self.rows[b]) == self.most:
+            is_last = self.on_token is not None and self.on_token(b, token) is True
+            if is_last or token in self.stop or len(self.rows[b]) == self.most:
                 self.ended.add(b)
                 break
         if self.lookups:

@@ -563,7 +563,8 @@ class GPT(nn.Module):
           had them before (Saxena, "Prompt Lookup Decoding", 2023), and check all in one call.
           Guesses that are what would have been drawn are kept: the distribution stays the same, and
           so does the text of a seed, but for rounding.  It is faster where texts repeat themselves.
-        - on_token(b, token) is called with each new token of sequence b as soon as it is there.
+        - on_token(b, token) is called with each new token of sequence b as soon as it is there, and may
+          return True to end the sequence with it.
         - cache: what make_cache made, for as many sequences, which is reset; None makes one.  The room
           in it takes the place of `context`.
         - cuda_graph: on a GPU one step is captured and then replayed, and kept with the cache that is

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -276,10 +277,9 @@ class KVCache:
             index = [p for b in target for p in self._pages[b]], [p for own in rows for p in own]
         for layer in self.layers:
             to, of = (target, source) if layer.page_table is None else index
-            for x in layer[3:]:
-                if x is not None and len(to):
-                    x = x.view(torch.uint8) if x.dtype == EIGHT_BITS else x
-                    x[list(to)] = x[list(of)]
+            for x in layer.memory:
+                bits = x.view(torch.uint8) if x.dtype == EIGHT_BITS else x
+                bits[list(to)] = bits[list(of)]
         written = [self._written[a] for a in source]
         for b, w in zip(target, written, strict=True):
             self._written[b] = w
@@ -317,9 +317,13 @@ class KVCache:
             refuse("KVCache", "the tokens' need", got, takes, do)
 
 
-class KVLayer(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class KVLayer:
     """What one layer has of a KVCache.  window: how many tokens before itself a token may see; None,
-    all."""
+    all.
+
+    It is no tuple: what wraps a module (FSDP) may copy tensors that it finds in one.
+    """
 
     cache: KVCache
     window: int | None
@@ -328,6 +332,10 @@ class KVLayer(NamedTuple):
     v_cache: Tensor
     k_scale: Tensor | None
     v_scale: Tensor | None
+
+    @property
+    def memory(self) -> list[Tensor]:
+        return [x for x in (self.k_cache, self.v_cache, self.k_scale, self.v_scale) if x is not None]
 
     def attend(
         self,
