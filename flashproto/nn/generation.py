@@ -313,15 +313,15 @@ def wants_graph(model: nn.Module, cache: KVCache, most: int, asked: bool | None)
 def decoder_of(
     model: nn.Module, cache: KVCache, how: Sampling, vocabulary: int, seeds: Tensor, with_graph: bool
 ) -> Decoder:
-    """A new one, or the cache's with graphs of the same calls: those of these parameters, where they
-    lie."""
+    """A new one, or the last one of this cache, with its graphs, if they are of the same calls and of
+    these parameters, where they lie."""
     if not with_graph:
         return Decoder(seeds, how, vocabulary)
     tensors = [*model.parameters(), *model.buffers()]
     key = (id(model), model.training, how, vocabulary, *(x.data_ptr() for x in tensors))
-    if key not in cache.decoders:
-        cache.decoders[key] = Decoder(seeds, how, vocabulary)
-    return cache.decoders[key]
+    if cache.decoder[0] != key:
+        cache.decoder = key, Decoder(seeds, how, vocabulary)
+    return cache.decoder[1]
 
 
 def on_another_stream(device: torch.device, run: Callable[[], None]) -> None:

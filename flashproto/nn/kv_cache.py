@@ -119,7 +119,7 @@ class KVCache:
         self.counts = [0] * batch
         self.page_table: Tensor | None = None
         self.rope: Any = None  # GPT's tables for the positions in the room
-        self.decoders: dict[Any, Any] = {}  # GPT.generate's CUDA graphs, which read this memory
+        self.decoder: tuple[Any, Any] = None, None  # GPT.generate's CUDA graphs, which read this memory
         self._new: int | list[int] | None = None  # tokens that reserve found room for
         self._written = [0] * batch  # since the last reset
         self._pages: list[list[int]] = [[] for _ in range(batch)]

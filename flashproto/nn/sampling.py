@@ -117,7 +117,7 @@ def nucleus(p: Tensor, top_p: float) -> Tensor:
     low = torch.zeros_like(high)
     for _ in range(31):
         middle = low + (high - low + 1) // 2
-        is_enough = torch.where(bits >= middle, p, 0.0).sum(-1, keepdim=True) >= top_p
+        is_enough = (p * (bits >= middle)).sum(-1, keepdim=True) >= top_p
         low, high = torch.where(is_enough, middle, low), torch.where(is_enough, high, middle - 1)
     return bits >= low
 
