@@ -178,45 +178,22 @@ def test_one_graph_serves_all_lengths(
             torch.testing.assert_close(x.double(), want.double(), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.gpu
-def test_what_is_chosen(hopper: None) -> None:
-    """Chunks run here; a token of each sequence, 8 bits and odd pages on the portable kernels."""
-
-    def chosen(Sq: int, page: int = 0, dtype: torch.dtype = torch.bfloat16) -> str:
-        q = torch.randn(2, 8, Sq, 64, device="cuda", dtype=torch.bfloat16)
-        pages = (2, 8, page) if page else (2, 2, 1024)
-        caches = torch.randn(*pages, 2, 64, device="cuda").to(dtype)
-        options: dict[str, Any] = {"lengths": torch.full((2,), 64, dtype=torch.int32, device="cuda")}
-        if page:
-            options["page_table"] = torch.arange(8, dtype=torch.int32, device="cuda").view(2, 4)
-        if dtype != torch.bfloat16:
-            options |= {"k_scale": torch.ones(2, device="cuda"), "v_scale": torch.ones(2, device="cuda")}
-        text = flashproto.explain(flashproto.attention_with_kv_cache, q, *caches, **options)
-        return text.partition("backend ")[2].split()[0].strip(",")
-
-    assert chosen(64) == "hopper" and chosen(64, 16) == "hopper" and chosen(64, 256) == "hopper"
-    assert chosen(1) == "triton" and chosen(64, 48) == "triton"
-    assert chosen(64, dtype=torch.float8_e4m3fn) == "triton"
-
-
 def test_reasons() -> None:
     def against(page: int = 0, slots: int = 1024, rolls: bool = False, **others: Any) -> list[str]:
-        q = torch.empty(2, 8, others.get("Sq", 64), 64, dtype=torch.bfloat16, device="meta")
+        q = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(2, page or slots, 2, 64, dtype=others.get("dtype", q.dtype), device="meta")
         table = torch.empty(2, 4, dtype=torch.int32, device="meta") if page else None
-        found = hopper_cache_reasons(
-            q, cache, table, None, others.get("prefix", False), rolls, others.get("any_of", True)
-        )
-        return backends.texts(found)
+        any_of, prefix = others.get("any_of", False), others.get("prefix", False)
+        return backends.texts(hopper_cache_reasons(q, cache, table, prefix, rolls, any_of))
 
-    assert against() == against(16) == against(256) == against(Sq=1, any_of=False) == []
+    assert against() == against(16) == against(256) == against(16, rolls=True) == []
     assert against(rolls=True, slots=1000) == [
         "the cache rolls in 1000 slots; the kernels take multiples of 128"
     ]
-    assert against(16, rolls=True) == []
     assert against(24) == ["page_size is 24; the kernels take powers of 2 from 16 on"]
     assert against(8) == ["page_size is 8; the kernels take powers of 2 from 16 on"]
     assert against(prefix=True) == ["it takes no prefix"]
-    assert against(Sq=1) == ["4 query rows of a key head are few for its tiles"]
     (why,) = against(dtype=torch.float8_e4m3fn)
     assert "one dtype" in why
+    (why,) = against(any_of=True)
+    assert "asked for" in why

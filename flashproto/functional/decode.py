@@ -12,8 +12,8 @@ from torch import Tensor
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
-from ..variant import NUMBERS
 from ..ops.attention_hopper_reasons import hopper_cache_reasons
+from ..variant import NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
 from .autocast import without_autocast
@@ -400,8 +400,8 @@ def _cache_reasons(
             yield "it takes sequences one by one, and their lengths cannot be read here"
     if backend == "hopper":
         yield from request.reasons(backend)
-        where, rolls = (cache.page_table, cache.cu_seqlens_q), "left" in request.variant.named
-        yield from hopper_cache_reasons(q, k_cache, *where, P > 0, rolls, any_of)
+        rolls = "left" in request.variant.named
+        yield from hopper_cache_reasons(q, k_cache, cache.page_table, P > 0, rolls, any_of)
     if backend == "triton":
         yield from float64_reasons(backend, (q,))
         if max(q.shape[3], v_cache.shape[3]) > 256:

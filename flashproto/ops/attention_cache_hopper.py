@@ -102,7 +102,7 @@ def launch(
     given = (given or Given())._replace(work=work)
     if config.ROLLS:
         given = given._replace(room=odd(room))
-    if paged:
+    if cache.page_table is not None:
         given = given._replace(pages=cache.page_table, page_stride=odd(cache.page_table.stride(0)))
     box = (1, 1, config.BN, config.D)
     if paged and k.shape[1] < config.BN:

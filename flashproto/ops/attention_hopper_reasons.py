@@ -11,20 +11,16 @@ from torch import Tensor
 from ..backends import Reason
 
 
-FEWEST_ROWS = 64  # of a key head in a call with a cache, for which these kernels are chosen
-
-
 def hopper_cache_reasons(
     q: Tensor,
     k_cache: Tensor,
     page_table: Tensor | None,
-    cu_seqlens: Tensor | None,
     prefix: bool,
     rolls: bool,
     any_of: bool,
 ) -> Iterator[Reason]:
     """What they do not take of a call with a cache, beside the above; q [B, Hq, Sq, D], k_cache [pages,
-    page size, Hkv, D].  any_of: other kernels may be taken where these are no faster."""
+    page size, Hkv, D].  any_of: no backend was asked for."""
     if k_cache.dtype != q.dtype:
         yield "the cache is {} and q {}; the kernels take one dtype", k_cache.dtype, q.dtype
     if prefix:
@@ -34,10 +30,8 @@ def hopper_cache_reasons(
         yield "page_size is {}; the kernels take powers of 2 from 16 on", size
     if page_table is None and rolls and size % 128:
         yield "the cache rolls in {} slots; the kernels take multiples of 128", size
-    B = q.shape[0] if cu_seqlens is None else max(cu_seqlens.shape[0] - 1, 1)
-    rows = q.shape[0] * q.shape[2] * (q.shape[1] // k_cache.shape[2])
-    if any_of and rows < FEWEST_ROWS * B:
-        yield "{} query rows of a key head are few for its tiles", rows // B
+    if any_of:
+        yield "with a cache it is not measured yet, and runs where it is asked for by name"
 
 
 def hopper_attention_reasons(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Reason]:

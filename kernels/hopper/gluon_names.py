@@ -17,7 +17,6 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
-
 @builtin
 def reinterpreted(buf, shape, _semantic=None):
     """The memory of a buffer as another shape, laid out by the same rule; a method of two names."""
