@@ -421,7 +421,7 @@ def test_compiled_masks_are_small(calls: Calls, kernels: list[str], device: str,
     pytest.importorskip("triton")
     model = tiny_model("mistral", num_hidden_layers=1, max_position_embeddings=LONG).to(device)
     model.set_attn_implementation(NAME)
-    inputs = {n: x.to(device) for n, x in long_inputs(case).items()}
+    inputs = {n: x.to(device) if isinstance(x, Tensor) else x for n, x in long_inputs(case).items()}
     sizes = []
 
     def look(module: Any, inputs: Any) -> Any:
@@ -1031,7 +1031,7 @@ def test_compiled_step(calls: Calls, kernels: list[str], device: str, name: str)
 def test_generate_compiles_its_steps(calls: Calls) -> None:
     """transformers does so on GPUs, where a cache says that it can be."""
     model = tiny_model("gpt-oss", num_hidden_layers=1, layer_types=["sliding_attention"])
-    options = {**NEW, "attention_mask": LEFT}
+    options = {**NEW, "attention_mask": LEFT, "disable_compile": False}
     expected = model.generate(IDS, **options)
     model.set_attn_implementation(NAME)
     compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
