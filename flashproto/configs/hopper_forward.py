@@ -225,9 +225,10 @@ def attention_forward_hopper(
     group: int = 1,
     multiprocessors: int = MULTIPROCESSORS,
     seen: int | None = None,
+    most_parts: int = 0,
 ) -> HopperForward:
     """The forward's configuration; heads: key heads of all sequences, each with `group` query heads;
-    seen: how many keys a query tile sees at most, Sk if None.
+    seen: how many keys a query tile sees at most, Sk if None; most_parts: see forward_parts.
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
     At head_dim 256 that leaves no registers for overlap.
@@ -235,16 +236,24 @@ def attention_forward_hopper(
     given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
     config = _forward(*given, spread=False)
     items = heads if config.PACK > 1 else heads * group
-    if forward_parts(config, items, Sq, Sk if seen is None else seen, multiprocessors) > 1:
+    seen = Sk if seen is None else seen
+    if forward_parts(config, items, Sq, seen, multiprocessors, most_parts) > 1:
         return replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
     return _forward(*given, spread=True)
 
 
-def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multiprocessors: int) -> int:
+def forward_parts(
+    config: HopperForward,
+    heads: int,
+    Sq: int,
+    seen: int,
+    multiprocessors: int,
+    most_parts: int = 0,
+) -> int:
     """Into how many parts the keys of a work item are split, 1 for none.
 
-    heads: of work items; seen: how many keys one sees at most.  Time is rounds of programs, times what
-    a part costs.  Of numbers of parts that take as long, the smallest.
+    heads: of work items; seen: how many keys one sees at most; most_parts: a bound, 0 for none.  Time
+    is rounds of programs, times what a part costs.  Of numbers of parts as quick, the smallest.
     """
     if Sq > SPLIT_QUERIES or config.KIND.unsupported_by("split"):
         return 1
@@ -254,6 +263,7 @@ def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multipr
         return -(-items * parts // programs) * (-(-seen // parts) + SPLIT_COST)
 
     most = max(min(seen // SPLIT_KEYS, SPLIT_ROUNDS * programs // max(items, 1)), 1)
+    most = min(most, most_parts or most)
     parts = min(range(1, most + 1), key=time)
     return parts if time(parts) <= SPLIT_SHARE * time(1) else 1
 
@@ -269,12 +279,13 @@ def attention_cache_hopper(
     page: int = 0,
     starts: bool = False,
     left: int | None = None,
+    most_parts: int = 0,
 ) -> tuple[HopperForward, int]:
     """The forward's configuration for a cache, and into how many parts its keys are split at most.
 
     room: for the keys of a sequence, which are counted on the device: what suits as many.  heads: key
     heads of all sequences, of Sq queries each.  page: the page size, 0 without.  left: of a window,
-    with which the cache rolls.
+    with which the cache rolls.  most_parts: see forward_parts.
     """
     given = head_dim, room, kind, Sq, heads, group, multiprocessors
     config = _forward(*given, spread=False)
@@ -285,7 +296,7 @@ def attention_cache_hopper(
     )
     items = heads if config.PACK > 1 else heads * group
     seen = room if left is None else min(room, left + Sq)
-    parts = forward_parts(config, items, Sq, seen, multiprocessors)
+    parts = forward_parts(config, items, Sq, seen, multiprocessors, most_parts)
     if parts > 1:
         config = replace(config, SPLIT=True, OVERLAP=config.OVERLAP and config.D < 256)
     return config, parts

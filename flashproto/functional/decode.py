@@ -143,6 +143,7 @@ def attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys and values that are kept from call to call, with the new tokens' put there
@@ -182,6 +183,8 @@ def attention_with_kv_cache(
             among the keys.  With a bound on the left (window) the cache rolls: key j is in slot
             j modulo the room of the sequence, which has to be as much as the window and the new tokens.
         return_lse: also return the logsumexp.
+        num_splits: into how many parts at most the keys of sequences that are as long as each other are
+            split; 1: never, but behind a prefix.  None chooses.
         impl: the backend by name; None chooses.
 
     Returns: out as q lies, with Dv, and with return_lse behind it lse [B, Hq, Sq], or [Hq, T], float32.
@@ -240,6 +243,7 @@ def attention_with_kv_cache(
         window=window,
         scale=scale,
         return_lse=return_lse,
+        num_splits=num_splits,
         softcap=softcap,
         **by_head,
     )
@@ -361,7 +365,8 @@ def _attend(
     interleaved: bool,
 ) -> Any:
     """Attention to the cache: a Call, or its results."""
-    settings = decode_op.Settings(request.variant.form, scale, backend, new, P, interleaved)
+    place = new, P, interleaved, request.num_splits
+    settings = decode_op.Settings(request.variant.form, scale, backend, *place)
     own = request.variant.tensors
     names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
     given |= own

@@ -58,8 +58,9 @@ def launch(
     cache: Cache,
     variant: Variant,
     scale: float,
+    num_splits: int = 0,
 ) -> None:
-    """Fill out and lse, of some elements."""
+    """Fill out and lse, of some elements.  num_splits: of the keys at most; 0, as many as are best."""
     q, kind = readable(turned(recipe, q, cache)), variant.kind
     (entries, Hq, Sq, D), Hkv, most = q.shape, k.shape[2], multiprocessors(q.device)
     B, group, room = cache.sequences(q), Hq // Hkv, cache.capacity(k)
@@ -76,6 +77,7 @@ def launch(
         page=k.shape[1] if paged else 0,
         starts=cache.starts is not None,
         left=variant.named.get("left"),
+        most_parts=num_splits,
     )
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     slots = Sq // config.BQ + B + 1 if ragged else B * cdiv(Sq, config.BQ)

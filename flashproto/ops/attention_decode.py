@@ -27,7 +27,7 @@ NO_GRADIENT = "flashproto: attention_with_kv_cache has no gradient; call it unde
 
 class Settings(NamedTuple):
     """form: of the variant, whose tensors are the last inputs; scale >= 0; backend: hopper or triton;
-    new, position, interleaved: see Cache."""
+    new, position, interleaved: see Cache; num_splits: see attention_split.launch."""
 
     form: Form
     scale: float
@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     new: int
     position: int
     interleaved: bool
+    num_splits: int = 0
 
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
@@ -55,11 +56,13 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     if settings.backend == "hopper":
         # Gluon is not in every Triton.
         hopper = importlib.import_module(".attention_cache_hopper", __package__)
-        return hopper.launch(recipe, q, k, v, out, lse, cache, variant, settings.scale)
+        of_all = settings.scale, settings.num_splits
+        return hopper.launch(recipe, q, k, v, out, lse, cache, variant, *of_all)
     prefix = None
     if prefix_out is not None:
         prefix = as_heads(prefix_out), as_rows(prefix_lse.contiguous())
-    launch(recipe, q, k, v, out, lse, cache, variant, settings.scale, prefix)
+    of_all = settings.scale, settings.num_splits
+    launch(recipe, q, k, v, out, lse, cache, variant, *of_all, prefix)
 
 
 def cache_of(tensors: Sequence[Any], new: int, position: int, interleaved: bool) -> Cache:
