@@ -240,7 +240,7 @@ def test_the_ops_are_what_their_schemas_say(device: str) -> None:
         (*cache, None, None, *new, None, None, lengths, *[None] * 6, 0, False, False),
         test_utils=("test_schema", "test_faketensor"),
     )
-    settings = ([0], [], "causal///", 0.25, 0, 0, False)
+    settings = ([0], [], "causal///", 0.25, "triton", 0, 0, False, 0)
     torch.library.opcheck(
         torch.ops.flashproto.attention_kv_cache,
         (new[0], *cache, lengths, *[None] * 10, [], *settings),

@@ -34,6 +34,7 @@ from .hopper import hopper_head_dim
 from .hopper_backward import HopperBackward, attention_backward_hopper, heads_together_backward
 from .hopper_forward import (
     HopperForward,
+    attention_cache_hopper,
     attention_forward_hopper,
     attention_merge,
     balanced_work,

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
+from ..ops.attention_hopper_reasons import hopper_cache_reasons
 from ..variant import NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
@@ -142,6 +143,7 @@ def attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys and values that are kept from call to call, with the new tokens' put there
@@ -181,6 +183,8 @@ def attention_with_kv_cache(
             among the keys.  With a bound on the left (window) the cache rolls: key j is in slot
             j modulo the room of the sequence, which has to be as much as the window and the new tokens.
         return_lse: also return the logsumexp.
+        num_splits: into how many parts at most the keys of sequences that are as long as each other are
+            split; 1: never, but behind a prefix.  None chooses.
         impl: the backend by name; None chooses.
 
     Returns: out as q lies, with Dv, and with return_lse behind it lse [B, Hq, Sq], or [Hq, T], float32.
@@ -239,6 +243,7 @@ def attention_with_kv_cache(
         window=window,
         scale=scale,
         return_lse=return_lse,
+        num_splits=num_splits,
         softcap=softcap,
         **by_head,
     )
@@ -250,8 +255,9 @@ def attention_with_kv_cache(
     apart = written_apart(cache)
     for names in apart:
         check_apart(names, *map(given.__getitem__, names))
+    any_of = impl is None and backends.get_default() is None
     backend = backends.choose(
-        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P)
+        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P, any_of)
     )
     limits = (
         None if left is None else left - variant.offset,
@@ -280,7 +286,7 @@ def attention_with_kv_cache(
     appended = None if k is None else _append(given, *place, left is not None)
     scale = k_cache.shape[3] ** -0.5 if request.scale is None else float(request.scale)
     if prefix is None and scale >= 0:
-        made = _attend(request, given, scale, cache.new, *place)
+        made = _attend(request, given, scale, backend, cache.new, *place)
         if isinstance(made, Call):
             made = made if appended is None else made.behind(appended)
             for names in apart:
@@ -306,7 +312,8 @@ def attention_with_kv_cache(
         given |= dict(zip(("prefix_out", "prefix_lse"), states, strict=True))
     else:
         given["q"] = -q
-    made = _attend(request, given, -scale if scale < 0 else scale, cache.new, *place)
+    scale = -scale if scale < 0 else scale
+    made = _attend(request, given, scale, backend, cache.new, *place)
     return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
 
 
@@ -349,10 +356,17 @@ def _append(given: dict[str, Any], P: int, interleaved: bool, rolls: bool) -> An
 
 
 def _attend(
-    request: Request, given: dict[str, Any], scale: float, new: int, P: int, interleaved: bool
+    request: Request,
+    given: dict[str, Any],
+    scale: float,
+    backend: str,
+    new: int,
+    P: int,
+    interleaved: bool,
 ) -> Any:
     """Attention to the cache: a Call, or its results."""
-    settings = decode_op.Settings(request.variant.form, scale, new, P, interleaved)
+    place = new, P, interleaved, request.num_splits
+    settings = decode_op.Settings(request.variant.form, scale, backend, *place)
     own = request.variant.tensors
     names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
     given |= own
@@ -378,16 +392,23 @@ def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
-def _cache_reasons(backend: str, request: Request, cache: Cache, P: int) -> Iterator[Reason]:
+def _cache_reasons(
+    backend: str, request: Request, cache: Cache, P: int, any_of: bool
+) -> Iterator[Reason]:
+    """any_of: whether no backend was asked for."""
     q, k_cache, v_cache = request.q, cache.k_cache, cache.v_cache
-    yield from float64_reasons(backend, (q,))
     if backend == "torch":
         yield from request.reasons(backend)
         if P or k_cache.dtype != q.dtype:
             yield "it takes no prefix and no cache of 8 bits"
         if not all(is_readable(x) for x in cache if x is not None):
             yield "it takes sequences one by one, and their lengths cannot be read here"
+    if backend == "hopper":
+        yield from request.reasons(backend)
+        rolls = "left" in request.variant.named
+        yield from hopper_cache_reasons(q, k_cache, cache.page_table, P > 0, rolls, any_of)
     if backend == "triton":
+        yield from float64_reasons(backend, (q,))
         if max(q.shape[3], v_cache.shape[3]) > 256:
             yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])
         capability = backends.capability_of(q.device) if q.device.type == "cuda" else None
