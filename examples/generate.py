@@ -1,7 +1,9 @@
-"""Sample text from a model that train_gpt.py or transformers wrote, and print it as it comes.
+"""Sample text from a model that train_gpt.py or transformers wrote, and print it as it comes; then what
+it took.
 
     python examples/generate.py                            the newest run under runs/
     python examples/generate.py --run runs/gpt-1 --prompt "The " --tokens 500 --temperature 0.7
+    python examples/generate.py --prompt "The " --prompt "A " --samples 3    six texts, drawn together
     python examples/generate.py --run gpt2                 a folder in transformers' layout
 
 Exit codes: 0, 2 for bad input, or 130 when stopped by Ctrl-C.
@@ -13,15 +15,23 @@ if __name__ == "__main__":
     import start
 
 import argparse
+import sys
 from pathlib import Path
 
 import checkpoint
-import torch
 from errors import EXPECTED, OptionError, tell
 from pretrained_folder import is_pretrained, vocabulary_in
 from run_folder import newest_folder, no_run
-from sampling import show, stream
-from settings import OneLineParser, check_backend, check_device, integer_seed, not_negative, positive
+from sampling import Screen, stream
+from settings import (
+    OneLineParser,
+    check_backend,
+    check_device,
+    integer_seed,
+    not_negative,
+    positive,
+    share,
+)
 from torch import Tensor
 from vocabulary import BPE, AnyVocabulary, Vocabulary, decoded
 
@@ -43,10 +53,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "newest run under runs/)",
         metavar="PATH",
     )
-    add("--prompt", help="text to continue (a newline, where the model knows it)", metavar="TEXT")
+    prompt = "text to continue (a newline, where the model knows it); once more for another one"
+    add("--prompt", action="append", help=prompt, metavar="TEXT")
+    add("--samples", type=positive(int), default=1, help="texts for each prompt (1)", metavar="N")
     add("--tokens", type=not_negative(int), default=500, help="how many to add (500)", metavar="N")
     add("--temperature", type=not_negative(float), default=0.8, help="0 is greedy (0.8)", metavar="X")
     add("--top-k", type=positive(int), help="sample among the N likeliest (all)", metavar="N")
+    add("--top-p", type=share, help="among the likeliest that have this share", metavar="X")
+    add("--min-p", type=share, help="among those X times as likely as the likeliest", metavar="X")
+    penalty = "divide logits of tokens that the text has by X (1)"
+    add("--repetition-penalty", type=positive(float), default=1.0, help=penalty, metavar="X")
+    lookup = "guess N tokens, up to 15, from what the text has, which may be faster (0)"
+    add("--prompt-lookup", type=not_negative(int), default=0, help=lookup, metavar="N")
     add("--seed", type=integer_seed, default=0, help="of the sampling (0)", metavar="N")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is a GPU")
     add("--impl", choices=BACKENDS, help="backend (the best that runs); hopper: of attention alone")
@@ -93,6 +111,11 @@ def load(run: Path) -> tuple[dict[str, Tensor], dict]:
     return saved.tensors(sharded.whole_tensors), saved.facts
 
 
+def headed(prompt: str, b: int, texts: int) -> str:
+    """A prompt, below the number of its text where there are several."""
+    return prompt if texts == 1 else f"--- {b + 1} of {texts}\n{prompt}"
+
+
 def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     try:
@@ -102,20 +125,29 @@ def main(argv: list[str] | None = None) -> int:
         device = check_device(options.device)
         check_backend(options.impl, device)
         model, vocabulary, separator = open_model(Path(folder), device, options.impl)
-        prompt, ids = vocabulary.opening()
+        prompts = [vocabulary.opening()]
         if options.prompt is not None:
-            prompt, ids = options.prompt, encode_prompt(options.prompt, vocabulary)
-        drawn = stream(
-            model,
-            ids.to(device),
-            options.tokens,
-            options.temperature,
-            options.top_k,
-            torch.Generator(device).manual_seed(options.seed),
-            separator,
+            prompts = [(prompt, encode_prompt(prompt, vocabulary)) for prompt in options.prompt]
+        prompts = [x for x in prompts for _ in range(options.samples)]
+        screen = Screen(
+            vocabulary, [headed(prompt, b, len(prompts)) for b, (prompt, _) in enumerate(prompts)]
         )
-        print(prompt, end="", flush=True)
-        show(vocabulary.pieces(drawn))
+        stream(
+            model,
+            [ids.to(device) for _, ids in prompts],
+            options.tokens,
+            options.seed,
+            screen.add,
+            separator,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            min_p=options.min_p,
+            repetition_penalty=options.repetition_penalty,
+            prompt_lookup=options.prompt_lookup,
+        )
+        screen.close()
+        print(screen.speed(), file=sys.stderr)
         return 0
     except EXPECTED as error:
         return tell("generate.py", error)

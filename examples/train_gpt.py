@@ -24,7 +24,6 @@ if __name__ == "__main__":
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import statistics
@@ -46,7 +45,7 @@ from folder_lock import LOCK
 from machine import describe, machine, peak_flops
 from parallel import ALONE, World, joined, norm_of_gradients, whole
 from run_folder import Log
-from sampling import show, stream
+from sampling import Screen, stream
 from schedule import learning_rate
 from settings import SCHEDULE, Settings, option, parse
 from sharded import Saved
@@ -120,11 +119,17 @@ class Run:
         """Print what the model writes, until it is asked to stop."""
         s, vocabulary, world = self.settings, self.corpus.vocabulary, self.world
         ids = vocabulary.opening()[1].to(s.device)
-        generator = torch.Generator(s.device).manual_seed(s.seed)
+        screen = Screen(vocabulary, [""])
+
+        def add(b: int, token: int) -> bool:
+            if world.any(stop):
+                return True
+            screen.add(b, token)
+            return False
+
         with s.autocast(), s.eager():
-            separator = self.corpus.separator
-            drawn = stream(self.model, ids, length, 0.8, None, generator, separator)
-            show(vocabulary.pieces(itertools.takewhile(lambda _: not world.any(stop), drawn)))
+            stream(self.model, [ids], length, s.seed, add, self.corpus.separator, temperature=0.8)
+        screen.close()
 
 
 def make_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:

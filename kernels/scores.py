@@ -44,6 +44,9 @@ class Given(NamedTuple):
     entropy: Any = None
     slope_sums: Any = None
     rows: Any = None  # Sq, as `counts` has it, for the Hopper backward
+    pages: Any = None  # pointer to a cache's page table
+    page_stride: Any = None  # of its rows, and the room of a sequence, both as `counts` has them
+    room: Any = None
 
 
 class Head(NamedTuple):

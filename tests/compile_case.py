@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ OF_VARIABLES = {INTEGER: "i32", BY_HEAD: "*fp32", VECTORS: "*i32"}  # and of num
 # Of Given's fields.
 TYPES = {name: OF_VARIABLES.get(row.what, "fp32") for row in FEATURES for name in row.variables}
 TYPES |= dict.fromkeys(("row_of_batch", "row_of_head", "sequences", "queries", "keys", "rows"), "i32")
+TYPES |= {"pages": "*i32", "page_stride": "i32", "room": "i32"}
 TYPES |= dict.fromkeys(("max_score", "entropy", "slope_sums"), "*fp32") | {"work": "*i32"}
 
 
@@ -45,18 +47,24 @@ class Case:
 
 
 def given_of(
-    kernel: Any, kind: Kind, work: bool = False, slopes: bool = False, rows: bool = False
+    kernel: Any,
+    kind: Kind,
+    work: bool = False,
+    slopes: bool = False,
+    rows: bool = False,
+    cache: Iterable[str] = (),
 ) -> tuple[Any, dict[Any, None]]:
     """The types of what an attention kernel of this kind is given, and the places of what it is not
     given.
 
     work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
-    whether the number of these is there.
+    whether the number of these is there; cache: what of a cache is given.
     """
-    if kind.PLAIN:
+    if kind.PLAIN and not cache:
         return (), {}
     used = {name for name, of in VARIABLES.items() if getattr(kind, of)}
     used |= {"work"} if kind.INTERVALS or work else set()
+    used |= set(cache)
     used |= {"row_of_batch", "row_of_head"} if kind.INTERVALS else set()
     used |= {"sequences", "queries", "keys"} if kind.VARLEN else set()
     made = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes, "rows": rows}

@@ -1,4 +1,4 @@
-"""Configurations of the gated linear units, of the rotary embedding and of QK norm."""
+"""Configurations of the gated linear units, of the rotary embedding, of QK norm, of merge_attention."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from compile_case import Case
 
 from flashproto import configs
-from flashproto.kernels import glu, qk_norm, rope
+from flashproto.kernels import attention_merge, glu, qk_norm, rope
 
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
@@ -61,6 +61,45 @@ def heads_case(
     }
     tile |= {} if backward else {"STEPS": config.steps}
     return case(name, kernel, pointers, tile | constexprs, config.num_warps)
+
+
+def merge_case(
+    n: int, D: int, element: str, backward: bool = False, heads: bool = False, aligned: bool = True
+) -> Case:
+    """Of n parts; heads: whether their rows lie in three dimensions, else in one."""
+    config = configs.merge_parts(D, ITEMSIZE[f"*{element}"], aligned)
+    kernel = attention_merge.merge_parts_kernel
+    if backward:
+        kernel = attention_merge.merge_parts_backward_kernel
+    wide, narrow = (attention_merge.Rows(f"*{x}", "i32", "i32", "i32") for x in (element, "fp32"))
+    one, parts = {"out": wide, "lse": narrow}, {"outs": (wide,) * n, "lses": (narrow,) * n}
+    if backward:
+        one = {"dout": wide, "dlse": narrow}
+        parts |= {"douts": (wide,) * n, "dlses": (narrow,) * n}
+    sizes = {"M": "i32"} | (dict.fromkeys(("middle", "inner"), "i32") if heads else {})
+    tile = {"D": D, "BLOCK_D": config.columns, "ROWS": config.rows, "ALIGNED": aligned}
+    constexprs = (
+        tile | ({"LSES": True} if backward else {}) | ({} if heads else {"middle": 1, "inner": 1})
+    )
+    name = f"merge{'-backward' * backward}{'-heads' * heads}-{n}-parts-{D}-{element}"
+    return Case(name, kernel, one | parts | sizes, constexprs, num_warps=config.num_warps)
+
+
+def merge_cases() -> list[Case]:
+    return [
+        merge_case(n, D, element, backward, heads, aligned)
+        for n, D, element, heads, aligned in (
+            (2, 128, "bf16", False, True),
+            (2, 128, "fp32", True, True),
+            (5, 64, "fp16", True, True),
+            (3, 37, "bf16", False, False),
+            (16, 128, "bf16", True, True),
+            (2, 1024, "bf16", False, True),
+            (16, 1024, "fp32", True, True),
+            (16, 1023, "bf16", True, False),
+        )
+        for backward in (False, True)
+    ]
 
 
 V_POINTERS = ("v_ptr", "v_out_ptr", "dv_ptr", "dv_out_ptr")
@@ -118,4 +157,5 @@ def elementwise_cases() -> list[Case]:
         heads_case(
             "qk-norm-backward-fp32", backward, 256, 256, "*fp32", True, CASTING="torch", **plain
         ),
+        *merge_cases(),
     ]

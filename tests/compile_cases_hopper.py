@@ -17,6 +17,7 @@ from flashproto.bench.sanitize import CONTROLS, backward_configurations
 from flashproto.kernels.attention_merge import attention_merge_kernel
 from flashproto.kernels.hopper.attention_backward import attention_backward_kernel
 from flashproto.kernels.hopper.attention_backward_rows import postprocess_kernel, preprocess_kernel
+from flashproto.kernels.hopper.attention_cache_slots import cache_slots_kernel, turn_queries_kernel
 from flashproto.kernels.hopper.attention_forward import attention_forward_kernel
 from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.kernels.schedule import (
@@ -71,6 +72,21 @@ SPLIT_VARIANTS = (
     (256, Kind(True, True, True, False, 1, True, True)),
 )
 VARIANT_STACK = 192
+# Of caches: (head_dim, kind, queries, key heads, group, page size, starts, left, room).
+CACHES = (
+    (128, Kind(CAUSAL=True), 512, 8, 8, 0, False, None, 131072),
+    (128, Kind(CAUSAL=True), 512, 8, 8, 16, False, None, 131072),
+    (128, Kind(CAUSAL=True), 512, 1, 8, 16, False, None, 131072),
+    (128, Kind(CAUSAL=True), 4096, 8, 8, 64, True, None, 131072),
+    (128, Kind(CAUSAL=True), 16, 16, 4, 16, True, None, 8192),
+    (64, Kind(CAUSAL=True), 512, 8, 8, 256, True, None, 8192),
+    (64, Kind(CAUSAL=True, WINDOW=True, SINKS=True), 512, 8, 8, 16, True, 127, 1024),
+    (256, Kind(CAUSAL=True), 512, 8, 2, 16, True, None, 8192),
+    (256, Kind(True, True, SOFTCAP=1, ALIBI=True, SINKS=True), 512, 8, 2, 32, True, 300, 8192),
+    (128, Kind(), 128, 2, 2, 0, True, None, 8192),
+    (128, Kind(CAUSAL=True, WINDOW=True), 256, 2, 2, 0, True, 500, 1024),
+)
+CACHE_STACK = 24 if FORWARD_STACK == 0 else 96
 BACKWARD_VARIANT_STACK = 320
 FLOAT32 = {"lse_ptr", "dlse_ptr", "dq_ptr"}
 INT32 = {"work_table", "turns_ptr"}
@@ -168,7 +184,16 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
         queries = packed_heads(element, config.CQ, config.PACK, config.D)
-    given, absent = given_of(attention_forward_kernel, config.KIND, work=config.KIND.VARLEN)
+    cache: set[str] = set()
+    if config.CACHE:
+        cache = {"work"} | ({"room"} if config.ROLLS else set())
+    if config.CACHE > 1:
+        cache |= {"pages", "page_stride"}
+        if config.CACHE < config.BN:
+            keys = heads(element, config.CACHE, 64)
+    given, absent = given_of(
+        attention_forward_kernel, config.KIND, work=config.KIND.VARLEN, cache=cache
+    )
     return case(
         config.name,
         attention_forward_kernel,
@@ -176,10 +201,45 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
         {"q_desc": queries, "k_desc": keys, "v_desc": keys}
         | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
-        (SPLIT_STACK if config.SPLIT else FORWARD_STACK) if config.KIND.PLAIN else VARIANT_STACK,
+        stack_of(config),
         max_registers=config.max_registers,
         given=given,
     )
+
+
+def stack_of(config: configs.HopperForward) -> int:
+    if not config.KIND.PLAIN:
+        return VARIANT_STACK
+    return CACHE_STACK if config.CACHE else SPLIT_STACK if config.SPLIT else FORWARD_STACK
+
+
+def cache_cases() -> Iterator[Case]:
+    """The forward of a cache, and what goes before it."""
+    for D, kind, Sq, heads_of_keys, group, page, starts, left, room in CACHES:
+        config, _ = configs.attention_cache_hopper(
+            D, room, kind, Sq, heads_of_keys, group, 132, page, starts, left
+        )
+        yield forward_case("bf16", config)
+    for kind in (Kind(), Kind(CAUSAL=True, WINDOW=True)):
+        for ragged in (False, True):
+            kernel = cache_slots_kernel
+            given, absent = given_of(kernel, kind)
+            constexprs: dict[Any, Any] = {"BLOCK": 256, "BLOCK_M": 128, "BLOCK_N": 128, "KIND": kind}
+            constexprs |= {"ROLLS": kind.WINDOW} | absent
+            constexprs |= {} if ragged else {"cu_seqlens_ptr": None, "starts_ptr": None}
+            names = [n for n in kernel.arg_names if n not in constexprs and n != "given"]
+            pointers = tuple(n for n in names if n.endswith("_ptr"))
+            signature = {n: "*i32" if n in pointers else "i32" for n in names} | {"given": given}
+            name = f"cache_slots_kernel-{kind.name}{'-ragged' * ragged}"
+            yield Case(name, kernel, signature, constexprs, pointers, num_warps=1)
+    for ragged in (False, True):
+        constants = {"D": 128, "BLOCK_D": 128, "BLOCK_H": 32, "BLOCK_B": 4, "HALF": 64}
+        constants |= {"INTERLEAVED": ragged} | ({} if ragged else {"cu_seqlens_ptr": None})
+        integers = dict.fromkeys(("lengths_ptr", "starts_ptr", "cu_seqlens_ptr"), "*i32")
+        integers = {n: t for n, t in integers.items() if n not in constants}
+        tables = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
+        name = f"turn_queries{'-ragged' * ragged}"
+        yield case(name, turn_queries_kernel, "bf16", constants, integers | tables, hgmma=False)
 
 
 def merge_case(head_dim: int, parts: int) -> Case:
@@ -268,6 +328,7 @@ def hopper_cases(arch: int) -> Iterator[Case]:
     yield from variant_cases(VARIANTS)
     for D, kind in SPLIT_VARIANTS:
         yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind, 512, 4))
+    yield from cache_cases()
     for head_dim, parts in ((64, 2), (128, 8), (256, 128)):
         yield merge_case(head_dim, parts)
     for BM, BN in ((128, 128), (192, 128), (256, 64)):

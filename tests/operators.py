@@ -338,6 +338,12 @@ CASES = [
          ),
          lambda n: (*heads(n, 2), R(6, 8, 1, 16), R(6, 8, 1, 16), torch.tensor([11]).int(),
                     torch.tensor([[4, 0, 2]]).int(), *tables(32)), differentiable=False),
+    Case("merge_attention, three parts, tokens first, 16 bits", "attention_merge",
+         lambda impl, a, b, c, s, t, u: fp.merge_attention((a, b, c), [s, t, u], impl=impl),
+         lambda n: (*heads(n, 2, 2), R(1, 2, n, 16).to(bf16), R(1, 2, n), R(1, n, 2).mT, R(1, 2, n))),
+    Case("merge_attention, stacked", "attention_merge",
+         lambda impl, outs, lses: fp.merge_attention(outs, lses, impl=impl),
+         lambda n: (R(2, n, 3, 12), R(2, n, 3))),
     Case("attention_qkv, window, sinks, tree", "attention_qkv_forward",
          lambda impl, qkv, sinks, parents: fp.attention_qkv(
              qkv, 2, 1, window=(5, None), sinks=sinks, mask=fp.masks.tree(parents), impl=impl

@@ -261,6 +261,7 @@ def test_problems_have_names_of_their_own(module: Any) -> None:
     [
         ("attention", "D64 S128 causal"),
         ("views", ""),
+        ("merge", ""),
         ("norm", "512x256"),
         ("norm_float32", "512x256"),
         ("add_norm", ""),

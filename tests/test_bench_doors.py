@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -27,6 +28,11 @@ def by_torch() -> Iterator[None]:
     backends.set_default("torch")  # and not by the interpreter
     yield
     backends.set_default(before)
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "device_of_this_machine", lambda: torch.device("cpu"))
 
 
 @pytest.fixture

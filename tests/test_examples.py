@@ -379,11 +379,16 @@ def test_a_sample_that_is_interrupted_ends_and_all_is_saved(tmp_path, monkeypatc
     folder = tmp_path / "run"
     stream = train_gpt.stream
 
-    def interrupted(*arguments: object):
-        for i, new in enumerate(stream(*arguments)):
-            if i == 3:
+    def interrupted(model, prompts, tokens, seed, on_token, *more, **options):
+        told: list[int] = []
+
+        def tell(b: int, token: int) -> bool:
+            if len(told) == 3:
                 signal.raise_signal(signal.SIGINT)
-            yield new
+            told.append(token)
+            return on_token(b, token)
+
+        stream(model, prompts, tokens, seed, tell, *more, **options)
 
     monkeypatch.setattr(train_gpt, "stream", interrupted)
     called("train_gpt", "--data", text, *TINY, "--out", folder, code=130)
@@ -682,6 +687,23 @@ def test_the_default_prompt_is_in_any_text(tmp_path, monkeypatch, capsys, line, 
     out = capsys.readouterr().out
     assert out.startswith(opening)
     assert len(out) == 1 + 5 + 1
+
+
+def test_generate_prints_several_texts_and_what_they_took(capsys, tiny):
+    common = ["--run", tiny, "--device", "cpu", "--impl", "torch", "--tokens", "20"]
+    capsys.readouterr()
+    called("generate", *common, "--prompt", "The ", "--seed", "3")
+    alone, took = capsys.readouterr()
+    assert re.fullmatch(r"20 tokens, [\d.]+ tokens/s, the first one after \d+ ms\n", took)
+    several = ["--prompt", "The ", "--prompt", "a", "--samples", "2", "--seed", "3"]
+    called("generate", *common, *several, "--top-p", "1", "--min-p", "0", "--prompt-lookup", "3")
+    out, took = capsys.readouterr()
+    texts = re.findall(r"--- (\d) of 4\n(.*?)(?=\n---|\Z)", out, re.DOTALL)
+    assert [number for number, _ in texts] == ["1", "2", "3", "4"]
+    assert texts[0][1] + "\n" == alone
+    assert texts[0] != texts[1]
+    assert [len(text.removesuffix("\n")) for _, text in texts] == [24, 24, 21, 21]
+    assert took.startswith("80 tokens, ")
 
 
 def test_generate_prints_as_it_goes(tmp_path, tiny):

@@ -257,10 +257,14 @@ def test_what_opens_a_document_is_all_that_a_sample_sees_before_it():
     class Model:
         config = nn.GPTConfig(9, 5, 1, 1, 8)
 
-        def generate(self, window, n, **options):
-            seen.append(window[0].tolist())
-            return torch.cat((window, torch.tensor([[[3, 7, 4, 5][len(seen) - 1]]])), 1)
+        def generate(self, prompts, n, on_token, **options):
+            seen.append(([prompt.tolist() for prompt in prompts], n))
+            going = {*range(len(prompts))}
+            for new in ([3, 8], [7, 8], [4, 8])[:n]:
+                going -= {b for b in going if on_token(b, new[b])}
 
-    drawn = sampling.stream(Model(), torch.tensor([1, 2]), 4, 1.0, None, None, 7)
-    assert list(drawn) == [3, 7, 4, 5]
-    assert seen == [[1, 2], [1, 2, 3], [7], [7, 4]]
+    drawn: list[list[int]] = [[], []]
+    prompts = [torch.tensor([1, 2]), torch.tensor([3])]
+    sampling.stream(Model(), prompts, 3, 0, lambda b, token: drawn[b].append(token), 7)
+    assert drawn == [[3, 7, 3], [8, 8, 8]]
+    assert seen == [([[1, 2], [3]], 3), ([[7]], 1)]

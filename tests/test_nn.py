@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flashproto import BackendError, backends, nn
 from flashproto.nn import PRESETS, GPTConfig
 from flashproto.nn.gpt import SHORT_NAMES
+from flashproto.nn.sampling import Sampling, filtered
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IMPLS = [b for b in ("triton", "torch", "reference") if not backends.device_reasons(b, DEVICE)]
@@ -543,6 +544,7 @@ def test_ids_are_looked_at_only_where_that_is_free():
     with FakeTensorMode():
         fake = nn.GPT(TINY, impl="torch")
         assert fake(torch.zeros(2, 5, dtype=torch.int64))[0].shape == (2, 5, 61)
+        fake = nn.GPT(TINY)  # with a cache "torch" would have to read lengths
         assert fake.generate(torch.zeros(2, 5, dtype=torch.int64), 3).shape == (2, 8)
 
 
@@ -683,14 +685,18 @@ def test_generate_repeats_itself_from_a_seed(model):
     assert torch.equal(model.generate(prompt, 0), prompt)
 
 
-def test_generate_greedily_takes_the_likeliest_and_crops_the_context(model):
-    prompt = torch.randint(61, (2, 20), device=DEVICE)
-    want = prompt
-    for _ in range(10):
-        new = model(want[:, -24:])[0][:, -1].argmax(-1, keepdim=True)
+@pytest.mark.parametrize("length", [1, 20, 24, 30])
+def test_generate_greedily_takes_the_likeliest_and_goes_on_past_the_context(model, length):
+    """Of a prompt the last tokens count; past the context the last half of it is a prompt."""
+    prompt = torch.randint(61, (2, length), device=DEVICE)
+    want, begin = prompt, max(length - 24, 0)
+    for _ in range(40):
+        if want.shape[1] - begin > 24:
+            begin = want.shape[1] - 12
+        new = model(want[:, begin:])[0][:, -1].argmax(-1, keepdim=True)
         want = torch.cat((want, new), 1)
-    assert torch.equal(model.generate(prompt, 10, temperature=0.0), want)
-    assert torch.equal(model.generate(prompt, 10, top_k=1, generator=seeded(0)), want)
+    assert torch.equal(model.generate(prompt, 40, temperature=0.0), want)
+    assert torch.equal(model.generate(prompt, 40, top_k=1, generator=seeded(0)), want)
 
 
 def test_generate_samples_from_the_models_distribution(model):
@@ -749,9 +755,9 @@ def test_generate_at_a_huge_temperature_takes_the_top_k_alike(model, temperature
 def test_probabilities_are_the_softmax_of_the_quotient(temperature):
     logits = 20 * torch.randn(4, 50, dtype=torch.float32)
     want = torch.softmax(logits.double() / temperature, -1)
-    got = nn.gpt._probabilities(logits, temperature, None)
+    got = torch.softmax(filtered(logits, Sampling(temperature)), -1)
     torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-30)
-    assert torch.equal(got, nn.gpt._probabilities(logits, temperature, 50))
+    assert torch.equal(got, torch.softmax(filtered(logits, Sampling(temperature, top_k=50)), -1))
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,28 @@ def test_dtype_and_device(tmp_path: Path) -> None:
         GPT.from_pretrained(tmp_path)
 
 
+def test_a_class_with_more_parameters_is_refused(tmp_path: Path) -> None:
+    class Wider(GPT):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.more = torch.nn.Linear(3, 3)
+
+    saved(tmp_path)
+    with pytest.raises(ValueError, match=r"the parameter more.weight is there; it takes parameters of"):
+        Wider.from_pretrained(tmp_path)
+
+
+def test_generate_continues_as_the_whole_forward_does(tmp_path: Path) -> None:
+    """Through the cache, with scaled RoPE and heads of a width of their own."""
+    config = dataclasses.replace(LLAMA, d_head=12)
+    model = GPT.from_pretrained(saved(tmp_path, config))
+    tokens = torch.randint(64, (2, 30))
+    with torch.no_grad():
+        text = model.generate(tokens, 10, temperature=0)
+        want = model(text[:, :-1])[0][:, 29:].argmax(-1)
+    assert torch.equal(text[:, 30:], want)
+
+
 # --- what others have written ---------------------------------------------------------------------
 
 

@@ -136,7 +136,7 @@ FUNCTIONS: dict[str, Function] = {
         lambda S: ((2, 4, S, 16), (2, 2 * S, 2, 16), (2, 2 * S, 2, 24)), None, (0, 1, 2), torch=False,
     ),
     "merge_attention": Function(
-        lambda a, b, s, t, impl=None: total(fp.merge_attention((a, b), (s, t))),
+        lambda a, b, s, t, **o: total(fp.merge_attention((a, b), (s, t), **o)),
         lambda S: ((2, S, 16), (2, S, 16), (2, S), (2, S)),
     ),
     "attention_qkv": Function(lambda x, **o: fp.attention_qkv(x, 2, 1, causal=True, **o), packed),

@@ -38,6 +38,7 @@ SUBJECTS = (
     "variants",
     "views",
     "decode",
+    "merge",
     "norm",
     "norm_float32",
     "add_norm",

@@ -22,6 +22,7 @@ from .plots import title
 SECTIONS = {
     "attention": "Attention",
     "decode": "Decoding",
+    "merge": "Attention in parts",
     "variants": "Attention's variants",
     "views": "Attention inside a block",
     "norm": "LayerNorm and RMSNorm",

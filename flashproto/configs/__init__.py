@@ -29,11 +29,12 @@ from .decode import (
     decode_merge,
     splits_cache,
 )
-from .elementwise import HeadConfig, TileConfig, glu, heads, qk_norm_backward
+from .elementwise import HeadConfig, TileConfig, glu, heads, merge_parts, qk_norm_backward
 from .hopper import hopper_head_dim
 from .hopper_backward import HopperBackward, attention_backward_hopper, heads_together_backward
 from .hopper_forward import (
     HopperForward,
+    attention_cache_hopper,
     attention_forward_hopper,
     attention_merge,
     balanced_work,

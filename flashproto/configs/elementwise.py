@@ -1,4 +1,5 @@
-"""Tiles of the element-wise kernels: gated linear units, rotary embedding, QK norm."""
+"""Tiles of the element-wise kernels: gated linear units, rotary embedding, QK norm, attention in
+parts."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ GLU_WARPS = 4
 HEAD_WARPS = 4
 HEAD_STEPS = 4
 MAX_HEADS = 8
+MERGE_WARPS = 4
+MERGE_VECTORS = 2
 QK_NORM_PROGRAMS = 5  # as many as 96 registers a thread leave room for
 
 
@@ -51,6 +54,16 @@ def glu(N: int, itemsize: int) -> TileConfig:
     if columns > widths[-1]:
         columns = min(widths, key=lambda C: -(-N // C) * C)
     return TileConfig(elements // columns, columns, GLU_WARPS)
+
+
+def merge_parts(D: int, itemsize: int, aligned: bool) -> TileConfig:
+    """Tiles for rows of D columns, whole: as many rows as make MERGE_VECTORS vectors a thread of each
+    part.  aligned: whether rows begin at multiples of 16 bytes; a thread that reads single elements has
+    them in many rows, and an address for each."""
+    columns = power_of_two(D)
+    vector = VECTOR_BYTES // itemsize if aligned else 1
+    rows = MERGE_WARPS * 32 * MERGE_VECTORS * vector // columns
+    return TileConfig(max(rows, 1), columns, MERGE_WARPS)
 
 
 def heads(D: int, rotary_dim: int, S: int, n_heads: int, itemsize: int) -> HeadConfig:

@@ -75,6 +75,10 @@ class HopperForward:
     SPLIT       work items are parts of the keys, whose states are merged; needs no IDLE, and a kind
                 that runs on "split", see variant.FEATURES: its lengths are known on the host, and it
                 leaves out and lse alone
+    CACHE       keys and values are a cache's: 1 of one with a row for each sequence, or else the
+                page size, which divides BN or is a multiple of it; lengths are known on the device
+    STARTS      its sequences have a first key that counts
+    ROLLS       key j is in slot j modulo the room of a sequence, a multiple of BN and of the page size
     """
 
     KIND: Kind
@@ -90,6 +94,9 @@ class HopperForward:
     IDLE: bool = False
     PROGRAMS: int = 1
     SPLIT: bool = False
+    CACHE: int = 0
+    STARTS: bool = False
+    ROLLS: bool = False
 
     @property
     def name(self) -> str:
@@ -100,24 +107,36 @@ class HopperForward:
             f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
             f"{'-split' * self.SPLIT}"
+            f"{'' if not self.CACHE else '-cache' if self.CACHE == 1 else f'-pages-{self.CACHE}'}"
+            f"{'-starts' * self.STARTS}{'-rolls' * self.ROLLS}"
         )
+
+    @property
+    def RECORDS(self) -> bool:
+        """Whether items are of sequences, whose tiles the device counts, see kernels/schedule.py."""
+        return self.KIND.VARLEN or self.CACHE > 0
 
     @property
     def HAS_WORK_TABLE(self) -> bool:
         """Whether the order of work comes from balanced_work: where items are of different lengths
         that the host knows.  (Parts are nearly of one length.)"""
         kind = self.KIND
-        return (kind.CAUSAL and not (kind.INTERVALS or kind.VARLEN or self.SPLIT)) or self.IDLE
+        return (kind.CAUSAL and not (kind.INTERVALS or self.RECORDS or self.SPLIT)) or self.IDLE
 
     @property
     def DYNAMIC(self) -> bool:
         """Whether programs take their items one by one: where only the device knows their lengths."""
-        return (self.KIND.INTERVALS or self.KIND.VARLEN) and not self.SPLIT
+        return (self.KIND.INTERVALS or self.RECORDS) and not self.SPLIT
+
+    @property
+    def LEAST_KEYS(self) -> int:
+        """Of a part of a cache's keys."""
+        return SPLIT_KEYS
 
     @property
     def MASKS(self) -> bool:
         """Whether key tiles to the left of the rightmost may need a mask."""
-        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS
+        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS or self.STARTS
 
     @property
     def BM(self) -> int:
@@ -206,9 +225,10 @@ def attention_forward_hopper(
     group: int = 1,
     multiprocessors: int = MULTIPROCESSORS,
     seen: int | None = None,
+    most_parts: int = 0,
 ) -> HopperForward:
     """The forward's configuration; heads: key heads of all sequences, each with `group` query heads;
-    seen: how many keys a query tile sees at most, Sk if None.
+    seen: how many keys a query tile sees at most, Sk if None; most_parts: see forward_parts.
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
     At head_dim 256 that leaves no registers for overlap.
@@ -216,16 +236,24 @@ def attention_forward_hopper(
     given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
     config = _forward(*given, spread=False)
     items = heads if config.PACK > 1 else heads * group
-    if forward_parts(config, items, Sq, Sk if seen is None else seen, multiprocessors) > 1:
+    seen = Sk if seen is None else seen
+    if forward_parts(config, items, Sq, seen, multiprocessors, most_parts) > 1:
         return replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
     return _forward(*given, spread=True)
 
 
-def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multiprocessors: int) -> int:
+def forward_parts(
+    config: HopperForward,
+    heads: int,
+    Sq: int,
+    seen: int,
+    multiprocessors: int,
+    most_parts: int = 0,
+) -> int:
     """Into how many parts the keys of a work item are split, 1 for none.
 
-    heads: of work items; seen: how many keys one sees at most.  Time is rounds of programs, times what
-    a part costs.  Of numbers of parts that take as long, the smallest.
+    heads: of work items; seen: how many keys one sees at most; most_parts: a bound, 0 for none.  Time
+    is rounds of programs, times what a part costs.  Of numbers of parts as quick, the smallest.
     """
     if Sq > SPLIT_QUERIES or config.KIND.unsupported_by("split"):
         return 1
@@ -235,8 +263,43 @@ def forward_parts(config: HopperForward, heads: int, Sq: int, seen: int, multipr
         return -(-items * parts // programs) * (-(-seen // parts) + SPLIT_COST)
 
     most = max(min(seen // SPLIT_KEYS, SPLIT_ROUNDS * programs // max(items, 1)), 1)
+    most = min(most, most_parts or most)
     parts = min(range(1, most + 1), key=time)
     return parts if time(parts) <= SPLIT_SHARE * time(1) else 1
+
+
+def attention_cache_hopper(
+    head_dim: int,
+    room: int,
+    kind: Kind,
+    Sq: int,
+    heads: int,
+    group: int,
+    multiprocessors: int,
+    page: int = 0,
+    starts: bool = False,
+    left: int | None = None,
+    most_parts: int = 0,
+) -> tuple[HopperForward, int]:
+    """The forward's configuration for a cache, and into how many parts its keys are split at most.
+
+    room: for the keys of a sequence, which are counted on the device: what suits as many.  heads: key
+    heads of all sequences, of Sq queries each.  page: the page size, 0 without.  left: of a window,
+    with which the cache rolls.  most_parts: see forward_parts.
+    """
+    given = head_dim, room, kind, Sq, heads, group, multiprocessors
+    config = _forward(*given, spread=False)
+    if config.PROGRAMS > 1:
+        config = _plain(config.D, Sq, kind)
+    config = replace(
+        config, SKIP=False, IDLE=False, CACHE=page or 1, STARTS=starts, ROLLS=left is not None
+    )
+    items = heads if config.PACK > 1 else heads * group
+    seen = room if left is None else min(room, left + Sq)
+    parts = forward_parts(config, items, Sq, seen, multiprocessors, most_parts)
+    if parts > 1:
+        config = replace(config, SPLIT=True, OVERLAP=config.OVERLAP and config.D < 256)
+    return config, parts
 
 
 @dataclass(frozen=True)

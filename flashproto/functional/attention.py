@@ -40,6 +40,7 @@ def attention(
     return_lse: bool = False,
     return_aux: Sequence[str] = (),
     deterministic: bool = False,
+    num_splits: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale * q k^T) v without ever writing the scores to memory.
@@ -69,6 +70,8 @@ def attention(
             of the keys, the sink left out, in nats.
         deterministic: gradients are the same bits each time, as for all calls under
             torch.use_deterministic_algorithms(True).
+        num_splits: into how many parts at most a row's keys are split in the forward, where rows are
+            few for a GPU; the parts' results are merged.  1: never split.  None chooses.
         impl: the backend by name; None chooses.
 
     Returns:
@@ -110,6 +113,7 @@ def attention(
         return_lse=return_lse,
         return_aux=return_aux,
         deterministic=deterministic,
+        num_splits=num_splits,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -187,6 +191,7 @@ def attention_varlen(
     return_lse: bool = False,
     return_aux: Sequence[str] = (),
     deterministic: bool = False,
+    num_splits: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
     """attention of sequences of any lengths that lie side by side, each on its own.
@@ -200,7 +205,7 @@ def attention_varlen(
             sequence s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.  Lengths of 0 are fine.
         max_seqlen_q, max_seqlen_k: as in flash-attn; results do not depend on them.
         causal, window, ... impl: as attention, in each sequence by itself.  A mask is a band: causal,
-            window; sequences are documents already.
+            window; sequences are documents already.  num_splits: keys are not split, whatever it is.
 
     Returns: out [T, Hq, Dv]; with return_lse behind it lse [Hq, T]; then each of return_aux, as lse.
         Tokens behind the last sequence give what a query without a key gives.
@@ -233,6 +238,7 @@ def attention_varlen(
         return_lse=return_lse,
         return_aux=return_aux,
         deterministic=deterministic,
+        num_splits=num_splits,
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,

@@ -59,8 +59,6 @@ def attention_gradients(
     backend = request.choose(impl)
     if backend not in KERNELS:
         return by_reference(request, dout, out, lse)
-    if varlen or q.shape[2] > k.shape[2]:  # some queries may see no key
-        lse = lse.masked_fill(lse == math.inf, -math.inf)
     tensors = (dout, q, k, v, out, lse, *request.variant.tensors.values())
     names = ("dout", "q", "k", "v", "out", "lse", *request.variant.tensors)
     call = Call(names, [x.dtype for x in tensors], by_kernels(request, backend))
@@ -71,9 +69,14 @@ def by_kernels(request: Request, backend: str) -> Callable[..., Callable[..., An
     """A Call's function of the gradient, q, k, v, out, lse and the variant's tensors."""
     operator, settings = request._settings(backend)
     needs = (*(True,) * 3, *(False,) * len(request.variant.tensors))
+    without_keys = request.variant.kind.VARLEN or request.q.shape[2] > request.k.shape[2]
 
-    def given(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor | None]:
-        return [dout, None, *(None,) * len(AUX), q, k, v, *others]
+    def given(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *tensors: Tensor
+    ) -> list[Tensor | None]:
+        if without_keys:  # some queries may be
+            lse = lse.masked_fill(lse == math.inf, -math.inf)
+        return [dout, None, *(None,) * len(AUX), q, k, v, out, lse, *tensors]
 
     def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
         run = operator.run_backward(given(*tensors), settings, needs)

@@ -16,6 +16,7 @@ from ..checks import (
     check_aux,
     check_by_head,
     check_flag,
+    check_integer,
     check_number,
     check_on,
     check_scale,
@@ -58,6 +59,7 @@ class Request(NamedTuple):
         side by side, or a fused projection with `heads` query and key heads.
     mask: of which the variant's intervals are.
     deterministic: the backward gives the same bits each time.
+    num_splits: of the keys at most, in the forward; 0, as many as are best.
     """
 
     operator: str
@@ -71,6 +73,7 @@ class Request(NamedTuple):
     heads: tuple[int, int] | None = None
     mask: Mask | None = None
     deterministic: bool = False
+    num_splits: int = 0
 
     def reasons(self, backend: str) -> Iterator[Reason]:
         """Why a backend does not take it."""
@@ -142,7 +145,7 @@ class Request(NamedTuple):
         operator = attention_op.attention if self.heads is None else attention_op.attention_qkv
         scale = self.scale_given  # whose abs() would be a symbol of torch.compile
         values = self.variant.form, -scale if scale < 0 else scale, backend, self.deterministic
-        return operator, operator.settings(*values, *(self.heads or ()))
+        return operator, operator.settings(*values, *(self.heads or (self.num_splits,)))
 
     def bind(self, backend: str) -> Any:
         """A Call of the caller's tensors; or the results themselves, see Operator.bind."""
@@ -294,6 +297,7 @@ def attention_request(
     return_lse: object = False,
     return_aux: object = (),
     deterministic: object = False,
+    num_splits: object = None,
     **options: Any,
 ) -> Request:
     """A Request of arguments, which are checked, but for q, k and v.
@@ -331,7 +335,18 @@ def attention_request(
     scale = check_scale(operator, scale)
     shown = mask if found is not None else None
     deterministic = check_flag(operator, "deterministic", deterministic)
-    return Request(operator, q, k, v, variant, scale, results, inputs, heads, shown, deterministic)
+    parts = check_num_splits(operator, num_splits)
+    return Request(
+        operator, q, k, v, variant, scale, results, inputs, heads, shown, deterministic, parts
+    )
+
+
+def check_num_splits(operator: str, num_splits: object) -> int:
+    """0 for None."""
+    if num_splits is None:
+        return 0
+    takes, do = "None or an integer of 1 or more", "Pass 1 for none, or None to let flashproto choose."
+    return check_integer(operator, "num_splits", num_splits, 1, 2**31 - 1, takes, do)
 
 
 def check_window(operator: str, window: object) -> Band:

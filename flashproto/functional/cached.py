@@ -72,6 +72,8 @@ OTHER_NAMES = {
     "labels": "targets",
     "backend": "impl",
 }
+# Annotations of arguments that hold tensors.
+HOLDERS = ("masks.Mask | None", "Sequence[Tensor] | None", "Tensor | Sequence[Tensor]")
 
 
 def refuse_names(operator: str, others: dict[str, Any], known: Sequence[str]) -> NoReturn:
@@ -120,7 +122,7 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
             tensors.append(p.name)
             if annotation != "Tensor":
                 optional.append(p.name)
-        elif annotation in ("masks.Mask | None", "Sequence[Tensor] | None"):
+        elif annotation in HOLDERS:
             holders.append(p.name)
             options.append(f"form_{p.name}")
         else:
@@ -137,9 +139,9 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     if not backends.HAS_TRITON:
         return "\n".join([*lines, f"    return {called}"])
     always = [x for x in tensors if x not in optional]
-    names = f"names({tuple(always + optional)}, ({', '.join(always + optional)},))"
+    names = f"names({tuple(always + optional)}, {together(always + optional)})"
     lines += ["    if is_dynamo_compiling():", f"        return {called}"]
-    lines.append(f"    tensors = ({', '.join(always)},)")
+    lines.append(f"    tensors = {together(always)}")
     for x in optional:
         lines += [f"    if {x} is not None:", f"        tensors += ({x},)"]
         options.append(f"{x} is None")
@@ -161,14 +163,21 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     )
 
 
+def together(names: Sequence[str]) -> str:
+    """The text of a tuple of these."""
+    return f"({', '.join(names)},)" if names else "()"
+
+
 def named(names: Sequence[str], tensors: Sequence[Tensor | None]) -> tuple[str, ...]:
     return tuple(name for name, x in zip(names, tensors, strict=True) if x is not None)
 
 
 def held(x: Any) -> tuple[Hashable, tuple[Tensor, ...]]:
-    """(form, tensors) of what holds tensors: a Mask or a sequence of them."""
+    """(form, tensors) of what holds tensors: a Mask, a sequence of them, or one that stacks them."""
     if isinstance(x, Mask):
         return x.form, x.tensors
+    if isinstance(x, Tensor):
+        return Tensor, (x,)
     return (len(x), tuple(x)) if isinstance(x, (list, tuple)) else (x, ())  # which is refused
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
+from ..ops.attention_hopper_reasons import hopper_cache_reasons
 from ..variant import NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
@@ -33,10 +35,15 @@ from .rope import rope as turn
 
 if backends.HAS_TRITON:
     from ..ops import attention_decode as decode_op
+    from ..ops import attention_merge as merge_op
 
 
+@cached
 def merge_attention(
-    outs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor]
+    outs: Tensor | Sequence[Tensor],
+    lses: Tensor | Sequence[Tensor],
+    *,
+    impl: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over all keys, from the results of attention over some of the keys each.
 
@@ -48,12 +55,14 @@ def merge_attention(
     Args:
         outs: tensors [..., Dv] of one shape, or all stacked [n, ..., Dv]; any floating dtypes.
         lses: as many [...], natural logarithm, as return_lse gives them (of attention_varlen lse.mT,
-            to lie as out does).  A part in which a row sees no key has -inf there.
+            to lie as out does).  A part in which a row sees no key has -inf there.  Such a part counts
+            for nothing, whatever its out is, and its gradients are 0.
+        impl: the backend by name; None chooses.
 
     Returns: (out, lse) of attention over all keys: out [..., Dv] in the widest dtype of outs, lse [...]
         in float32 (float64 if anything is float64), in which sums are taken.  A row that sees no key in
         any part gives 0 and -inf.  Differentiable in all outs and lses.
-    Raises: TypeError, ValueError: an argument does not fit.
+    Raises: TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call.
     Source: Milakov and Gimelshein (2018), section 3.1.
 
     Example:
@@ -66,12 +75,47 @@ def merge_attention(
     """
     check_states("merge_attention", outs, lses)
     distributed = backends.has_dtensors((outs[0],))
-    for name, states in (("outs", outs), ("lses", lses)):
-        if any(backends.has_dtensors((x,)) != distributed for x in states):
+    for name, given in (("outs", outs), ("lses", lses)):
+        if any(backends.has_dtensors((x,)) != distributed for x in given):
             kinds = ("a plain tensor", "a DTensor") if distributed else ("a DTensor", "a plain tensor")
             got, do = "{} beside {} outs[0]".format(*kinds), "Pass the .to_local() of all DTensors."
             refuse("merge_attention", name, got, "all DTensors, or all plain", do, TypeError)
-    return reference.merge_attention(list(outs), list(lses))
+    stacked = isinstance(outs, Tensor) and isinstance(lses, Tensor)
+    states: Any = (outs, lses) if stacked else (*outs, *lses)
+    backend = backends.choose("merge_attention", impl, states, lambda b: _merge_reasons(b, states))
+    if backend != "triton":
+        return reference.merge_attention(list(outs), list(lses))
+    dtype = functools.reduce(torch.promote_types, [x.dtype for x in states[: len(states) // 2]])
+    if len(outs) > MOST_PARTS:
+        return _merge_many(list(outs), list(lses), dtype)
+    settings = merge_op.Settings(stacked, dtype)
+    if isinstance(outs, Tensor) != isinstance(lses, Tensor):  # not all states are the caller's tensors
+        return merge_op.attention_merge(states, settings, (0, 1))
+    names = [f"{x}[{i}]" for x in ("outs", "lses") for i in range(len(states) // 2)]
+    return merge_op.attention_merge.bind(states, settings, (0, 1), names)
+
+
+LARGEST_MERGED = 1024  # head dim, of which a program has whole rows in registers
+MOST_PARTS = 16  # of one launch, whose kernel is written out for their number
+
+
+def _merge_reasons(backend: str, states: Sequence[Tensor]) -> Iterator[Reason]:
+    yield from float64_reasons(backend, states)
+    if backend == "triton" and states[0].shape[-1] > LARGEST_MERGED:
+        yield "head_dim is {}; the kernels take up to {}", states[0].shape[-1], LARGEST_MERGED
+
+
+def _merge_many(outs: Sequence[Tensor], lses: Sequence[Tensor], dtype: torch.dtype) -> Any:
+    """In groups, whose results in float32 are parts again."""
+    settings = merge_op.Settings(False, torch.float32)
+    while len(outs) > MOST_PARTS:
+        groups = [slice(i, i + MOST_PARTS) for i in range(0, len(outs), MOST_PARTS)]
+        made = [
+            merge_op.attention_merge((*outs[group], *lses[group]), settings, (0, 1)) for group in groups
+        ]
+        outs, lses = zip(*made, strict=True)
+    settings = merge_op.Settings(False, dtype)
+    return merge_op.attention_merge((*outs, *lses), settings, (0, 1))
 
 
 @cached
@@ -99,6 +143,7 @@ def attention_with_kv_cache(
     alibi_slopes: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
+    num_splits: int | None = None,
     impl: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention to keys and values that are kept from call to call, with the new tokens' put there
@@ -138,6 +183,8 @@ def attention_with_kv_cache(
             among the keys.  With a bound on the left (window) the cache rolls: key j is in slot
             j modulo the room of the sequence, which has to be as much as the window and the new tokens.
         return_lse: also return the logsumexp.
+        num_splits: into how many parts at most the keys of sequences that are as long as each other are
+            split; 1: never, but behind a prefix.  None chooses.
         impl: the backend by name; None chooses.
 
     Returns: out as q lies, with Dv, and with return_lse behind it lse [B, Hq, Sq], or [Hq, T], float32.
@@ -196,6 +243,7 @@ def attention_with_kv_cache(
         window=window,
         scale=scale,
         return_lse=return_lse,
+        num_splits=num_splits,
         softcap=softcap,
         **by_head,
     )
@@ -207,8 +255,9 @@ def attention_with_kv_cache(
     apart = written_apart(cache)
     for names in apart:
         check_apart(names, *map(given.__getitem__, names))
+    any_of = impl is None and backends.get_default() is None
     backend = backends.choose(
-        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P)
+        name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P, any_of)
     )
     limits = (
         None if left is None else left - variant.offset,
@@ -237,7 +286,7 @@ def attention_with_kv_cache(
     appended = None if k is None else _append(given, *place, left is not None)
     scale = k_cache.shape[3] ** -0.5 if request.scale is None else float(request.scale)
     if prefix is None and scale >= 0:
-        made = _attend(request, given, scale, cache.new, *place)
+        made = _attend(request, given, scale, backend, cache.new, *place)
         if isinstance(made, Call):
             made = made if appended is None else made.behind(appended)
             for names in apart:
@@ -263,7 +312,8 @@ def attention_with_kv_cache(
         given |= dict(zip(("prefix_out", "prefix_lse"), states, strict=True))
     else:
         given["q"] = -q
-    made = _attend(request, given, -scale if scale < 0 else scale, cache.new, *place)
+    scale = -scale if scale < 0 else scale
+    made = _attend(request, given, scale, backend, cache.new, *place)
     return made(*map(given.__getitem__, made.names or ())) if isinstance(made, Call) else made
 
 
@@ -306,10 +356,17 @@ def _append(given: dict[str, Any], P: int, interleaved: bool, rolls: bool) -> An
 
 
 def _attend(
-    request: Request, given: dict[str, Any], scale: float, new: int, P: int, interleaved: bool
+    request: Request,
+    given: dict[str, Any],
+    scale: float,
+    backend: str,
+    new: int,
+    P: int,
+    interleaved: bool,
 ) -> Any:
     """Attention to the cache: a Call, or its results."""
-    settings = decode_op.Settings(request.variant.form, scale, new, P, interleaved)
+    place = new, P, interleaved, request.num_splits
+    settings = decode_op.Settings(request.variant.form, scale, backend, *place)
     own = request.variant.tensors
     names = ("q", "k_cache", "v_cache", *WHERE, "k_scale", "v_scale", "prefix_out", "prefix_lse", *own)
     given |= own
@@ -335,16 +392,23 @@ def _autocast(cache: Tensor, *tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in tensors)
 
 
-def _cache_reasons(backend: str, request: Request, cache: Cache, P: int) -> Iterator[Reason]:
+def _cache_reasons(
+    backend: str, request: Request, cache: Cache, P: int, any_of: bool
+) -> Iterator[Reason]:
+    """any_of: whether no backend was asked for."""
     q, k_cache, v_cache = request.q, cache.k_cache, cache.v_cache
-    yield from float64_reasons(backend, (q,))
     if backend == "torch":
         yield from request.reasons(backend)
         if P or k_cache.dtype != q.dtype:
             yield "it takes no prefix and no cache of 8 bits"
         if not all(is_readable(x) for x in cache if x is not None):
             yield "it takes sequences one by one, and their lengths cannot be read here"
+    if backend == "hopper":
+        yield from request.reasons(backend)
+        rolls = "left" in request.variant.named
+        yield from hopper_cache_reasons(q, k_cache, cache.page_table, P > 0, rolls, any_of)
     if backend == "triton":
+        yield from float64_reasons(backend, (q,))
         if max(q.shape[3], v_cache.shape[3]) > 256:
             yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])
         capability = backends.capability_of(q.device) if q.device.type == "cuda" else None

@@ -3,6 +3,7 @@
 from .attention import Attention, RopeScaling, apply_rope, rope_tables
 from .block import TransformerBlock
 from .gpt import GPT, PRESETS, GPTConfig
+from .kv_cache import KVCache
 from .loss import CrossEntropyLoss
 from .mlp import MLP
 from .norm import GatedRMSNorm, LayerNorm, RMSNorm
@@ -15,6 +16,7 @@ __all__ = [
     "CrossEntropyLoss",
     "GPTConfig",
     "GatedRMSNorm",
+    "KVCache",
     "LayerNorm",
     "RMSNorm",
     "RopeScaling",

@@ -29,6 +29,7 @@ from ..checks import (
 )
 from ..functional.attention_request import check_window
 from ..variant import NUMBERS
+from .kv_cache import KVLayer
 from .layers import Linear, is_as_made
 from .norm import RMSNorm
 
@@ -194,8 +195,8 @@ class Attention(nn.Module):
         impl: the backend by name, None chooses; of RoPE and QK norm too, which choose beside "hopper".
         device, dtype: of the parameters.
 
-    forward(x [B, S, C], rope=None, group=None, *, mask=None, cu_seqlens=None, positions=None) returns
-    [B, S, C].
+    forward(x [B, S, C], rope=None, group=None, *, mask=None, cu_seqlens=None, positions=None,
+    cache=None) returns [B, S, C].
 
     - rope: what rope_tables(S, D) returned (of any length from S on; of fewer than D dimensions to
       rotate only those), or None for no rotation.
@@ -208,6 +209,10 @@ class Attention(nn.Module):
       positions, as flashproto.distributed has them, mask is of the whole sequence, and ring_attention
       takes the place of attention.  Gradients of parameters, sinks too, are those of this rank's
       tokens: sum them over the group, once.  No cu_seqlens, alibi and record_max_score beside it.
+
+    - cache: one of nn.KVCache's layers, which has the keys before x and gets those of x.  `rope` then
+      has rows for all positions that it has room for.  Call the KVCache's advance() behind the last
+      layer.  There is no gradient, and no group, mask, positions and record_max_score beside it.
 
     With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
     the keys that are seen, in max_score [Hq], float32.
@@ -290,6 +295,7 @@ class Attention(nn.Module):
         mask: masks.Mask | None = None,
         cu_seqlens: Tensor | None = None,
         positions: Tensor | None = None,
+        cache: KVLayer | None = None,
     ) -> Tensor:
         options: dict[str, Any] = {
             "causal": self.causal,
@@ -309,7 +315,17 @@ class Attention(nn.Module):
             more["return_aux"] = ("max_score",)
         attend: Callable[..., Any] = F.attention
         tokens_alone = x.ndim == 2
-        if group is not None:
+        if cache is not None:
+            others: dict[str, Any] = {"group": group, "mask": mask, "positions": positions}
+            refuse_beside("cache", others | {"record_max_score": self.record_max_score})
+            if cu_seqlens is not None:
+                check_cu_seqlens("Attention", cu_seqlens)
+                x = as_packed(x)
+            options["impl"] = beside_attention(self.impl)
+            del options["mask"]
+            more |= {"rope": rope, "interleaved": self.interleaved, "cu_seqlens": cu_seqlens}
+            attend, rope = cache.attend, None
+        elif group is not None:
             others = {"alibi": self.alibi, "record_max_score": self.record_max_score}
             attend = of_shards(group, cu_seqlens=cu_seqlens, **others)
         elif cu_seqlens is not None:
@@ -376,13 +392,18 @@ class Attention(nn.Module):
 
 def of_shards(group: ProcessGroup, **others: Any) -> Callable[..., Any]:
     """ring_attention of a group's shards; `others`: options of a layer that it does not take."""
-    for name, x in others.items():
-        if x is not None and x is not False:
-            takes = f"{'False' if x is True else 'None'} where group is given"
-            refuse("Attention", name, described(x), takes, "Leave one of them out.")
+    refuse_beside("group", others)
     from ..distributed import ring_attention  # torch may be built without process groups
 
     return functools.partial(ring_attention, group=group)
+
+
+def refuse_beside(given: str, others: dict[str, Any]) -> None:
+    """Refuse `others` that are there beside what is given."""
+    for name, x in others.items():
+        if x is not None and x is not False:
+            takes = f"{'False' if x is True else 'None'} where {given} is given"
+            refuse("Attention", name, described(x), takes, "Leave one of them out.")
 
 
 def side_by_side(cu_seqlens: Tensor) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .. import masks
 from .attention import Attention, Rope, beside_attention, check_heads
+from .kv_cache import KVLayer
 from .layers import given
 from .mlp import MLP
 from .norm import make_norm, norm_before_linear
@@ -45,7 +46,8 @@ class TransformerBlock(nn.Module):
         device, dtype: of the parameters.
 
     forward(x [B, S, C], residual=None, rope=None, group=None, *, mask=None, cu_seqlens=None,
-    positions=None) returns (x, residual), both [B, S, C]; for rope and what follows see Attention.
+    positions=None, cache=None) returns (x, residual), both [B, S, C]; for rope and what follows see
+    Attention.
 
     Raises: ValueError: widths and heads do not fit or a name is unknown; TypeError: an argument is of
     another type.
@@ -100,12 +102,14 @@ class TransformerBlock(nn.Module):
         mask: masks.Mask | None = None,
         cu_seqlens: Tensor | None = None,
         positions: Tensor | None = None,
+        cache: KVLayer | None = None,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             x, residual = self.norm1(x), x
         else:
             x, residual = norm_before_linear(self.norm1, x, residual)
-        options = {"group": group, "mask": mask, "cu_seqlens": cu_seqlens, "positions": positions}
+        options: dict[str, Any] = {"group": group, "mask": mask, "cu_seqlens": cu_seqlens}
+        options |= {"positions": positions, "cache": cache}
         x = self.attention(x, rope, **given(options))
         x, residual = norm_before_linear(self.norm2, x, residual)
         return self.mlp(x), residual

@@ -9,14 +9,16 @@ import dataclasses
 import os
 import re
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import masks
+from ..backends import autocast_dtype
 from ..checks import (
     LARGEST,
     SMALLEST,
@@ -42,12 +44,17 @@ from .attention import (
     rope_tables_at,
 )
 from .block import TransformerBlock
+from .generation import generated
+from .kv_cache import KVCache
 from .layers import Embedding, Linear, given, is_as_made, is_plain
 from .mlp import default_d_ff
 from .norm import make_norm, norm_before_linear
+from .sampling import Sampling, seeds_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+Tokens = TypeVar("Tokens", Tensor, "list[Tensor]")
 
 
 @dataclass(frozen=True)
@@ -284,17 +291,19 @@ class GPT(nn.Module):
         tokens: Tensor,
         targets: Tensor | None = None,
         *,
-        return_logits: bool = True,
+        return_logits: bool | Literal["last"] = True,
         group: ProcessGroup | None = None,
         mask: masks.Mask | None = None,
         cu_seqlens: Tensor | None = None,
         documents: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
         loss is the mean cross entropy of targets [B, S] in nats (float32), over those that are not
         -100; None without targets.  return_logits=False with targets gives (None, loss), and on a GPU
-        the logits are never in memory together (see flashproto.linear_cross_entropy).  Raises
+        the logits are never in memory together (see flashproto.linear_cross_entropy).
+        return_logits="last" gives those of each sequence's last token, [B, V].  Raises
         ValueError for tokens that are not [B, S] integers or longer than the context, and on a CPU
         for ids out of range; to look at them on a GPU would mean to wait for it.  Targets are checked
         as by flashproto.cross_entropy.
@@ -312,22 +321,43 @@ class GPT(nn.Module):
           group it is this rank's shard, as tokens are.
         - cu_seqlens: int32 [n + 1], as nn.Attention takes it: tokens [1, T] are n sequences side by
           side, each of at most `context`; positions begin anew in each.  Not with a group or documents.
+        - cache: what make_cache made, of as many sequences.  tokens are those behind the ones in it,
+          which they see, and are put there; they are refused where there is no room.  With cu_seqlens
+          the sequences have any numbers of new tokens, which the host reads.  There is no gradient, and
+          no group, mask and documents beside it.
         """
-        at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
+        if return_logits == "last" and targets is not None:
+            takes, do = "True or False beside targets", "Leave targets out."
+            refuse("GPT", "return_logits", "'last'", takes, do)
+        others: dict[str, Any] = {"group": group, "mask": mask, "documents": documents}
+        if cache is None:
+            at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
+        else:
+            at = self._positions_in(cache, tokens, cu_seqlens, others)
         device = tokens.device
         x, residual, rope = self.embedding(tokens), None, None
         options = given({"group": group, "mask": mask, "cu_seqlens": cu_seqlens})
         if self.positions is not None:
             x = x + self.positions(at)
+        elif cache is not None:
+            rope = cache.rope
         else:
             rows = at
             if at.ndim == 2:
                 rows, options["positions"] = torch.arange(self.config.context, device=device), at
             c = self.config
             rope = rope_tables_at(rows, c.head_dim, c.rope_theta, c.rope_scaling)
-        for block in self.blocks:
-            x, residual = block(x, residual, rope, **options)
+        layers = [{}] * len(self.blocks) if cache is None else [{"cache": x} for x in cache.layers]
+        for block, own in zip(self.blocks, layers, strict=True):
+            x, residual = block(x, residual, rope, **options, **own)
+        if cache is not None:
+            cache.advance()
+        if return_logits == "last":
+            last = slice(-1, None) if cu_seqlens is None else (cu_seqlens[1:] - 1).long()
+            x, residual = x[:, last], cast(Tensor, residual)[:, last]
         x, _ = norm_before_linear(self.norm, x, cast(Tensor, residual))
+        if return_logits == "last":
+            x = x[:, 0] if cu_seqlens is None else x[0]
         head, fused = self.head, targets is not None and not return_logits
         bias = None
         if head is None:
@@ -393,6 +423,88 @@ class GPT(nn.Module):
         at = at if group is None else distributed.shard(at, 1, group)
         return at, own if mask is None else mask & own
 
+    def _positions_in(
+        self, cache: KVCache, tokens: Tensor, cu_seqlens: Tensor | None, others: dict[str, Any]
+    ) -> Tensor:
+        """Positions [B, S], or [1, T], of tokens behind those in the cache, which has room for them."""
+        name = "GPT"
+        self._check_tokens(name, tokens)
+        for argument, x in others.items():
+            if x is not None:
+                do = "Leave one of them out."
+                refuse(name, argument, described(x), "None where cache is given", do)
+        c, do = self.config, "model.make_cache makes it."
+        if not isinstance(cache, KVCache):
+            refuse(name, "cache", described(cache), "an nn.KVCache", do, TypeError)
+        if len(cache.layers) != len(self.blocks) or cache.room > c.context:
+            takes = f"one of {len(self.blocks)} layers and room for at most context, {c.context}"
+            refuse(name, "cache", repr(cache), takes, do)
+        B = tokens.shape[0]
+        if cu_seqlens is None:
+            cache.reserve(tokens.shape[1])
+            at = torch.arange(tokens.shape[1], device=tokens.device).expand(B, -1)
+            first = cache.lengths[:, None]
+        else:
+            check_cu_seqlens(name, cu_seqlens)
+            B = cu_seqlens.shape[0] - 1
+            own = cu_seqlens.diff().tolist()
+            if tokens.shape[0] != 1 or sum(own) != tokens.shape[1]:
+                takes = f"[1, {sum(own)}], for the cu_seqlens given"
+                refuse_shape(name, "tokens", tokens, takes, "Put all tokens side by side.")
+            cache.reserve(own)
+            at = positions_of(cu_seqlens, tokens.shape[1])[None]
+            first = cache.lengths.repeat_interleave(cu_seqlens.diff(), output_size=sum(own))[None]
+        if cache.batch != B:
+            do = "Make a cache for as many."
+            refuse(name, "cache", f"of {cache.batch} sequences", f"one for each of {B}", do)
+        if self.positions is None and cache.rope is None:
+            rows = torch.arange(cache.room, device=tokens.device)
+            cache.rope = rope_tables_at(rows, c.head_dim, c.rope_theta, c.rope_scaling)
+        return at + first
+
+    def make_cache(
+        self,
+        batch: int,
+        room: int | None = None,
+        *,
+        chunk: int = 512,
+        page_size: int | None = None,
+        pages: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> KVCache:
+        """An nn.KVCache for `batch` sequences of up to `room` tokens, `context` by default.
+
+        dtype is autocast's where that is on, else the model's; chunk, page_size and pages are as in
+        KVCache.  Raises what that raises, and ValueError for more room than `context`.
+
+        Example:
+            >>> model = nn.GPT(nn.GPTConfig.preset("toy", n_layers=1, d_model=32))
+            >>> cache = model.make_cache(batch=2, room=64)
+            >>> tokens = torch.randint(256, (2, 9))
+            >>> with torch.no_grad():
+            ...     prompt, _ = model(tokens[:, :8], cache=cache)
+            ...     logits, _ = model(tokens[:, 8:], cache=cache)
+            >>> torch.allclose(logits[:, 0], model(tokens)[0][:, 8], atol=1e-5), cache.counts
+            (True, [9, 9])
+        """
+        c, weight = self.config, next(self.parameters())
+        room = c.context if room is None else room
+        takes, do = f"1 to context, {c.context}", "Leave it out for all of it."
+        check_integer("GPT.make_cache", "room", room, 1, c.context, takes, do)
+        return KVCache(
+            batch,
+            room,
+            c.n_layers,
+            c.kv_heads,
+            c.head_dim,
+            windows=c.windows,
+            chunk=chunk,
+            page_size=page_size,
+            pages=pages,
+            dtype=dtype or autocast_dtype(weight) or weight.dtype,
+            device=weight.device,
+        )
+
     def _tied_matrix(self, device: torch.device) -> Tensor:
         """The embedding as the output matrix [V, C]."""
         if is_plain(self.embedding, Embedding, nn.Embedding):
@@ -428,41 +540,119 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(
         self,
-        tokens: Tensor,
+        tokens: Tokens,
         max_new_tokens: int,
         *,
         temperature: float = 1.0,
         top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float = 1.0,
+        stop_tokens: int | Sequence[int] = (),
+        seeds: Sequence[int] | None = None,
         generator: torch.Generator | None = None,
-    ) -> Tensor:
+        prompt_lookup: int = 0,
+        on_token: Callable[[int, int], object] | None = None,
+        cache: KVCache | None = None,
+        cuda_graph: bool | None = None,
+    ) -> Tokens:
         """Continue tokens [B, S] by max_new_tokens samples: [B, S + max_new_tokens].
 
-        temperature divides the logits; 0, and one so small that it comes to the same, takes the most
-        likely token.  top_k keeps that many of the tokens; None, or more than there are, keeps all.
-        Each step sees the last `context` tokens.  generator is of the model's device.  The result can
-        be trained on.  Raises ValueError for an argument out of range and TypeError for one of
-        another type.
+        The prompts go through the model once; then each new token goes by itself, and sees the keys and
+        values of all others in a cache.  Tokens may also be a list of prompts [S_b] of any lengths; the
+        result is then such a list.  It can be trained on.
+
+        A token sees the tokens before it, up to `context` in all: of a longer prompt the last ones.
+        Where a text grows past the context, its last half goes through the model again as a prompt
+        of context / 2 tokens, and then as many new tokens find room.
+
+        - temperature divides the logits; 0, and one so small that it comes to the same, takes the most
+          likely token.  top_k keeps that many of the tokens; None, or more than there are, keeps all.
+          top_p then keeps the fewest tokens whose probabilities sum to top_p, and min_p those that are
+          at least min_p times as likely as the likeliest.
+        - repetition_penalty: logits of tokens that the text has are divided by it where they are
+          positive, else multiplied (Keskar et al., "CTRL", 2019); 1 for none.
+        - stop_tokens: ids that end their sequence.  In a list a sequence ends with it; in a tensor
+          the stop token is then repeated.  When all sequences have ended, generate does.
+        - seeds: a number for each sequence.  What is drawn for a sequence depends on its own seed, not
+          on the others in the batch.  None: they are drawn from generator, of the model's device.
+        - prompt_lookup: guess this many tokens, 1 to 15, from what followed the last ones when the text
+          had them before (Saxena, "Prompt Lookup Decoding", 2023), and check all in one call.
+          Guesses that are what would have been drawn are kept: the distribution stays the same, and
+          so does the text of a seed, but for rounding.  It is faster where texts repeat themselves.
+        - on_token(b, token) is called with each new token of sequence b as soon as it is there, and may
+          return True to end the sequence with it.
+        - cache: what make_cache made, for as many sequences, which is reset; None makes one.  The room
+          in it takes the place of `context`.
+        - cuda_graph: on a GPU one step is captured and then replayed, and kept with the cache that is
+          passed in.  None does so from 8 new tokens on, if the model has no hooks, is not sharded, and
+          autocast is off.  False never does.
+
+        Raises ValueError for an argument out of range and TypeError for one of another type.
+
+        Example:
+            >>> model = nn.GPT(nn.GPTConfig.preset("toy", n_layers=1, d_model=32))
+            >>> prompts = [torch.tensor([1, 2, 3]), torch.tensor([4])]
+            >>> texts = model.generate(prompts, 5, temperature=0.8, top_p=0.9, seeds=[0, 1])
+            >>> [len(text) for text in texts]
+            [8, 6]
         """
         name = "GPT.generate"
-        self._check_tokens(name, tokens)
-        if tokens.shape[1] == 0:
-            refuse(name, "tokens", "of length 0", "at least one token", "Begin with a separator.")
+        prompts = self._prompts(tokens)
         do = "Pass how many to add."
         check_integer(name, "max_new_tokens", max_new_tokens, 0, sys.maxsize, "0 or more", do)
-        takes = "a finite number, 0 or more"
-        temperature = check_number(name, "temperature", temperature, 0.0, LARGEST, takes, "Try 0.8.")
-        if top_k is not None:
-            takes, do = "an integer of at least 1, or None", "Pass None to keep every token."
-            check_integer(name, "top_k", top_k, 1, sys.maxsize, takes, do)
-        for _ in range(max_new_tokens):
-            logits = cast(Tensor, self(tokens[:, -self.config.context :])[0])[:, -1].float()
-            if temperature == 0.0:
-                new = logits.argmax(-1, keepdim=True)
-            else:
-                p = _probabilities(logits, temperature, top_k)
-                new = torch.multinomial(p, 1, generator=generator)
-            tokens = torch.cat((tokens, new.to(tokens.dtype)), dim=1)
-        return tokens
+        how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty).checked(name)
+        takes, do = "0 to 15", "Pass 0 for none."
+        check_integer(name, "prompt_lookup", prompt_lookup, 0, 15, takes, do)
+        stop: Any = [stop_tokens] if is_integer(stop_tokens) else stop_tokens
+        for i in stop:
+            takes = f"ids from 0 to {self._vocabulary - 1}"
+            check_integer(name, "stop_tokens", i, 0, self._vocabulary - 1, takes, "Pass ids.")
+        B, device = len(prompts), next(self.parameters()).device
+        if seeds is not None and (generator is not None or len(seeds) != B):
+            takes = f"{B} numbers, a seed for each sequence, without generator"
+            refuse(name, "seeds", f"of {len(seeds)} numbers", takes, "Pass one of the two.")
+        if cache is not None and (not isinstance(cache, KVCache) or cache.batch != B):
+            takes, do = f"a KVCache of {B} sequences", "model.make_cache(B) makes one."
+            refuse(name, "cache", described(cache), takes, do)
+        if not B or not max_new_tokens:
+            return tokens
+        if cache is None:
+            room = max(x.shape[0] for x in prompts) + max_new_tokens + prompt_lookup
+            cache = self.make_cache(B, min(room, self.config.context))
+        new = generated(
+            self,
+            prompts,
+            max_new_tokens,
+            how,
+            vocabulary=self._vocabulary,
+            stop={*stop},
+            seeds=seeds_of(name, seeds, B, generator, device),
+            lookup=prompt_lookup,
+            on_token=on_token,
+            cache=cache,
+            cuda_graph=cuda_graph,
+        )
+        if not isinstance(tokens, Tensor):
+            return [torch.cat([x, y]) for x, y in zip(prompts, new, strict=True)]
+        longest = max(x.shape[0] for x in new)
+        rows = [torch.cat([x, x[-1:].expand(longest - x.shape[0])]) for x in new]
+        return torch.cat([tokens, torch.stack(rows)], 1)
+
+    def _prompts(self, tokens: Any) -> Sequence[Tensor]:
+        """[S] each, of a tensor [B, S] or a list."""
+        name, is_list = "GPT.generate", isinstance(tokens, (list, tuple))
+        if not is_list or not all(isinstance(x, Tensor) for x in tokens):
+            self._check_tokens(name, tokens)
+        for prompt in tokens if is_list else [tokens]:
+            if is_list and prompt.ndim != 1:
+                do = "list(tokens) makes one of [B, S]."
+                refuse_shape(name, "tokens", prompt, "[S] in a list", do)
+            if is_list:
+                self._check_tokens(name, prompt[None])
+            if prompt.shape[-1] == 0:
+                refuse(name, "tokens", "of length 0", "at least one token", "Begin with a separator.")
+        return list(tokens)
 
     @classmethod
     def from_pretrained(
@@ -530,19 +720,3 @@ class GPT(nn.Module):
         S = c.context if length is None else length
         seen = sum(S if window is None else min(S, window + 1) for window in c.windows)
         return 6 * (self.parameter_count() - tables) + 12 * c.n_heads * c.head_dim * seen
-
-
-def _probabilities(logits: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    """softmax(logits / temperature) [B, V] over the top_k largest of float32 logits [B, V].
-
-    The largest logit becomes 0 before the division and stays 0 after it, however small the temperature
-    is: the limits at 0 and infinity are those of the formula.  Within the bounds a temperature is a
-    float32 number, and so is its reciprocal, by which a GPU multiplies.
-    """
-    bounds = torch.finfo(torch.float32)
-    scaled = logits - logits.amax(-1, keepdim=True)
-    scaled = scaled / min(max(temperature, bounds.tiny), bounds.max)
-    if top_k is not None and top_k < logits.shape[-1]:
-        kept = logits.topk(top_k).values[:, -1:]
-        scaled = scaled.masked_fill(logits < kept, -torch.inf)
-    return torch.softmax(scaled, -1)

@@ -193,7 +193,11 @@ class Folder:
         """`model`, which is on the device meta, with memory on `device` that holds the tensors."""
         left, places = dict(self.tensors), []
         for parameter, x in model.named_parameters():
-            for part in parts(self.kind, config, parameter):
+            found = parts(self.kind, config, parameter)
+            if not found:
+                takes = f"parameters of a {self.kind}"
+                refuse(LOAD, f"the parameter {parameter}", "there", takes, "Load a plain nn.GPT.")
+            for part in found:
                 header = left.pop(part.name, None)
                 if header is None:
                     name = f"the tensor {part.name}"

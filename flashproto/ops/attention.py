@@ -31,12 +31,14 @@ from .recipe import New, Operand, Recipe
 
 class Settings(NamedTuple):
     """form: of the variant, whose tensors are the last inputs; scale >= 0.  deterministic: the backward
-    adds in a fixed order, as torch.use_deterministic_algorithms(True) has it for all calls."""
+    adds in a fixed order, as torch.use_deterministic_algorithms(True) has it for all calls.
+    num_splits: of the keys at most, in the forward; 0, as many as are best."""
 
     form: Form
     scale: float
     backend: str
     deterministic: bool = False
+    num_splits: int = 0
 
     @property
     def launches(self) -> ModuleType:
@@ -150,7 +152,8 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     lse, *aux = map(as_rows, rows)
     statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
     variant = settings.variant(tensors)
-    settings.launches.forward(recipe, q, k, v, out, lse, variant, settings.scale, **statistics)
+    of_all = settings.scale, settings.num_splits
+    settings.launches.forward(recipe, q, k, v, out, lse, variant, *of_all, **statistics)
 
 
 def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:

@@ -3,6 +3,7 @@ q [T, Hq, D], k [T, Hkv, D] and v [T, Hkv, Dv] are tokens of sequences side by s
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,14 +26,16 @@ NO_GRADIENT = "flashproto: attention_with_kv_cache has no gradient; call it unde
 
 
 class Settings(NamedTuple):
-    """form: of the variant, whose tensors are the last inputs; scale >= 0; new, position, interleaved:
-    see Cache."""
+    """form: of the variant, whose tensors are the last inputs; scale >= 0; backend: hopper or triton;
+    new, position, interleaved: see Cache; num_splits: see attention_split.launch."""
 
     form: Form
     scale: float
+    backend: str
     new: int
     position: int
     interleaved: bool
+    num_splits: int = 0
 
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New, New]:
@@ -49,10 +52,17 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     q, out, lse = as_heads(q), as_heads(out), as_rows(lse)
     where, (prefix_out, prefix_lse), tensors = rest[:9], rest[9:11], rest[11:]
     cache = cache_of(where, settings.new, settings.position, settings.interleaved)
+    variant = settings.form.variant(tensors)
+    if settings.backend == "hopper":
+        # Gluon is not in every Triton.
+        hopper = importlib.import_module(".attention_cache_hopper", __package__)
+        of_all = settings.scale, settings.num_splits
+        return hopper.launch(recipe, q, k, v, out, lse, cache, variant, *of_all)
     prefix = None
     if prefix_out is not None:
         prefix = as_heads(prefix_out), as_rows(prefix_lse.contiguous())
-    launch(recipe, q, k, v, out, lse, cache, settings.form.variant(tensors), settings.scale, prefix)
+    of_all = settings.scale, settings.num_splits
+    launch(recipe, q, k, v, out, lse, cache, variant, *of_all, prefix)
 
 
 def cache_of(tensors: Sequence[Any], new: int, position: int, interleaved: bool) -> Cache:

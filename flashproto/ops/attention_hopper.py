@@ -198,16 +198,17 @@ def forward(
     lse: Operand,
     variant: Variant,
     scale: float,
+    num_splits: int = 0,
     max_score: Operand | None = None,
 ) -> None:
     """Fill out, lse and max_score, if it is not None; no tensor is empty.  What TMA cannot read is
-    copied."""
+    copied.  num_splits: of the keys at most; 0, as many as are best."""
     q, k, v = map(readable, (q, k, v))
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     group, most = Hq // Hkv, multiprocessors(q.device)
     seen = keys_seen(variant, Sq, Sk)
     config = configs.attention_forward_hopper(
-        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen
+        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen, num_splits
     )
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
@@ -216,7 +217,7 @@ def forward(
     total = tiles * B * heads
     parts, to, lse_to = None, out, lse
     if config.SPLIT:
-        parts = configs.forward_parts(config, B * heads, Sq, seen, most)
+        parts = configs.forward_parts(config, B * heads, Sq, seen, most, num_splits)
         total *= parts
         rows = (B * parts, Hq, Sq)
         to = recipe.make(New.contiguous((*rows, head_dim), torch.float32, q.device))

@@ -11,6 +11,29 @@ from torch import Tensor
 from ..backends import Reason
 
 
+def hopper_cache_reasons(
+    q: Tensor,
+    k_cache: Tensor,
+    page_table: Tensor | None,
+    prefix: bool,
+    rolls: bool,
+    any_of: bool,
+) -> Iterator[Reason]:
+    """What they do not take of a call with a cache, beside the above; q [B, Hq, Sq, D], k_cache [pages,
+    page size, Hkv, D].  any_of: no backend was asked for."""
+    if k_cache.dtype != q.dtype:
+        yield "the cache is {} and q {}; the kernels take one dtype", k_cache.dtype, q.dtype
+    if prefix:
+        yield "it takes no prefix"
+    size = k_cache.shape[1]
+    if page_table is not None and (size < 16 or size & (size - 1)):
+        yield "page_size is {}; the kernels take powers of 2 from 16 on", size
+    if page_table is None and rolls and size % 128:
+        yield "the cache rolls in {} slots; the kernels take multiples of 128", size
+    if any_of:
+        yield "with a cache it is not measured yet, and runs where it is asked for by name"
+
+
 def hopper_attention_reasons(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Reason]:
     """What TMA and the tiles of kernels/hopper do not take."""
     D, Dv = q.shape[3], v.shape[3]

@@ -123,10 +123,12 @@ def launch(
     cache: Cache,
     variant: Variant,
     scale: float,
+    num_splits: int = 0,
     prefix: tuple[Operand, Operand] | None = None,
 ) -> None:
     """Fill out and lse, of some elements; k and v as a cache lies, in whose pages B sequences have
-    their keys, or without lengths all k.shape[1] of each."""
+    their keys, or without lengths all k.shape[1] of each.  num_splits: into how many parts the keys of
+    sequences that are as long as each other are cut at most; 0, as many as are best."""
     kind = variant.kind
     _, Hq, Sq, D = q.shape
     Hkv, Dv = k.shape[2], v.shape[3]
@@ -141,8 +143,9 @@ def launch(
     query_tiles = cdiv(group * Sq, config.block_m)
     most = B * query_tiles if cache.cu_seqlens is None else query_tiles + B + 1
     at_once = multiprocessors(q.device) * config.programs
-    split = prefix is not None or configs.splits_cache(
-        cdiv(group * tokens, config.block_m), most * Hkv, at_once
+    split = prefix is not None or (
+        num_splits != 1
+        and configs.splits_cache(cdiv(group * tokens, config.block_m), most * Hkv, at_once)
     )
     rolls = kind.WINDOW and cache.lengths is not None
     shared = {
@@ -158,6 +161,8 @@ def launch(
     programs = most * Hkv
     pieces, piece_lse, dependent = None, None, False
     if split:
+        if num_splits:  # a program's part of all work may begin in any tile, and end in another
+            at_once = min(at_once, programs * max(num_splits - 1, 1))
         programs = max(min(at_once, programs * cdiv(room, config.block_n)), 1)
         rows = (programs + most * Hkv, config.block_m)
         pieces = recipe.make(New.contiguous((*rows, Dv), torch.float32, q.device))

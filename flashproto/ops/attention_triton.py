@@ -114,16 +114,19 @@ def forward(
     lse: Operand,
     variant: Variant,
     scale: float,
+    num_splits: int = 0,
     max_score: Operand | None = None,
     entropy: Operand | None = None,
 ) -> None:
-    """Fill out, lse and the statistics that are not None, of some elements."""
+    """Fill out, lse and the statistics that are not None, of some elements.  num_splits: of the keys at
+    most; 0, as many as are best."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
-    if attention_split.splits_keys(q, k, variant):
+    if num_splits != 1 and attention_split.splits_keys(q, k, variant):
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         variant = variant._replace(offset=variant.offset - (k.shape[1] - Sq))
-        attention_split.launch(recipe, q, k, v, out, lse, attention_split.Cache(), variant, scale)
+        cache = attention_split.Cache()
+        attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
     given = given_to(recipe, variant, q, k, config.block_n, max_score=max_score, entropy=entropy)

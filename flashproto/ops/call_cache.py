@@ -106,7 +106,7 @@ def find(kind: Hashable, tensors: tuple[Tensor, ...]) -> Callable[..., Any] | No
             if fits(*tensors):  # none does under torch.func, nor in a trace
                 return run
         key = key_of(tensors)
-    except (AttributeError, RuntimeError, TypeError):  # of no tensor, or an option that has no hash
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensor, or what has no hash
         return None
     function = None if key is None else found.functions.get(key)
     if function is not None and private.GUARDED:

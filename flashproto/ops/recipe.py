@@ -129,6 +129,10 @@ class Operand:
         shape = (*self.shape[:dim], length, *self.shape[dim + 1 :])
         return self.as_strided(shape, self.strides, start * self.strides[dim])
 
+    def select(self, dim: int, index: int) -> Operand:
+        shape, strides = (x[:dim] + x[dim + 1 :] for x in (self.shape, self.strides))
+        return self.as_strided(shape, strides, index * self.strides[dim])
+
     def transpose(self, a: int, b: int) -> Operand:
         order = list(range(self.ndim))
         order[a], order[b] = order[b], order[a]

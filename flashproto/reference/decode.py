@@ -27,7 +27,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         lse = log(sum_i exp(lse_i))         out = sum_i exp(lse_i - lse) out_i
 
     Each is the online softmax's state (lse, 1), with out beside it.  They are merged as they come, in
-    float32 (float64 if one of them is).  Rows without a key anywhere (lse -inf in all) give 0 and -inf.
+    float32 (float64 if one of them is).  A part without a key of a row (lse -inf) counts for nothing,
+    whatever its out is; rows without a key anywhere give 0 and -inf.
     """
     dtype = compute_dtype(outs[0].dtype)
     for x in (*outs[1:], *lses):
@@ -35,8 +36,9 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     m, l = online_softmax_start(lses[0].shape, lses[0].to(dtype))
     total = outs[0].new_zeros(outs[0].shape, dtype=dtype)
     for out, lse in zip(outs, lses, strict=True):
+        values = out.masked_fill(lse.isneginf()[..., None], 0.0)
         m, l, w1, w2 = online_softmax_merge(m, l, lse.to(dtype), torch.ones_like(l))
-        total = w1[..., None] * total + w2[..., None] * out
+        total = w1[..., None] * total + w2[..., None] * values
     lse, normaliser = online_softmax_finish(m, l)
     own = outs[0].dtype
     for x in outs[1:]:

@@ -91,16 +91,18 @@ def of_rows(a, y):
 
 
 @gluon.jit
-def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS: gl.constexpr = False):
+def mask_scores(
+    x, row, col, Sk, offset, low, variables, CFG: gl.constexpr, INTERVALS: gl.constexpr = False
+):
     """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where not visible by
-    the band and, if INTERVALS, by these.
+    the band and, if INTERVALS, by these; with STARTS keys before `low` are not.
 
     The lane's part of a column is moved into the limit, a row's last visible column, so that the
     comparisons are with constants.
     """
     KIND: gl.constexpr = CFG.KIND
     R: gl.constexpr = gl.SliceLayout(1, x.type.layout)
-    if KIND.CAUSAL or KIND.PLAIN:  # of which the full one has the offset Sk
+    if KIND.CAUSAL or (KIND.PLAIN and not CFG.CACHE):  # of which the full one has the offset Sk
         limit = gl.minimum(Sk - 1 - col, query_of_row(row + (offset - col), R, CFG))
     else:
         limit = gl.full([64], Sk - 1 - col, gl.int32, R)
@@ -113,6 +115,8 @@ def mask_scores(x, row, col, Sk, offset, variables, CFG: gl.constexpr, INTERVALS
         if KIND.FIRST:
             near = near | (column < variables.given.first - col - lane)
         seen = seen & near
+    if CFG.STARTS:
+        seen = seen & (column >= low - col - lane)
     if INTERVALS:
         j = col + column + lane
         i = of_rows(query_of_row(row, R, CFG), y)
@@ -130,30 +134,30 @@ def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.const
     ranges, of this consumer's rows, say so of the band, see key_ranges, and if KIND has INTERVALS
     `clear` of these.  With SKIP they count half tiles, and halves from their end on stay as they are.
     """
-    _, clear_begin, whole, end = ranges
+    _, clear_begin, whole, end, low = ranges
     if CFG.SKIP:
         H: gl.constexpr = CFG.BN // 2
         L: gl.constexpr = x.type.layout
         if 2 * j + 1 >= whole:
             a, b = gl.split(x.reshape([64, 2, H]).permute((0, 2, 1)))
             if (2 * j >= whole) & (2 * j < end):
-                a = mask_scores(a, row, j * CFG.BN, Sk, offset, variables, CFG)
+                a = mask_scores(a, row, j * CFG.BN, Sk, offset, low, variables, CFG)
             if 2 * j + 1 < end:
-                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, variables, CFG)
+                b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, low, variables, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
     elif CFG.KIND.INTERVALS:
         if clear == 0:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG, True)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG, True)
         elif CFG.KIND.CAUSAL or CFG.KIND.WINDOW:
             if (j < clear_begin) | (j >= whole):
-                x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
-    elif CFG.KIND.WINDOW:
+                x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG)
+    elif CFG.KIND.WINDOW or CFG.STARTS:
         if (j < clear_begin) | (j >= whole):
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG)
     else:
         if j >= whole:
-            x = mask_scores(x, row, j * CFG.BN, Sk, offset, variables, CFG)
+            x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG)
     return x
 
 
@@ -194,7 +198,7 @@ def take_scores(
     """
     shift, l, top = state
     KIND: gl.constexpr = CFG.KIND
-    _, _, _, end = ranges
+    _, _, _, end, _ = ranges
     clear = 0
     if KIND.INTERVALS:
         clear = j & 1
@@ -263,8 +267,8 @@ def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
 
 
 @gluon.jit
-def clear_values(v, limit, CFG: gl.constexpr):
-    """Zeros in the rows of v [BN, D] from `limit` on.
+def clear_values(v, limit, CFG: gl.constexpr, low=0):
+    """Zeros in the rows of v [BN, D] from `limit` on, and with STARTS in those before `low`.
 
     They are tokens of another sequence, or of none, and need not be numbers, but then 0 times them is
     none either.  Each consumer does this before it reads them.  Another one may read meanwhile: what it
@@ -273,11 +277,17 @@ def clear_values(v, limit, CFG: gl.constexpr):
     L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // CFG.D, CFG.D // 8], [4, 1], [1, 0])
     BN: gl.constexpr = CFG.BN
     for first in gl.static_range(0, BN, 16):
-        if first + 16 > limit:
+        hides = first + 16 > limit
+        if CFG.STARTS:
+            hides = hides | (first < low)
+        if hides:
             part = v.slice(first, 16, dim=0)
             values = part.load(L)
             rows = first + gl.arange(0, 16, gl.SliceLayout(1, L))
-            part.store(gl.where((rows < limit)[:, None], values, gl.zeros_like(values)))
+            there = rows < limit
+            if CFG.STARTS:
+                there = there & (rows >= low)
+            part.store(gl.where(there[:, None], values, gl.zeros_like(values)))
     fence_async_shared()
     barrier()
 
@@ -347,17 +357,21 @@ def attend(
     KIND: gl.constexpr = CFG.KIND
     WIDTH: gl.constexpr = BN // 2 if CFG.SKIP else BN
     rows_of_head = Sq
-    first, token, _, Sq, keys, offset = sequence_at(row - CFG.CQ * c, Sq, keys, offset, given, CFG)
-    if KIND.VARLEN:
+    b, first, token, _, Sq, keys, offset, low = sequence_at(
+        b, row - CFG.CQ * c, Sq, keys, offset, given, CFG
+    )
+    if CFG.RECORDS:
         row = first + CFG.CQ * c
         o_ptr += token.to(gl.int64) * so_s * 8
-    walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1])
+    walk = walk_of(b, h, first, NT, keys, offset, given, CFG, part[1], low)
     head = of_head(given, b.to(gl.int64), h.to(gl.int64), Sq, keys, BN, KIND)
     variables = Variables(given, head)
     begin, clear, whole, end = key_ranges(row, keys, offset, given, CFG.CQ, WIDTH, KIND)
     if CFG.SKIP:
         end = gl.where(row < Sq, end, 0)
-    ranges = begin, clear, whole, end
+    if CFG.STARTS:
+        clear = gl.maximum(clear, gl.cdiv(low, BN))
+    ranges = begin, clear, whole, end, low
     shift = gl.full([64, 4], UNSEEN, gl.float32, lanes())
     l = gl.zeros([64, 4], gl.float32, lanes())
     top = gl.full([64, 4], -float("inf"), gl.float32, lanes()) if KIND.MAX_SCORE else l
@@ -368,7 +382,7 @@ def attend(
         static_arrive(CFG.QB + c, CFG.TWO)
     kslot, kphase = advance(kslot, kphase, CFG.KS)
     mbarrier.wait(k_full.index(kslot), kphase)
-    if KIND.VARLEN:
+    if CFG.RECORDS:
         j = tile_at(n - 1, walk, CFG)
         if (j + 1) * BN > keys:
             mbarrier.wait(v_full.index(vslot), vphase)
@@ -416,6 +430,10 @@ def attend(
         )
         mbarrier.wait(v_full.index(vslot), vphase)
         acc = rescaled(acc, alpha)
+    if CFG.STARTS:
+        j = tile_at(0, walk, CFG)
+        if j * BN < low:
+            clear_values(matrix(vs.index(vslot), BN, D), BN, CFG, low - j * BN)
     # The last P V of this work item, and behind it the first scores of the next one.
     pingpong_wait(c, CFG)
     acc = warpgroup_mma(unpack_halves(p, A, dt), matrix(vs.index(vslot), BN, D), acc, is_async=True)
@@ -441,6 +459,8 @@ def attend(
         entry, _ = part
         lse = gl.where(entry < 0, -float("inf"), lse)
         entry = gl.maximum(entry, ~entry)
+        if CFG.CACHE:
+            entry += b * parts
     store_rows(lse, lse_ptr + token, entry, h, row, H, GROUP, Sq, rows_of_head, CFG)
     if KIND.MAX_SCORE:
         top = gl.convert_layout(gl.max(top, 1), R) * (scale_log2 * LN2)

@@ -10,9 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from ..schedule import RECORD, first_tiles, key_ranges
-from .gluon_names import tma_load
+from .gluon_names import reinterpreted, tma_load
 from .items import put_item, take_item
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
+
+MOST_PAGES = gl.constexpr(2**30)  # more than a cache has
 
 # --- rings and work items ------------------------------------------------------------------------
 
@@ -54,8 +56,7 @@ def next_item(r, work_table, total, CFG: gl.constexpr):
 @gluon.jit
 def within(t, total, CFG: gl.constexpr):
     """t, or the last work item where there is none, if what tile_of reads of it is in memory."""
-    KIND: gl.constexpr = CFG.KIND
-    if KIND.INTERVALS or KIND.VARLEN:
+    if CFG.KIND.INTERVALS or CFG.RECORDS:
         return gl.minimum(t, total - 1)
     else:
         return t
@@ -72,8 +73,7 @@ def first_item(work_table, total, CFG: gl.constexpr):
 def items_of(total, NT, BH, given, CFG: gl.constexpr):
     """(total, NT): how many work items and query tiles of a head there are; of sequences the device
     knows."""
-    KIND: gl.constexpr = CFG.KIND
-    if KIND.VARLEN:
+    if CFG.RECORDS:
         NT = gl.load(given.work)
         return NT * BH, NT
     else:
@@ -81,31 +81,38 @@ def items_of(total, NT, BH, given, CFG: gl.constexpr):
 
 
 @gluon.jit
-def sequence_at(row, Sq, Sk, offset, given, CFG: gl.constexpr):
-    """What tile_of called `row` as (first query, token, key, Sq, Sk, offset); token, key: where the
-    sequence begins."""
-    KIND: gl.constexpr = CFG.KIND
-    if KIND.VARLEN:
+def sequence_at(b, row, Sq, Sk, offset, given, CFG: gl.constexpr):
+    """What tile_of called `row` as (batch, first query, token, key, Sq, Sk, offset, low); token, key:
+    where the sequence begins.  Of a cache, key: its row there, or of the page table; low: its first key
+    that counts."""
+    if CFG.RECORDS:
         record = given.work + (1 + row) * RECORD
         row, token = gl.load(record + 1), gl.load(record + 2)
         Sq, key, Sk = gl.load(record + 3), gl.load(record + 4), gl.load(record + 5)
-        return row, token, key, Sq, Sk, offset + Sk - Sq
+        low = 0
+        if CFG.CACHE:
+            b, low = gl.load(record + 6), gl.load(record + 7)
+        return b, row, token, key, Sq, Sk, offset + Sk - Sq, low
     else:
-        return row, 0, 0, Sq, Sk, offset
+        return b, row, 0, 0, Sq, Sk, offset, 0
 
 
 @gluon.jit
-def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0):
+def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0, low=0):
     """Which key tiles a work item with queries from `row` on visits, for tile_at.
 
     Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
     key_ranges.  Of intervals: where the list of visits_kernel is, and nothing.  Behind these, with
-    SPLIT, how many of them are `skipped`, since they are in parts to the left.
+    SPLIT, how many of them are `skipped`, since they are in parts to the left.  low: of a cache, the
+    first key that counts.
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.INTERVALS:
         line = (b * given.row_of_batch + h * given.row_of_head) * NT + row // CFG.BQ
         return given.work + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
+    elif CFG.CACHE:
+        begin, _, _, _ = key_ranges(row, Sk, offset, given, CFG.BQ, CFG.BN, KIND)
+        return 0, gl.maximum(begin, low // CFG.BN), skipped
     elif KIND.WINDOW:
         begin, _, _, _ = key_ranges(row, Sk, offset, given, CFG.BQ, CFG.BN, KIND)
         first = first_tiles(begin, given, CFG.BN, KIND)
@@ -125,7 +132,7 @@ def tile_at(s, walk, CFG: gl.constexpr):
     elif KIND.FIRST:
         first, jump, _ = walk
         return gl.where(s < first, s, s + jump)
-    elif KIND.WINDOW:
+    elif KIND.WINDOW or CFG.CACHE:
         return s + walk[1]
     else:
         return s
@@ -142,17 +149,26 @@ def part_of(n, part, parts):
 
 
 @gluon.jit
+def part_of_cache(n, part, parts, CFG: gl.constexpr):
+    """As part_of, where the host knows but the room: parts have LEAST_KEYS keys or more, and so many
+    that `parts` suffice, so that those behind the last key have none."""
+    each = gl.maximum(quotient(n + parts - 1, parts), CFG.LEAST_KEYS // CFG.BN)
+    skipped = part * each
+    return gl.minimum(skipped, n - 1), gl.maximum(gl.minimum(n - skipped, each), 0)
+
+
+@gluon.jit
 def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
     """Work item t as (batch, head of H, first query, key tiles to visit, at least one, part).  Of
     sequences, instead of the first query, which of the slots in their order it is, for sequence_at.
 
     part: with SPLIT (entry, skipped), the batch entry of its results, of which there are `parts` for
     each of q, and how many key tiles are in parts to its left.  A part without keys has the entry's
-    complement, which is negative, and visits a tile for nothing.
+    complement, which is negative, and visits a tile for nothing.  Of a cache, entry: as if q had one.
     """
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.HAS_WORK_TABLE or CFG.DYNAMIC:
+    if CFG.HAS_WORK_TABLE or CFG.DYNAMIC or CFG.RECORDS:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -160,7 +176,7 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
         hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
         mi = quotient(r, hg)
         bh = grp * HG + (r - mi * hg)
-        if KIND.VARLEN:
+        if CFG.RECORDS:
             row = mi
         elif not KIND.CAUSAL:
             row = mi * BQ
@@ -176,8 +192,11 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
         if KIND.CAUSAL:  # the longest first
             mi = NT - 1 - mi
         row = mi * BQ
-    if KIND.VARLEN:
+    if CFG.RECORDS:
         b, h = 0, bh
+        if CFG.SPLIT:
+            b = quotient(bh, H)
+            h = bh - b * H
         end = gl.load(given.work + (1 + row) * RECORD)
     else:
         _, _, _, end = key_ranges(row, Sk, offset, given, BQ, CFG.BN, KIND)
@@ -188,16 +207,19 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
         h = bh - b * H
     if CFG.SPLIT:
         entry = b
-        b = quotient(entry, parts)
+        b = 0 if CFG.CACHE else quotient(entry, parts)
     if KIND.INTERVALS:
         visits, _, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end = gl.load(visits)
-    elif KIND.WINDOW and not KIND.VARLEN:
+    elif KIND.WINDOW and not CFG.RECORDS:
         _, jump, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end -= jump
     n = gl.maximum(end, 1)
     if CFG.SPLIT:
-        skipped, n = part_of(n, entry - b * parts, parts)
+        if CFG.CACHE:
+            skipped, n = part_of_cache(n, entry, parts, CFG)
+        else:
+            skipped, n = part_of(n, entry - b * parts, parts)
         entry = gl.where(n > 0, entry, ~entry)
         return b, h, row, gl.maximum(n, 1), (entry, skipped)
     else:
@@ -255,12 +277,46 @@ def make_mbarriers(q_full, k_full, v_full, CFG: gl.constexpr):
 
 
 @gluon.jit
-def load_v(v_desc, b, h, col, loaded, vslot, vs, v_full, CFG: gl.constexpr):
+def load_tile(desc, b, h, col, keys, bar, buf, given, CFG: gl.constexpr):
+    """Fetch a tile of keys or values from key `col` on, of a sequence with so many keys.
+
+    b: batch entry, or row of a cache or of its page table.  A tile in one page is one box.  Else a page
+    is a box for each 64 columns, which is how they lie in shared memory; of a page without keys TMA
+    brings zeros, since no tensor has a page of that number.
+    """
+    mbarrier.expect(bar, CFG.BN * CFG.D * 2)
+    if CFG.ROLLS:
+        room = given.room >> 1
+        slot = col - quotient(col, room) * room
+    else:
+        slot = col
+    if CFG.CACHE <= 1:
+        tma_load(desc, [b, h, slot, 0], bar, buf)
+    else:
+        PAGE: gl.constexpr = CFG.CACHE
+        pages = given.pages + b.to(gl.int64) * (given.page_stride >> 1)
+        if PAGE >= CFG.BN:
+            page = gl.load(pages + slot // PAGE, col < keys, MOST_PAGES)
+            tma_load(desc, [page, h, slot % PAGE, 0], bar, buf)
+        else:
+            PANELS: gl.constexpr = CFG.D // 64
+            EACH: gl.constexpr = CFG.BN // PAGE
+            boxes = reinterpreted(buf, [PANELS * EACH, 1, 1, PAGE, 64])
+            for i in gl.static_range(EACH):
+                at = slot + i * PAGE
+                if CFG.ROLLS:
+                    at = gl.where(at >= room, at - room, at)
+                page = gl.load(pages + at // PAGE, col + i * PAGE < keys, MOST_PAGES)
+                for panel in gl.static_range(PANELS):
+                    tma_load(desc, [page, h, 0, 64 * panel], bar, boxes.index(panel * EACH + i))
+
+
+@gluon.jit
+def load_v(v_desc, b, h, col, keys, loaded, vslot, vs, v_full, given, CFG: gl.constexpr):
     """Fetch one tile of values when its buffer is empty; returns the next buffer."""
     if loaded > CFG.VS:
         bar_sync(CFG.VB + vslot, CFG.ALL)
-    mbarrier.expect(v_full.index(vslot), CFG.BN * CFG.D * 2)
-    tma_load(v_desc, [b, h, col, 0], v_full.index(vslot), vs.index(vslot))
+    load_tile(v_desc, b, h, col, keys, v_full.index(vslot), vs.index(vslot), given, CFG)
     return gl.where(vslot == CFG.VS - 1, 0, vslot + 1)
 
 
@@ -283,7 +339,6 @@ def producer(args, CFG: gl.constexpr):
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
-    D: gl.constexpr = CFG.D
     if CFG.PRODUCERS == 4:
         make_mbarriers(q_full, k_full, v_full, CFG)
     static_sync(CFG.KB, CFG.ALL)
@@ -296,11 +351,15 @@ def producer(args, CFG: gl.constexpr):
     b_v = 0
     h_v = 0
     col_v = 0
+    keys_v = 0
     while t < total:
         b, h, row, n, part = tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG)
         hk = h if CFG.PACK > 1 else quotient(h, GROUP)
-        row, token, key, _, keys, diagonal = sequence_at(row, 0, Sk, offset, given, CFG)
-        walk = walk_of(b, h, row, NT, keys, diagonal, given, CFG, part[1])
+        b, row, token, key, _, keys, diagonal, low = sequence_at(b, row, 0, Sk, offset, given, CFG)
+        walk = walk_of(b, h, row, NT, keys, diagonal, given, CFG, part[1], low)
+        of_keys = b
+        if CFG.CACHE:
+            of_keys, key = key, 0
         this = t
         r += 1
         t = next_item(r, work_table, total, CFG)  # early: it takes as long as a tile
@@ -312,11 +371,10 @@ def producer(args, CFG: gl.constexpr):
             col = key + tile * BN
             if loaded >= CFG.KS:
                 bar_sync(CFG.KB + kslot, CFG.ALL)
-            mbarrier.expect(k_full.index(kslot), BN * D * 2)
-            tma_load(k_desc, [b, hk, col, 0], k_full.index(kslot), ks.index(kslot))
+            load_tile(k_desc, of_keys, hk, col, keys, k_full.index(kslot), ks.index(kslot), given, CFG)
             kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
             if loaded > 0:
-                vslot = load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+                vslot = load_v(v_desc, b_v, h_v, col_v, keys_v, loaded, vslot, vs, v_full, given, CFG)
             if i == 0:
                 if CFG.DYNAMIC:
                     put_item(work_table, r - 1, this)
@@ -325,14 +383,15 @@ def producer(args, CFG: gl.constexpr):
                         static_sync(CFG.QB + c, CFG.TWO)
                     load_q(q_desc, b, h, token + row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
             loaded += 1
-            b_v = b
+            b_v = of_keys
             h_v = hk
             col_v = col
+            keys_v = keys
     # A phantom K and Q: the consumers look one key tile ahead without asking whether there is one.
     if loaded >= CFG.KS:
         bar_sync(CFG.KB + kslot, CFG.ALL)
     mbarrier.expect(k_full.index(kslot), 0)
-    load_v(v_desc, b_v, h_v, col_v, loaded, vslot, vs, v_full, CFG)
+    load_v(v_desc, b_v, h_v, col_v, keys_v, loaded, vslot, vs, v_full, given, CFG)
     if CFG.DYNAMIC:
         put_item(work_table, r, total)
     for c in gl.static_range(W):

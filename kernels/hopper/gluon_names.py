@@ -16,6 +16,14 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 # tma_store(descriptor, coordinates, buffer): an asynchronous copy of one box to global memory.
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+
+@builtin
+def reinterpreted(buf, shape, _semantic=None):
+    """The memory of a buffer as another shape, laid out by the same rule; a method of two names."""
+    sizes = [getattr(n, "value", n) for n in shape]
+    return _semantic.memdesc_reinterpret(buf, buf.dtype, sizes, buf.layout)
+
+
 if hasattr(tma, "async_atomic_add"):
     tma_add = tma.async_atomic_add
 else:
