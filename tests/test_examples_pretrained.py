@@ -93,6 +93,8 @@ def test_a_run_begins_with_its_weights(llama, text, tmp_path, monkeypatch, capsy
         assert torch.equal(x, y.float())
     assert prepared.model.config.rope_scaling == LLAMA.rope_scaling
     assert (prepared.model.config.context, prepared.settings.level) == (16, "bpe")
+    sample = train_gpt.Run.sample
+    monkeypatch.setattr(train_gpt.Run, "sample", lambda run, length, stop: sample(run, 2, stop))
     called("train_gpt", *options, "--out", "whole")
     called("train_gpt", *options, "--out", "parts", "--minutes", "1e-6")
     called("train_gpt", "--resume", "--out", "parts")
