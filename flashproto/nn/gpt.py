@@ -27,6 +27,7 @@ from ..checks import (
     described,
     is_integer,
     is_readable,
+    matches,
     refuse,
     refuse_shape,
 )
@@ -281,6 +282,7 @@ class GPT(nn.Module):
         cu_seqlens: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
@@ -308,14 +310,22 @@ class GPT(nn.Module):
         - cache: what make_cache made, of as many sequences.  tokens are those behind the ones in it,
           which they see, and are put there; they are refused where there is no room.  With cu_seqlens
           the sequences have any numbers of new tokens, which the host reads.  There is no gradient, and
-          no group, mask and documents beside it.
+          no group, mask, documents and positions beside it.
+        - positions: [S] or [B, S], int32 or int64, from 0 to context - 1, in the place of 0 ... S - 1; S
+          may then be more than the context.  With mask, this is how trees of sequences are packed: see
+          integrations.trees.  Not with a group, documents or cu_seqlens, nor with windows, which count
+          tokens of the row.
         """
         if return_logits == "last" and targets is not None:
             takes, do = "True or False beside targets", "Leave targets out."
             refuse("GPT", "return_logits", "'last'", takes, do)
         others: dict[str, Any] = {"group": group, "mask": mask, "documents": documents}
-        if cache is None:
+        others["positions"] = positions
+        if cache is None and positions is None:
             at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
+        elif cache is None:
+            del others["mask"], others["positions"]
+            at = self._positions_given(positions, tokens, others | {"cu_seqlens": cu_seqlens})
         else:
             at = self._positions_in(cache, tokens, cu_seqlens, others)
         device = tokens.device
@@ -405,6 +415,34 @@ class GPT(nn.Module):
         at = torch.arange(length, device=device) - begin[:, 0]
         at = at if group is None else distributed.shard(at, 1, group)
         return at, own if mask is None else mask & own
+
+    def _positions_given(self, positions: Tensor, tokens: Tensor, others: dict[str, Any]) -> Tensor:
+        """`positions`, once they and the tokens are checked."""
+        name, c = "GPT", self.config
+        self._check_tokens(name, tokens)
+        if not isinstance(positions, Tensor) or positions.dtype not in (torch.int32, torch.int64):
+            got = (
+                f"of dtype {positions.dtype}" if isinstance(positions, Tensor) else described(positions)
+            )
+            takes, do = "an int32 or int64 tensor [S] or [B, S]", "Pass the position of each token."
+            refuse(name, "positions", got, takes, do, TypeError)
+        if not (matches(positions.shape, tokens.shape) or matches(positions.shape, tokens.shape[1:])):
+            do = "Pass the position of each token."
+            refuse_shape(name, "positions", positions, "[S] or [B, S], for the tokens given", do)
+        for argument, x in others.items():
+            if x is not None:
+                takes, do = "None where positions is given", "Leave one of them out."
+                refuse(name, argument, described(x), takes, do)
+        if any(window is not None for window in c.windows):
+            takes = "None in a model with windows, which count tokens of the row"
+            do = "Pass sequences as documents, or use a model without windows."
+            refuse(name, "positions", described(positions), takes, do)
+        if positions.numel() and is_readable(positions):
+            low, high = map(int, positions.aminmax())
+            if low < 0 or high >= c.context:
+                takes = f"0 to context - 1, {c.context - 1}"
+                refuse(name, "positions", f"from {low} to {high}", takes, "Crop the sequences.")
+        return positions
 
     def _positions_in(
         self, cache: KVCache, tokens: Tensor, cu_seqlens: Tensor | None, others: dict[str, Any]
