@@ -311,23 +311,22 @@ class GPT(nn.Module):
           which they see, and are put there; they are refused where there is no room.  With cu_seqlens
           the sequences have any numbers of new tokens, which the host reads.  There is no gradient, and
           no group, mask, documents and positions beside it.
-        - positions: [S] or [B, S], int32 or int64, from 0 to context - 1, in the place of 0 ... S - 1; S
-          may then be more than the context.  With mask, this is how trees of sequences are packed: see
-          integrations.trees.  Not with a group, documents or cu_seqlens, nor with windows, which count
-          tokens of the row.
+        - positions: [S] or [B, S], int32 or int64, from 0 to context - 1, in the place of 0 to S - 1;
+          S may then be more than the context.  With mask this is for sequences that share prefixes: see
+          flashproto.integrations.trees.  Not with a group, documents and cu_seqlens, nor in a model with
+          windows, which count tokens of the row.
         """
         if return_logits == "last" and targets is not None:
             takes, do = "True or False beside targets", "Leave targets out."
             refuse("GPT", "return_logits", "'last'", takes, do)
-        others: dict[str, Any] = {"group": group, "mask": mask, "documents": documents}
-        others["positions"] = positions
-        if cache is None and positions is None:
-            at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
-        elif cache is None:
-            del others["mask"], others["positions"]
+        others: dict[str, Any] = {"group": group, "documents": documents}
+        if cache is not None:
+            others |= {"mask": mask, "positions": positions}
+            at = self._positions_in(cache, tokens, cu_seqlens, others)
+        elif positions is not None:
             at = self._positions_given(positions, tokens, others | {"cu_seqlens": cu_seqlens})
         else:
-            at = self._positions_in(cache, tokens, cu_seqlens, others)
+            at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
         device = tokens.device
         x, residual, rope = self.embedding(tokens), None, None
         options = given({"group": group, "mask": mask, "cu_seqlens": cu_seqlens})
