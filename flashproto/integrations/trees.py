@@ -38,7 +38,7 @@ class PackedTree:
         targets: [T] int64, what the logits of the parent predict: the token; -100 of roots and padding.
         paths: [R, L] int64, the row of each rollout's tokens; -1 behind its end.
         lengths: [R] int64, of the rollouts.
-        mask: masks.tree(parents): a token sees itself and those before it in its rollouts.
+        mask: causal() & tree(parents): a token sees itself and those before it in its rollouts.
         used: rows that are not padding.
         saved: tokens of the rollouts less those rows.
 
@@ -205,7 +205,7 @@ def pack(
         targets=row.where(above >= 0, NONE),
         paths=(torch.stack(ends) if ends else lengths.view(0, 0)).to(device),
         lengths=lengths.to(device),
-        mask=masks.tree(above),
+        mask=masks.causal() & masks.tree(above),
         used=used,
         saved=int(lengths.sum()) - used,
     )

@@ -312,9 +312,9 @@ class GPT(nn.Module):
           the sequences have any numbers of new tokens, which the host reads.  There is no gradient, and
           no group, mask, documents and positions beside it.
         - positions: [S] or [B, S], int32 or int64, from 0 to context - 1, in the place of 0 to S - 1;
-          S may then be more than the context.  With mask this is for sequences that share prefixes: see
-          flashproto.integrations.trees.  Not with a group, documents and cu_seqlens, nor in a model with
-          windows, which count tokens of the row.
+          S may then be more than the context.  With mask this is for sequences that share prefixes:
+          see flashproto.integrations.trees.  Not with a group, documents and cu_seqlens, nor in a model
+          with windows, which count tokens of the row.
         """
         if return_logits == "last" and targets is not None:
             takes, do = "True or False beside targets", "Leave targets out."
@@ -419,13 +419,8 @@ class GPT(nn.Module):
         """`positions`, once they and the tokens are checked."""
         name, c = "GPT", self.config
         self._check_tokens(name, tokens)
-        if not isinstance(positions, Tensor) or positions.dtype not in (torch.int32, torch.int64):
-            got = (
-                f"of dtype {positions.dtype}" if isinstance(positions, Tensor) else described(positions)
-            )
-            takes, do = "an int32 or int64 tensor [S] or [B, S]", "Pass the position of each token."
-            refuse(name, "positions", got, takes, do, TypeError)
-        if not (matches(positions.shape, tokens.shape) or matches(positions.shape, tokens.shape[1:])):
+        positions = masks.check_vector(name, "positions", positions, "[S] or [B, S]", 1, 2)
+        if not matches(positions.shape, tokens.shape[-positions.ndim :]):
             do = "Pass the position of each token."
             refuse_shape(name, "positions", positions, "[S] or [B, S], for the tokens given", do)
         for argument, x in others.items():
