@@ -406,7 +406,9 @@ def test_a_sample_that_is_interrupted_ends_and_all_is_saved(tmp_path, monkeypatc
     assert STOPPING not in err
 
 
-@pytest.mark.parametrize("script", ["train_gpt", "generate", "compare_losses", "time_layers"])
+@pytest.mark.parametrize(
+    "script", ["train_gpt", "generate", "compare_losses", "time_layers", "rollouts"]
+)
 def test_ctrl_c_during_imports_is_no_traceback(tmp_path, script):
     """And each script sets how OpenMP waits before torch is imported, unless the user has."""
     (tmp_path / "torch.py").write_text(
@@ -627,7 +629,9 @@ def test_new_run_does_not_touch_a_finished_one(capsys, tiny):
     assert fingerprint(tiny) == before
 
 
-@pytest.mark.parametrize("script", ["train_gpt", "generate", "compare_losses", "time_layers"])
+@pytest.mark.parametrize(
+    "script", ["train_gpt", "generate", "compare_losses", "time_layers", "rollouts"]
+)
 def test_command_lines_speak_of_options(capsys, script):
     module = importlib.import_module(script)
     with pytest.raises(SystemExit) as leaving:

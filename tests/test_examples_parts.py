@@ -380,7 +380,7 @@ def test_the_second_signal_ends_the_process(capfd):
 def test_importing_an_example_changes_nothing():
     """Only running it does: `start` stands behind `if __name__ == "__main__"`."""
     policy, handler = os.environ.get("OMP_WAIT_POLICY"), signal.getsignal(signal.SIGINT)
-    for name in ("train_gpt", "generate", "compare_losses", "time_layers"):
+    for name in ("train_gpt", "generate", "compare_losses", "time_layers", "rollouts"):
         module(name)
     assert os.environ.get("OMP_WAIT_POLICY") == policy
     assert signal.getsignal(signal.SIGINT) == handler

@@ -96,7 +96,7 @@ def test_parts_on_hopper() -> None:
 def test_errors(name: str, device: str) -> None:
     call = calls(device)[name]
     for n in (0, -1):
-        with pytest.raises(ValueError, match=rf"^{name}: num_splits is {n}; it takes None or an integer"):
+        with pytest.raises(ValueError, match=rf"^{name}: num_splits is {n}; it takes None or"):
             call(num_splits=n)
     with pytest.raises(TypeError, match=f"^{name}: num_splits is .*; it takes None or an integer"):
         call(num_splits=1.5)

@@ -28,6 +28,7 @@ from ..checks import (
     described,
     is_integer,
     is_readable,
+    matches,
     refuse,
     refuse_shape,
 )
@@ -297,6 +298,7 @@ class GPT(nn.Module):
         cu_seqlens: Tensor | None = None,
         documents: Tensor | None = None,
         cache: KVCache | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None]:
         """tokens [B, S], int64 or int32, to (logits [B, S, V], loss).
 
@@ -324,16 +326,23 @@ class GPT(nn.Module):
         - cache: what make_cache made, of as many sequences.  tokens are those behind the ones in it,
           which they see, and are put there; they are refused where there is no room.  With cu_seqlens
           the sequences have any numbers of new tokens, which the host reads.  There is no gradient, and
-          no group, mask and documents beside it.
+          no group, mask, documents and positions beside it.
+        - positions: [S] or [B, S], int32 or int64, from 0 to context - 1, in the place of 0 to S - 1;
+          S may then be more than the context.  With mask this is for sequences that share prefixes:
+          see flashproto.integrations.trees.  Not with a group, documents and cu_seqlens, nor in a model
+          with windows, which count tokens of the row.
         """
         if return_logits == "last" and targets is not None:
             takes, do = "True or False beside targets", "Leave targets out."
             refuse("GPT", "return_logits", "'last'", takes, do)
-        others: dict[str, Any] = {"group": group, "mask": mask, "documents": documents}
-        if cache is None:
-            at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
-        else:
+        others: dict[str, Any] = {"group": group, "documents": documents}
+        if cache is not None:
+            others |= {"mask": mask, "positions": positions}
             at = self._positions_in(cache, tokens, cu_seqlens, others)
+        elif positions is not None:
+            at = self._positions_given(positions, tokens, others | {"cu_seqlens": cu_seqlens})
+        else:
+            at, mask = self._positions(tokens, group, mask, cu_seqlens, documents)
         device = tokens.device
         x, residual, rope = self.embedding(tokens), None, None
         options = given({"group": group, "mask": mask, "cu_seqlens": cu_seqlens})
@@ -422,6 +431,29 @@ class GPT(nn.Module):
         at = torch.arange(length, device=device) - begin[:, 0]
         at = at if group is None else distributed.shard(at, 1, group)
         return at, own if mask is None else mask & own
+
+    def _positions_given(self, positions: Tensor, tokens: Tensor, others: dict[str, Any]) -> Tensor:
+        """`positions`, once they and the tokens are checked."""
+        name, c = "GPT", self.config
+        self._check_tokens(name, tokens)
+        positions = masks.check_vector(name, "positions", positions, "[S] or [B, S]", 1, 2)
+        if not matches(positions.shape, tokens.shape[-positions.ndim :]):
+            do = "Pass the position of each token."
+            refuse_shape(name, "positions", positions, "[S] or [B, S], for the tokens given", do)
+        for argument, x in others.items():
+            if x is not None:
+                takes, do = "None where positions is given", "Leave one of them out."
+                refuse(name, argument, described(x), takes, do)
+        if any(window is not None for window in c.windows):
+            takes = "None in a model with windows, which count tokens of the row"
+            do = "Pass sequences as documents, or use a model without windows."
+            refuse(name, "positions", described(positions), takes, do)
+        if positions.numel() and is_readable(positions):
+            low, high = map(int, positions.aminmax())
+            if low < 0 or high >= c.context:
+                takes = f"0 to context - 1, {c.context - 1}"
+                refuse(name, "positions", f"from {low} to {high}", takes, "Crop the sequences.")
+        return positions
 
     def _positions_in(
         self, cache: KVCache, tokens: Tensor, cu_seqlens: Tensor | None, others: dict[str, Any]

@@ -15,7 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...checks import refuse
 from .attention import attend
 from .cache import NAMES, Cache
-from .masks import make_mask
+from .masks import attention_mask, make_mask
 from .patching import Patched, patch
 
 
@@ -56,4 +56,4 @@ def register(name: str = "proto") -> str:
     return name
 
 
-__all__ = ["Cache", "Patched", "patch", "register"]
+__all__ = ["Cache", "Patched", "attention_mask", "patch", "register"]

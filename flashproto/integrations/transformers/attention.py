@@ -12,7 +12,7 @@ from ... import functional, masks
 from ...checks import described, refuse
 from ..refusals import refuse_not_yet
 from .cache import layer_of, refuse_keys
-from .masks import DO_CACHE, OPERATOR, Carrier, Padding
+from .masks import DO_CACHE, OPERATOR, Carrier, Given, Padding, refuse_layers
 
 # What models pass beside the arguments of `attend`, and what would be another result without it.
 REFUSED = {
@@ -69,6 +69,8 @@ def attend(
             layer.pad(attention_mask)
         out = layer.attend(query, key, value, scale=scaling, softcap=softcap, sinks=s_aux)
         return out.transpose(1, 2).contiguous(), None
+    if isinstance(attention_mask, Given):
+        refuse_layers(module, options.get("sliding_window"))
     Sq, Sk = query.shape[2], key.shape[2]
     mask, dense = mask_of(attention_mask, Sq, Sk)
     if attention_mask is None:

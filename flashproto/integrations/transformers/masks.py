@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ... import masks
-from ...checks import refuse
+from ...checks import check_integer, refuse
 from ...mask_values import Band
 from .reading import FAR, Keys, Seen, Unreadable, read
 
@@ -44,7 +44,7 @@ class Carrier(masking_utils.BlockMask):
             part._replace(**{name: getattr(part, name).to(device) for name in part.held})
             for part in self.mask.parts
         ]
-        return Carrier(masks.Mask(self.mask.bands, tuple(parts)), self.four)
+        return type(self)(masks.Mask(self.mask.bands, tuple(parts)), self.four)
 
     def unknown(self, *others: object) -> Any:
         do = "Use attn_implementation='eager' for this model."
@@ -59,6 +59,42 @@ class Carrier(masking_utils.BlockMask):
         return f"Carrier({self.mask!r})"
 
     __str__ = __repr__
+
+
+class Given(Carrier):
+    """The user's mask, in the place of those that the model would make."""
+
+
+def attention_mask(mask: masks.Mask, length: int, batch_size: int = 1) -> Given:
+    """A mask of flashproto.masks as transformers' argument attention_mask, which the kernels then take.
+
+    The model makes no mask of its own then: `mask` says all, causal() too.  position_ids go with it.
+    Not beside a cache of earlier tokens (pass use_cache=False); models alone that register() has set.
+
+    Args: mask: the value; length: tokens of a row; batch_size: rows.
+    Raises: TypeError, ValueError: no such mask or sizes.  NotImplementedError: when a model runs, by a
+        layer whose tokens do not see all tokens before them (windows, chunks, recurrences).
+
+    Example:
+        >>> from flashproto.integrations.transformers import attention_mask
+        >>> seen = attention_mask(masks.causal() & masks.documents(ids), ids.shape[-1])
+        >>> model(tokens, attention_mask=seen, position_ids=positions, use_cache=False)
+    """
+    name, most = "attention_mask", masks.LONGEST
+    for argument, n in (("length", length), ("batch_size", batch_size)):
+        check_integer(name, argument, n, 1, most, "a positive integer", "Pass those of input_ids.")
+    return Given(masks.check_mask(name, mask), (batch_size, 1, length, length))
+
+
+def refuse_layers(module: Any, sliding_window: Any) -> None:
+    """Refuse a mask of the user's in a model with layers that would see less than it says."""
+    types = set(getattr(getattr(module, "config", None), "layer_types", None) or ())
+    types -= {"full_attention"}
+    if sliding_window is not None or types:
+        got = f"beside layers of type {', '.join(sorted(types)) or 'sliding_attention'}"
+        takes = "one for a model in which all layers see all tokens before"
+        do = "Leave it out, and pass sequences in rows of their own."
+        refuse(OPERATOR, "attention_mask", got, takes, do, NotImplementedError)
 
 
 def make_mask(
