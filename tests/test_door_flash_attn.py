@@ -24,6 +24,7 @@ from flashproto.integrations import (
     flash_attn_kvcache,
     flash_attn_options,
 )
+from flashproto.integrations.refusals import NOT_YET
 
 # --- the definition -------------------------------------------------------------------------------
 
@@ -749,7 +750,6 @@ NOT_TAKEN: dict[str, Any] = {
     "attention_chunk": 128,
     "seqused_q": INTS,
     "seqused_k": INTS,
-    "num_splits": 3,
     "cu_seqlens_k_new": CU,
     "rotary_seqlens": INTS,
     "num_heads_q": 2,
@@ -796,7 +796,7 @@ HOOKS = ("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars",
 @pytest.mark.parametrize("name", SIGNATURES_4)
 def test_version_4_refuses_by_name_what_is_not_taken(name: str, calls: Calls) -> None:
     function = getattr(flash_attn_4, name)
-    given = dict.fromkeys(HOOKS, (1,)) | {"qv": X, "num_splits": 2, "gather_kv_indices": INTS}
+    given = dict.fromkeys(HOOKS, (1,)) | {"qv": X, "gather_kv_indices": INTS}
     given |= {"gather_bwd_recompute_p": True, "gather_bwd_token_chunk": 64}
     if name == "flash_attn_func":
         given |= {"block_sparse_tensors_bwd": (1,)}
@@ -927,3 +927,39 @@ def test_documentation(calls: Calls) -> None:
     rows = re.findall(r"^\| (`.*?) \|", text.split("never ignored:")[1], re.MULTILINE)
     assert set(re.findall(r"`(\w+)`", " ".join(rows))) == refused
     assert all(f"`{name}`" in text for name in (*flash_attn_options.NO_PART, *SIGNATURES_4))
+
+
+# --- parts of the keys --------------------------------------------------------------------------------
+
+
+def test_num_splits_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By version 2's function of a cache, version 3's keyword and version 4's argument; 0 is None."""
+    given: list[Any] = []
+
+    def noting(function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            given.append(options["num_splits"])
+            return function(*args, **options)
+
+        return call
+
+    for module in (flash_attn_options, flash_attn_kvcache):
+        for name in ("attention", "attention_with_kv_cache"):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, noting(getattr(module, name)))
+    q = torch.randn(1, 3, 2, 8)
+    plain = flash_attn.flash_attn_func(q, q, q)
+    for n in (0, 1, 4):
+        assert torch.equal(flash_attn.flash_attn_func(q, q, q, num_splits=n), plain)
+        assert torch.equal(flash_attn_4.flash_attn_func(q, q, q, num_splits=n)[0], plain)
+        flash_attn.flash_attn_with_kvcache(q, q, q, num_splits=n)
+    flash_attn.flash_attn_func(q, q, q)
+    assert given == [None, *[None] * 3, *[1] * 3, *[4] * 3, None]
+    with pytest.raises(ValueError, match=r"^flash_attn_func: num_splits is -1; it takes 0, to let"):
+        flash_attn.flash_attn_func(q, q, q, num_splits=-1)
+    with pytest.raises(TypeError, match=r"^flash_attn_func: num_splits is 1.5; it takes 0"):
+        flash_attn_4.flash_attn_func(q, q, q, num_splits=1.5)
+
+
+def test_no_door_refuses_num_splits() -> None:
+    assert "num_splits" not in NOT_YET and "num_splits" not in flash_attn_options.NOT_TAKEN

@@ -737,7 +737,6 @@ FORWARD_ALONE = {
     "alibi": {"alibi_slopes": torch.ones(4)},
     "seqused_k": {"seqused_k": torch.ones(4, dtype=torch.int32)},
     "block_table": {"block_table": torch.ones(4, 1, dtype=torch.int32)},
-    "num_splits": {"num_splits": 1},
 }
 
 
@@ -774,7 +773,7 @@ def test_forward_and_backward_go_on_together(change: str, on_cpu: Where, calls: 
 @pytest.mark.parametrize("option", FORWARD_ALONE)
 def test_options_of_the_forward(option: str, on_cpu: Where, calls: Calls) -> None:
     """Which the backward is not told of."""
-    if option in ("block_table", "num_splits") and not HAS_INTO:
+    if option == "block_table" and not HAS_INTO:
         pytest.skip("this torch has no such option")
     with door.activate(), torch.no_grad():
         out = getattr(aten, FLASH)(**flash_arguments(on_cpu) | FORWARD_ALONE[option])[0]

@@ -139,10 +139,11 @@ def flash_attn_qkvpacked_func(
         name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
     )
     heads = _unpacked(name, "qkv", qkv, "BS3HD")
-    if alibi_slopes is not None or options["return_lse"]:
+    apart = "alibi_slopes", "return_lse", "num_splits"  # what a fused projection does not take
+    if any(options[name] for name in apart[1:]) or alibi_slopes is not None:
         return _dense(name, heads, options, deterministic)
     H = qkv.shape[3]
-    fused = {n: x for n, x in options.items() if n not in ("alibi_slopes", "return_lse")}
+    fused = {n: x for n, x in options.items() if n not in apart}
     return tokens_first(attention_qkv(qkv.flatten(2), H, H, deterministic=deterministic, **fused))
 
 

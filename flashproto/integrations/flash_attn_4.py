@@ -67,7 +67,7 @@ def flash_attn_func(
             None for no bound.
         learnable_sink: [Hq], one more score for each row of a head, without a value.
         softcap: a scaled score s becomes softcap * tanh(s / softcap); 0.0 for none.
-        num_splits: 1; the number of parts is chosen here.
+        num_splits: into how many parts keys are split at most; 1: never; 0 lets flashproto choose.
         pack_gqa: has no part in the result, and is not read.
         deterministic: gradients of this call are the same bits every time.
         return_lse: also return lse.
@@ -90,7 +90,6 @@ def flash_attn_func(
         name,
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        num_splits=num_splits,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -101,7 +100,9 @@ def flash_attn_func(
         gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
-    options = _options(name, softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
+    options = _options(
+        name, softmax_scale, causal, window_size, softcap, learnable_sink, return_lse, num_splits
+    )
     check_layout(name, "BSHD", q=q, k=k, v=v)
     deterministic = check_flag(name, "deterministic", deterministic)
     return attend(q, k, v, options | {"deterministic": deterministic})
@@ -175,7 +176,6 @@ def flash_attn_varlen_func(
         seqused_q=seqused_q,
         seqused_k=seqused_k if page_table is None else None,
         gather_kv_indices=gather_kv_indices,
-        num_splits=num_splits,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -186,7 +186,9 @@ def flash_attn_varlen_func(
         gather_bwd_recompute_p=gather_bwd_recompute_p,
         gather_bwd_token_chunk=gather_bwd_token_chunk,
     )
-    options = _options(name, softmax_scale, causal, window_size, softcap, learnable_sink, return_lse)
+    options = _options(
+        name, softmax_scale, causal, window_size, softcap, learnable_sink, return_lse, num_splits
+    )
     deterministic = check_flag(name, "deterministic", deterministic)
     check_layout(name, "BSHD" if cu_seqlens_q is None else "THD", q=q)
     if page_table is not None:
@@ -247,6 +249,7 @@ def _options(
     softcap: float,
     learnable_sink: Tensor | None,
     return_lse: bool,
+    num_splits: int,
 ) -> dict[str, Any]:
     return options_of(
         operator,
@@ -257,6 +260,7 @@ def _options(
         sinks=learnable_sink,
         return_lse=return_lse,
         return_name="return_lse",
+        num_splits=num_splits,
     )
 
 

@@ -19,7 +19,6 @@ from .flash_attn_options import (
     window_of,
     with_infinity,
 )
-from .refusals import refuse_not_yet
 
 NAME = "flash_attn_with_kvcache"
 
@@ -63,7 +62,7 @@ def flash_attn_with_kvcache(
         block_table: int32 [B, m], the pages of each sequence.
         softmax_scale, causal, window_size, softcap, alibi_slopes: as flash_attn_func.
         rotary_interleaved: pair i is dimensions (2i, 2i + 1); otherwise (i, i + R).
-        num_splits: 0.
+        num_splits: into how many parts keys are split at most; 1: never; 0 lets flashproto choose.
         return_softmax_lse: also return lse.
 
     Returns: out [B, Sq, Hq, D]; with return_softmax_lse (out, lse) with lse [B, Hq, Sq], which is +inf
@@ -83,8 +82,6 @@ def flash_attn_with_kvcache(
         >>> torch.allclose(out, flash_attn.flash_attn_func(q, k, v, causal=True), atol=1e-5)
         True
     """
-    if num_splits != 0:
-        refuse_not_yet(NAME, "num_splits", num_splits, "num_splits")
     window = window_of(NAME, window_size)
     options = options_of(
         NAME,
@@ -95,6 +92,7 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
         return_lse=return_softmax_lse,
         return_name="return_softmax_lse",
+        num_splits=num_splits,
     )
     interleaved = check_flag(NAME, "rotary_interleaved", rotary_interleaved)
     check_layout(NAME, "BSHD", q=q, k_cache=k_cache, v_cache=v_cache)

@@ -9,7 +9,7 @@ from ..checks import refuse
 # What it is, what is taken, and what to do; by flashproto's names.
 NOT_YET = {
     "dropout_p": ("0.0: attention has no dropout here yet", "Pass 0.0, or use another attention."),
-    "num_splits": ("its default: the number of parts is chosen here", "Leave it out."),
+    "keys_of_a_part": ("None: parts are of equal numbers of keys", "Pass num_splits."),
     "seqused_k": ("None: sequences have no gaps between them", "Pack the tokens, or pass a mask."),
     "slopes_by_batch": (
         "[H], a slope for each head, the same for all batch entries",

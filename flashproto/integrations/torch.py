@@ -76,8 +76,8 @@ def activate() -> Activation:
 
     torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn, modules
     made of them and nested tensors then run here, forward and backward, eager and compiled.  Calls with
-    dropout, Dv other than D, seqused_k, block_table, num_splits, alibi_slopes or a negative scale run
-    on the kernel that torch had.  Masks and float32 never come to torch's flash backend.  A function
+    dropout, Dv other than D, seqused_k, block_table, alibi_slopes or a negative scale run on the kernel
+    that torch had.  Masks and float32 never come to torch's flash backend.  A function
     that was compiled and called before keeps the backend that it was compiled for.
 
     Choose the current GPU first (torch.cuda.set_device): torch is asked there for its order of
@@ -341,13 +341,14 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Any, ...] | None:
     """query [B, Sq, Hq, D], or [T, Hq, D] with cum_seq_q and cum_seq_k."""
-    others = seqused_k, alibi_slopes, block_table, num_splits
+    others = seqused_k, alibi_slopes, block_table
     if return_debug_mask or any(x is not None for x in others):
         return None
     q, k, v, starts = arranged(cum_seq_q, cum_seq_k, query, key, value)
     if not takes(q, k, v, dropout_p, scale, starts):
         return None
     options = options_of(is_causal, window_size_left, window_size_right, scale)
+    options["num_splits"] = num_splits or None
     out, lse = forward(q, k, v, starts, options)
     out = out if starts else out.transpose(1, 2)
     return laid(out, query), lse, *random_state(query)
