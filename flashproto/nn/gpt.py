@@ -710,7 +710,6 @@ class GPT(nn.Module):
         safetensors is not installed.
 
         Example:
-            >>> import tempfile
             >>> model = nn.GPT(nn.GPTConfig.preset("toy-llama", n_layers=1))
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     model.save_pretrained(folder)
