@@ -1,8 +1,10 @@
-"""Sample text from a checkpoint that train_gpt.py wrote, and print it as it comes; then what it took.
+"""Sample text from a model that train_gpt.py or transformers wrote, and print it as it comes; then what
+it took.
 
     python examples/generate.py                            the newest run under runs/
     python examples/generate.py --run runs/gpt-1 --prompt "The " --tokens 500 --temperature 0.7
     python examples/generate.py --prompt "The " --prompt "A " --samples 3    six texts, drawn together
+    python examples/generate.py --run gpt2                 a folder in transformers' layout
 
 Exit codes: 0, 2 for bad input, or 130 when stopped by Ctrl-C.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import checkpoint
 from errors import EXPECTED, OptionError, tell
+from pretrained_folder import is_pretrained, vocabulary_in
 from run_folder import newest_folder, no_run
 from sampling import Screen, stream
 from settings import (
@@ -30,7 +33,7 @@ from settings import (
     share,
 )
 from torch import Tensor
-from vocabulary import AnyVocabulary, Vocabulary
+from vocabulary import BPE, AnyVocabulary, Vocabulary, decoded
 
 from flashproto.backends import BACKENDS
 from flashproto.nn import GPT
@@ -46,7 +49,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = p.add_argument
     add(
         "--run",
-        help="a run's folder, or a checkpoint in it (the newest under runs/)",
+        help="a run's folder, a checkpoint in it, or a GPT-2 or Llama in transformers' layout (the "
+        "newest run under runs/)",
         metavar="PATH",
     )
     prompt = "text to continue (a newline, where the model knows it); once more for another one"
@@ -71,7 +75,10 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
     """[S] ids; OptionError for an empty prompt or one with characters the model never saw."""
     if not prompt:
         raise OptionError("--prompt is empty; it takes at least one character. Leave it out.")
-    ids = vocabulary.encode(vocabulary.codes(prompt.encode(errors="surrogateescape")))
+    text = prompt.encode(errors="surrogateescape")
+    if isinstance(vocabulary, BPE):
+        return vocabulary.prompt(decoded(text))
+    ids = vocabulary.encode(vocabulary.codes(text))
     if isinstance(vocabulary, Vocabulary) and vocabulary.unseen(ids):
         unseen = "".join(sorted({c for c in prompt if ord(c) not in vocabulary.symbols}))
         raise OptionError(
@@ -79,6 +86,19 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
             "on. Leave those out."
         )
     return ids
+
+
+def open_model(run: Path, device: str, impl: str | None) -> tuple[GPT, AnyVocabulary, int | None]:
+    """The model on its device, its vocabulary, and the id behind which it sees nothing of before."""
+    if is_pretrained(run):
+        model = GPT.from_pretrained(run, impl=impl, device=device)
+        return model, vocabulary_in(run, model.config), None
+    tensors, facts = load(run)
+    config, vocabulary = checkpoint.model_parts(facts)
+    model = GPT(config, impl=impl)
+    checkpoint.restore_model(tensors, model)
+    separator = vocabulary.end_of_text if facts["settings"].get("documents") else None
+    return model.to(device), vocabulary, separator
 
 
 def load(run: Path) -> tuple[dict[str, Tensor], dict]:
@@ -102,17 +122,13 @@ def main(argv: list[str] | None = None) -> int:
         folder = options.run or newest_folder(checkpoint.NAME, checkpoint.LATEST)
         if folder is None:
             raise no_run("--run")
-        tensors, facts = load(Path(folder))
-        config, vocabulary = checkpoint.model_parts(facts)
         device = check_device(options.device)
         check_backend(options.impl, device)
-        model = GPT(config, impl=options.impl)
-        checkpoint.restore_model(tensors, model)
+        model, vocabulary, separator = open_model(Path(folder), device, options.impl)
         prompts = [vocabulary.opening()]
         if options.prompt is not None:
             prompts = [(prompt, encode_prompt(prompt, vocabulary)) for prompt in options.prompt]
         prompts = [x for x in prompts for _ in range(options.samples)]
-        model.to(device)
         screen = Screen(
             vocabulary, [headed(prompt, b, len(prompts)) for b, (prompt, _) in enumerate(prompts)]
         )
@@ -122,7 +138,7 @@ def main(argv: list[str] | None = None) -> int:
             options.tokens,
             options.seed,
             screen.add,
-            vocabulary.end_of_text if facts["settings"].get("documents") else None,
+            separator,
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

@@ -361,7 +361,12 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
         metavar="N",
     )
     add("--out", "folder of the run (runs/gpt-N, the next free N)", metavar="FOLDER")
-    add("--init-from", "begin with the weights of the run in that folder", type=absolute, metavar="RUN")
+    add(
+        "--init-from",
+        "begin with the weights of that run, or of a GPT-2 or Llama in transformers' layout",
+        type=absolute,
+        metavar="FOLDER",
+    )
     add("--log-max-score", "log the largest attention score of each layer", action="store_true")
     add("--profile", "write a torch.profiler trace of a few steps", action="store_true")
     add("--skip-checksums", "of the shards in --data check the sizes alone", action="store_true")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import checkpoint
+import pretrained_folder
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoint import FOLDERS, FORMAT, LATEST, NAME, write_atomically
@@ -64,13 +65,17 @@ class Saved:
 
 
 def find(source: str | Path, world: World = ALONE) -> Saved:
-    """What an option names: a run's folder or a file in it; CheckpointError where it is damaged.
+    """What an option names: a run's folder or a file in it, or a folder in transformers' layout;
+    CheckpointError where it is damaged.
 
     Called by every process: each looks at its part of the files.
     """
     source = Path(source)
     if not (source / LATEST).is_file():
-        tensors, facts = checkpoint.load(checkpoint.path_of(source))
+        if pretrained_folder.is_pretrained(source):
+            tensors, facts = pretrained_folder.load(source)
+        else:
+            tensors, facts = checkpoint.load(checkpoint.path_of(source))
 
         def laid_out(layout: Layout) -> dict[str, Tensor]:
             return {name: laid_out_as(x, layout(name, x.shape)) for name, x in tensors.items()}

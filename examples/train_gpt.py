@@ -5,6 +5,7 @@
     python examples/train_gpt.py --resume               go on with the newest run under runs/
     python examples/train_gpt.py --resume --steps 3000  and further than it was to go
     python examples/train_gpt.py --init-from runs/gpt-1 --data book.txt    begin with its weights
+    python examples/train_gpt.py --init-from gpt2 --data book.txt    or a GPT-2's or Llama's
     python examples/generate.py --prompt "The "         sample from it
     torchrun --nproc-per-node 2 examples/train_gpt.py   the same on two GPUs; see parallel.py
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 UNICODE_CHARACTERS = 0x110000 - 0x800  # code points that are not surrogates
 END_OF_TEXT = "<|endoftext|>"  # the token of BPE that stands behind each document
+ENDS = (END_OF_TEXT, "<|end_of_text|>")  # the second is Llama 3's
 SAMPLE = "a B\n\n  c\u00e9"  # comes back from its tokens, unless a tokenizer changes what it is given
 
 
@@ -102,9 +103,9 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class BPE:
-    """Byte-level BPE with a token END_OF_TEXT: any text has ids, and they give it back.
+    """Byte-level BPE with a token of ENDS: any text has ids, and they give it back.
 
-    tokenizer: the content of a tokenizer.json, as prepare_data.py trains one.
+    tokenizer: the content of a tokenizer.json, as prepare_data.py trains one, or GPT-2's or Llama 3's.
     """
 
     tokenizer: str
@@ -136,10 +137,10 @@ class BPE:
         alphabet = set(tokenizers.pre_tokenizers.ByteLevel.alphabet())
         back = engine.decode(engine.encode(SAMPLE, add_special_tokens=False).ids)
         known = engine.get_vocab().keys()
-        if END_OF_TEXT not in known or not alphabet <= known or back != SAMPLE:
+        if known.isdisjoint(ENDS) or not alphabet <= known or back != SAMPLE:
             raise DataError(
-                f"the tokenizer is not a byte-level BPE with a token {END_OF_TEXT}, from which a text "
-                "comes back as it was. Take one that prepare_data.py trained."
+                f"the tokenizer is not a byte-level BPE with a token {' or '.join(ENDS)}, from which a "
+                "text comes back as it was. Take one that prepare_data.py trained."
             )
         ids = engine.get_vocab().values()
         if len(ids) <= max(ids):
@@ -156,7 +157,7 @@ class BPE:
 
     @property
     def end_of_text(self) -> int:
-        return self.engine.token_to_id(END_OF_TEXT)
+        return next(i for end in ENDS if (i := self.engine.token_to_id(end)) is not None)
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -166,7 +167,7 @@ class BPE:
     def lengths(self) -> Tensor:
         """[size]: the bytes of each token; in the vocabulary each byte is a character."""
         pieces = [self.engine.id_to_token(i) for i in range(self.size)]
-        return torch.tensor([0 if piece == END_OF_TEXT else len(piece) for piece in pieces])
+        return torch.tensor([0 if piece in ENDS else len(piece) for piece in pieces])
 
     def facts(self) -> dict:
         return {"level": self.level, "tokenizer": self.tokenizer}
@@ -187,8 +188,13 @@ class BPE:
     def unseen(self, ids: Tensor) -> int:
         return 0
 
+    def prompt(self, text: str) -> Tensor:
+        """[S] ids of what is to be continued, behind what the tokenizer itself puts before a text."""
+        return torch.tensor(self.engine.encode(text).ids, dtype=torch.int64)
+
     def opening(self) -> tuple[str, Tensor]:
-        return "", torch.tensor([self.end_of_text])
+        ids = self.prompt("")
+        return "", ids if len(ids) else torch.tensor([self.end_of_text])
 
     def pieces(self, ids: Iterable[int]) -> Iterator[str]:
         from tokenizers.decoders import DecodeStream

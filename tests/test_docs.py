@@ -8,6 +8,7 @@ import doctest
 import inspect
 import re
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +204,7 @@ def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, by the backend that is chosen there."""
     monkeypatch.setattr(hooks, "_hooks", dict(hooks._hooks))
     torch.manual_seed(0)
-    names = {"torch": torch, "flashproto": flashproto}
+    names = {"tempfile": tempfile, "torch": torch, "flashproto": flashproto}
     names |= {"backends": backends, "hooks": hooks, "masks": masks, "nn": nn}
     names |= {"distributed": distributed}
     things = [

@@ -31,6 +31,8 @@ Written by `python -m flashproto.bench docs` from the docstrings, which `help()`
 every example, with these lines before it:
 
 ```python
+import tempfile
+
 import torch
 
 import flashproto

@@ -1,6 +1,6 @@
 """Modules: norms, attention, MLP, the Transformer block, and GPT."""
 
-from .attention import Attention, apply_rope, rope_tables
+from .attention import Attention, RopeScaling, apply_rope, rope_tables
 from .block import TransformerBlock
 from .gpt import GPT, PRESETS, GPTConfig
 from .kv_cache import KVCache
@@ -19,6 +19,7 @@ __all__ = [
     "KVCache",
     "LayerNorm",
     "RMSNorm",
+    "RopeScaling",
     "TransformerBlock",
     "apply_rope",
     "rope_tables",

@@ -6,8 +6,10 @@ Legend: B batch, S tokens, C = d_model, Hq query heads, Hkv key/value heads, D h
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,13 +39,58 @@ if TYPE_CHECKING:
 Rope = tuple[Tensor, Tensor]
 
 
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE's frequencies for longer texts than those that a model was first trained on, as in Llama 3.1
+    ("llama3" in its config.json).
+
+    A frequency turns so many times within original_context tokens.  One that turns high_freq_factor
+    times or more stays; one that turns low_freq_factor times or less is divided by `factor`; between
+    them it is a mean of both, with weights that are linear in the number of turns.
+
+    Raises: ValueError: a number out of range; TypeError: one is no number.
+    Source: the reference implementation of Llama 3.1.
+
+    Example:
+        >>> scaling = nn.RopeScaling(factor=8.0)
+        >>> cos, sin = nn.rope_tables(32, 16, 500000.0, scaling=scaling)
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        name, do = "RopeScaling", "Take those of the model's config.json."
+        check_number(name, "factor", self.factor, 1.0, LARGEST, "a finite number, 1 or more", do)
+        low = check_number(
+            name, "low_freq_factor", self.low_freq_factor, SMALLEST, LARGEST, "a positive number", do
+        )
+        takes = f"a finite number above low_freq_factor, {low}"
+        least = math.nextafter(low, math.inf)
+        check_number(name, "high_freq_factor", self.high_freq_factor, least, LARGEST, takes, do)
+        takes = "a number of tokens"
+        check_integer(name, "original_context", self.original_context, 1, sys.maxsize, takes, do)
+
+    def __call__(self, frequencies: Tensor) -> Tensor:
+        """Those that take the place of frequencies, in radians a token."""
+        low, high = self.low_freq_factor, self.high_freq_factor
+        turns = frequencies * (self.original_context / (2 * math.pi))
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
+        return frequencies * kept + frequencies / self.factor * (1.0 - kept)
+
+
 def rope_tables(
     length: int,
     head_dim: int,
     theta: float = 10000.0,
     device: torch.device | str | None = None,
+    *,
+    scaling: RopeScaling | None = None,
 ) -> Rope:
-    """(cos, sin), each [length, head_dim / 2] in float32, of the angles position * theta^(-2i / D).
+    """(cos, sin), each [length, head_dim / 2] in float32, of the angles position * theta^(-2i / D),
+    whose frequencies theta^(-2i / D) `scaling` changes.
 
     Always float32: rounded to bfloat16, neighbouring positions past 256 would be the same.
     Source: Su et al., "RoFormer" (2021), equation 34; dimension i is paired with i + D/2
@@ -62,13 +109,18 @@ def rope_tables(
     check_integer("rope_tables", "head_dim", head_dim, 0, sys.maxsize, "an even number", do)
     if head_dim % 2:
         refuse("rope_tables", "head_dim", head_dim, "an even number", do)
-    return rope_tables_at(torch.arange(length, device=device, dtype=torch.float32), head_dim, theta)
+    check_scaling("rope_tables", "scaling", scaling)
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    return rope_tables_at(positions, head_dim, theta, scaling)
 
 
-def rope_tables_at(positions: Tensor, head_dim: int, theta: float) -> Rope:
+def rope_tables_at(
+    positions: Tensor, head_dim: int, theta: float, scaling: RopeScaling | None = None
+) -> Rope:
     """The rows of rope_tables at positions [S], integers or float32."""
     dims = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32)
-    angles = positions[:, None] * theta ** (-dims / head_dim)
+    frequencies = theta ** (-dims / head_dim)
+    angles = positions[:, None] * (frequencies if scaling is None else scaling(frequencies))
     return angles.cos(), angles.sin()
 
 
@@ -395,6 +447,12 @@ def check_options(name: str, window: Any, softcap: Any) -> None:
     if softcap is not None:
         of = NUMBERS["softcap"]
         check_number(name, "softcap", softcap, *of, of.takes, "Pass None for none.")
+
+
+def check_scaling(name: str, argument: str, x: object) -> None:
+    if x is not None and not isinstance(x, RopeScaling):
+        takes, do = "an nn.RopeScaling or None", "Pass nn.RopeScaling(factor=8.0), say."
+        refuse(name, argument, described(x), takes, do, TypeError)
 
 
 def check_heads(

@@ -6,6 +6,7 @@ Legend: B batch, S tokens, C = d_model, V vocabulary; tokens [B, S] int64, logit
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -32,11 +33,14 @@ from ..checks import (
     refuse_shape,
 )
 from ..functional import cross_entropy, linear_cross_entropy
+from . import pretrained
 from .attention import (
+    RopeScaling,
     beside_attention,
     check_cu_seqlens,
     check_heads,
     check_options,
+    check_scaling,
     positions_of,
     rope_tables_at,
 )
@@ -66,6 +70,9 @@ class GPTConfig:
     each, repeated over them: S has the window, L sees everything; "SSSL" is three layers with it and
     one without.  None is every layer.  softcap and sinks are those of every layer: see Attention.
 
+    rope_scaling is an nn.RopeScaling, or a dict of its fields, for rotary positions; d_head=None, the
+    width of a head, is d_model / n_heads.
+
     Raises: ValueError: its parts do not fit together; TypeError: a number or a flag is something else.
 
     Example:
@@ -94,10 +101,12 @@ class GPTConfig:
     window_pattern: str | None = None
     softcap: float | None = None
     sinks: bool = False
+    rope_scaling: RopeScaling | None = None
+    d_head: int | None = None
 
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "context", "n_layers", "n_heads", "d_model")
-        for name in (*sizes, "n_kv_heads", "d_ff", "window"):
+        for name in (*sizes, "n_kv_heads", "d_ff", "d_head", "window"):
             value = getattr(self, name)
             if value is None and name not in sizes:
                 continue
@@ -119,13 +128,19 @@ class GPTConfig:
             do = "Pass window=127, say." if self.window is None else 'Pass "SL", say.'
             refuse("GPTConfig", "window_pattern", described(pattern), takes, do)
         check_options("GPTConfig", self.window and (self.window, 0), self.softcap)
-        do = "Change d_model or n_heads."  # there is no head_dim
-        check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, None, do)
+        do = "Change d_model or n_heads, or pass d_head."
+        check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, self.d_head, do)
+        if isinstance(self.rope_scaling, dict):  # as a checkpoint's JSON has it
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        check_scaling("GPTConfig", "rope_scaling", self.rope_scaling)
+        if self.rope_scaling is not None and self.positions != "rope":
+            takes, do = "None with positions='learned'", "Leave it out, or use positions='rope'."
+            refuse("GPTConfig", "rope_scaling", "given", takes, do)
         if self.positions == "rope" and self.head_dim % 2:
             refuse(
                 "GPTConfig",
                 "head_dim",
-                f"{self.head_dim} (d_model / n_heads)",
+                f"{self.head_dim}" + " (d_model / n_heads)" * (self.d_head is None),
                 "an even number with positions='rope'",
                 "Change n_heads, or use learned positions.",
             )
@@ -136,7 +151,7 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.d_model // self.n_heads
+        return self.d_model // self.n_heads if self.d_head is None else self.d_head
 
     @property
     def hidden(self) -> int:
@@ -236,6 +251,7 @@ class GPT(nn.Module):
                 c.n_heads,
                 c.kv_heads,
                 c.hidden,
+                head_dim=c.d_head,
                 norm=c.norm,
                 mlp=c.mlp,
                 bias=c.bias,
@@ -338,7 +354,8 @@ class GPT(nn.Module):
             rows = at
             if at.ndim == 2:
                 rows, options["positions"] = torch.arange(self.config.context, device=device), at
-            rope = rope_tables_at(rows, self.config.head_dim, self.config.rope_theta)
+            c = self.config
+            rope = rope_tables_at(rows, c.head_dim, c.rope_theta, c.rope_scaling)
         layers = [{}] * len(self.blocks) if cache is None else [{"cache": x} for x in cache.layers]
         for block, own in zip(self.blocks, layers, strict=True):
             x, residual = block(x, residual, rope, **options, **own)
@@ -474,7 +491,7 @@ class GPT(nn.Module):
             refuse(name, "cache", f"of {cache.batch} sequences", f"one for each of {B}", do)
         if self.positions is None and cache.rope is None:
             rows = torch.arange(cache.room, device=tokens.device)
-            cache.rope = rope_tables_at(rows, c.head_dim, c.rope_theta)
+            cache.rope = rope_tables_at(rows, c.head_dim, c.rope_theta, c.rope_scaling)
         return at + first
 
     def make_cache(
@@ -669,6 +686,54 @@ class GPT(nn.Module):
                 refuse(name, "tokens", "of length 0", "at least one token", "Begin with a separator.")
         return list(tokens)
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        impl: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> GPT:
+        """The model of a local folder with a GPT-2 or a Llama in transformers' layout.
+
+        It reads config.json, and model.safetensors or the files that model.safetensors.index.json
+        names, and nothing else: no network, no pickle, no code.  Names, shapes and dtypes of all
+        tensors are checked against config.json before memory is taken.  It is then taken once, on
+        `device` (None: torch's default one), and filled tensor by tensor.
+
+        dtype: of the parameters.  None is the files', which is then one for all, and that of
+        config.json where it names one.
+
+        Raises: ValueError: something in the folder is missing, damaged, unknown, or of no such model
+        here, by its name; TypeError: an argument is of another type; ModuleNotFoundError: the package
+        safetensors is not installed.
+
+        Example:
+            >>> model = nn.GPT(nn.GPTConfig.preset("toy-llama", n_layers=1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     model.save_pretrained(folder)
+            ...     same = nn.GPT.from_pretrained(folder, dtype=torch.bfloat16)
+            >>> same.config.n_layers, same.embedding.weight.dtype
+            (1, torch.bfloat16)
+        """
+        source = pretrained.Folder(folder, dtype)
+        config = source.config(GPTConfig)
+        model = cls(config, impl=impl, device="meta", dtype=source.dtype)
+        return source.fill(model, config, device)
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Write config.json and model.safetensors, from which transformers makes the same model, as
+        GPT2LMHeadModel or LlamaForCausalLM, and from_pretrained too, bit for bit.
+
+        The folder is made if need be, and has neither of them yet; a tokenizer.json may lie there.
+
+        Raises: ValueError: the model is neither a GPT-2 (LayerNorm, GELU, learned positions, biases)
+        nor a Llama (RMSNorm, SwiGLU, RoPE), or has other parameters than its config says; OSError: a
+        file cannot be written; TypeError, ModuleNotFoundError: as in from_pretrained.
+        """
+        pretrained.save(self, GPT(self.config, device="meta"), self.config, folder)
+
     def parameter_count(self) -> int:
         """Every parameter, a tied one once."""
         return sum(p.numel() for p in self.parameters())
@@ -676,7 +741,7 @@ class GPT(nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Floating-point operations of one training step per token, forward and backward.
 
-        6 for each weight of a matrix product and 12 n_layers C S for attention over S = length
+        6 for each weight of a matrix product and 12 n_layers Hq D S for attention over S = length
         (context by default) tokens, causal or not: the usual convention for MFU, from Chowdhery et
         al., "PaLM" (2022), appendix B.  In a layer with a window S is at most what a token sees.
         """
@@ -685,4 +750,4 @@ class GPT(nn.Module):
         tables = sum(p.numel() for table in looked_up if table is not None for p in table.parameters())
         S = c.context if length is None else length
         seen = sum(S if window is None else min(S, window + 1) for window in c.windows)
-        return 6 * (self.parameter_count() - tables) + 12 * c.d_model * seen
+        return 6 * (self.parameter_count() - tables) + 12 * c.n_heads * c.head_dim * seen
