@@ -159,7 +159,7 @@ def prepare(given: dict, held: contextlib.ExitStack, world: World = ALONE) -> Ru
 
     held: to be closed when the run ends.
     """
-    resume, out = given.pop("resume", None), given.pop("out", None)
+    resume, out, level = given.pop("resume", None), given.pop("out", None), given.get("level")
     folder, resumed, earlier = world.from_main(lambda: claim(held, out, resume))
     world.begin(folder)
     saved: Saved | None = None
@@ -189,9 +189,9 @@ def prepare(given: dict, held: contextlib.ExitStack, world: World = ALONE) -> Ru
     settings.check_context_parallel()
     world.check_device(settings.device)
     world.share_sequences(settings.context_parallel)
-    if "level" in given and settings.data is not None and Path(settings.data).is_dir():
+    if level is not None and settings.data is not None and Path(settings.data).is_dir():
         raise OptionError(
-            f"--level is {given['level']!r}, and --data is a folder of tokens; it takes a text there. "
+            f"--level is {level!r}, and --data is a folder of tokens; it takes a text there. "
             "Leave it out."
         )
     if settings.deterministic:

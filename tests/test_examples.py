@@ -7,6 +7,7 @@ from __future__ import annotations
 
 # ruff: noqa: F401, F811  (fixtures are imported)
 import contextlib
+import dataclasses
 import importlib
 import json
 import math
@@ -27,6 +28,7 @@ from example_scripts import (
     PLOT,
     SETTINGS,
     TINY,
+    books,
     called,
     content,
     environment,
@@ -39,6 +41,7 @@ from example_scripts import (
     start,
     text,
     tiny,
+    tokens,
 )
 
 from flashproto.backends import device_reasons
@@ -217,6 +220,18 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path, text
     assert rows(folder) == rows(tiny)
     assert content(folder / CHECKPOINT) == content(tiny / CHECKPOINT)
     assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
+
+
+def test_a_run_on_tokens_that_died_before_its_first_checkpoint_begins_again(tmp_path, tokens):
+    """What it took tokens for is in its settings, and no option of who resumes it."""
+    run_folder, settings = map(importlib.import_module, ("run_folder", "settings"))
+    folder = tmp_path / "run"
+    given = ["--data", str(tokens), *TINY]
+    folder.mkdir()
+    begun = settings.Settings(**settings.parse(given, None)).resolved()
+    run_folder.begin(folder, dataclasses.replace(begun, level="bpe"))
+    called("train_gpt", "--resume", "--minutes", "1e-6", "--out", folder)
+    assert (folder / CHECKPOINT).is_file()
 
 
 @pytest.mark.parametrize("files", [[], [f"{SETTINGS}.partial"]])
