@@ -226,7 +226,7 @@ def test_compiles_in_one_graph(mode: str, hopper: None) -> None:
 def test_opcheck(causal: bool, hopper: None) -> None:
     problem = Problem(torch.bfloat16, 1, 2, 1, 90, 70, 64, 64, causal)
     inputs, (dout, dlse) = make(problem, "cuda")
-    arguments = ([], *Variant(Kind(causal), -20).form.flat(), 0.125, "hopper", False)
+    arguments = ([], *Variant(Kind(causal), -20).form.flat(), 0.125, "hopper", False, 0)
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
     out, lse, *_ = torch.ops.flashproto.attention_forward(*inputs, *arguments)
     saved = [dout, dlse, None, None, *[t.detach() for t in (*inputs, out, lse)]]

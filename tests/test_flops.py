@@ -94,7 +94,7 @@ def test_as_much_as_torchs_fused_attention(causal: bool) -> None:
     q, k, v = (2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 24)
     q_, k_, v_ = (torch.empty(s, device="meta") for s in (q, k, v))
     lse, out = q_[..., 0], torch.empty(2, 4, 9, 24, device="meta")
-    settings = ([], [0], [], "causal/" if causal else "full/", 1.0, "triton", False)
+    settings = ([], [0], [], "causal/" if causal else "full/", 1.0, "triton", False, 0)
     assert flop_registry[OPS.attention_forward](q_, k_, v_, *settings) == sdpa_flop_count(q, k, v)
     tensors, needs = (out, None, None, None, q_, k_, v_, out, lse), [True] * 3
     got = flop_registry[OPS.attention_backward](*tensors, *settings, needs)

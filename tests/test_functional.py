@@ -243,7 +243,7 @@ def test_inductor_knows_an_op_before_it_would_write_its_arguments(
 def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) -> None:
     q = torch.randn(1, 2, 9, 16, device=device, requires_grad=requires_grad)
     k = torch.randn(1, 1, 7, 16, device=device).mT.contiguous().mT.requires_grad_(requires_grad)
-    settings = ([], *Variant(Kind(CAUSAL=causal), -2).form.flat(), 0.25, "triton", False)
+    settings = ([], *Variant(Kind(CAUSAL=causal), -2).form.flat(), 0.25, "triton", False, 0)
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, *settings))
     out, lse, *_ = torch.ops.flashproto.attention_forward(q, k, k, *settings)
     grads = torch.randn_like(out), torch.randn_like(lse), None, None
@@ -282,9 +282,9 @@ def test_tangents_raise_and_are_never_zero(name: str, route: str, x: Tensor) -> 
 
 def test_tangents_raise_in_the_ops_themselves(device: str) -> None:
     q = torch.randn(1, 1, 5, 16, device=device)
-    ops = torch.ops.flashproto
+    ops, of_attention = torch.ops.flashproto, (*Variant().form.flat(), 1.0, "triton", False, 0)
     for call in (
-        lambda q: ops.attention_forward(q, q, q, [], *Variant().form.flat(), 1.0, "triton", False)[0],
+        lambda q: ops.attention_forward(q, q, q, [], *of_attention)[0],
         lambda q: ops.norm(q, None, None, None, 1, 1e-5, True, "torch", False)[0],
         lambda q: ops.softmax(q, False, q.dtype),
         lambda q: ops.logsumexp(q, q.dtype)[0],
