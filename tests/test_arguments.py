@@ -111,7 +111,9 @@ ATTENTION = {
     "mask": ["causal", LONG, True, torch.ones(8, 8)],
     "deterministic": FLAGS,
 }
+SPLITS = [0, -1, 1.5, True, "1", LONG, 2**31]
 VARIANTS = ATTENTION | {
+    "num_splits": SPLITS,
     "alibi_slopes": [*TENSORS, LONG],
     "return_lse": FLAGS,
     "return_aux": ["entropy", LONG, None, ("lse",), [1], ("entropy", "entropy")],
@@ -191,7 +193,8 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     "attention_with_kv_cache": (
         {"q": CACHED[:, :2], "k_cache": CACHE, "v_cache": CACHE, "lengths": INTS, "rope": (COS, COS)},
         {n: x for n, x in ATTENTION.items() if n not in ("mask", "deterministic")} | {
-            "q": [*TENSORS, LONG, CACHED[0]], "k_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
+            "num_splits": SPLITS, "q": [*TENSORS, LONG, CACHED[0]],
+            "k_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
             "v_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
             "lengths": [*TENSORS, None, LONG, INTS.long(), INTS[:1], INTS + 90, INTS - 90],
             "k": [*TENSORS, LONG, CACHED[:, :2]], "v": [*TENSORS, LONG, CACHED[:, :2]],
@@ -209,6 +212,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         {
             "outs": [Q, None, [], [Q], [Q, LONG], [Q, 1.0]],
             "lses": [None, [], LONG, [Q, Q], [Q[..., 0]]],
+            "impl": NAMES,
         },
     ),
     "scaled_dot_product_attention": (
