@@ -52,7 +52,7 @@ class Backwards(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if op is torch.ops.flashproto.attention_backward.default:
-            self.seen.append(args[-2])
+            self.seen.append(args[-3])  # before num_splits and what is wanted
         elif op is torch.ops.flashproto.attention_qkv_backward.default:
             self.seen.append(args[-4])
         return op(*args, **kwargs or {})

@@ -933,7 +933,7 @@ def test_documentation(calls: Calls) -> None:
 
 
 def test_num_splits_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By version 2's function of a cache, version 3's keyword and version 4's argument; 0 is None."""
+    """By version 2's function of a cache and version 4's argument; 0 is None."""
     given: list[Any] = []
 
     def noting(function: Any) -> Any:
@@ -950,16 +950,17 @@ def test_num_splits_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     q = torch.randn(1, 3, 2, 8)
     plain = flash_attn.flash_attn_func(q, q, q)
     for n in (0, 1, 4):
-        assert torch.equal(flash_attn.flash_attn_func(q, q, q, num_splits=n), plain)
         assert torch.equal(flash_attn_4.flash_attn_func(q, q, q, num_splits=n)[0], plain)
         flash_attn.flash_attn_with_kvcache(q, q, q, num_splits=n)
-    flash_attn.flash_attn_func(q, q, q)
-    assert given == [None, *[None] * 3, *[1] * 3, *[4] * 3, None]
+    assert torch.equal(flash_attn.flash_attn_func(q, q, q, num_splits=1), plain)
+    assert given == [None, None, None, 1, 1, 4, 4, None]
     with pytest.raises(ValueError, match=r"^flash_attn_func: num_splits is -1; it takes 0, to let"):
-        flash_attn.flash_attn_func(q, q, q, num_splits=-1)
+        flash_attn_4.flash_attn_func(q, q, q, num_splits=-1)
     with pytest.raises(TypeError, match=r"^flash_attn_func: num_splits is 1.5; it takes 0"):
         flash_attn_4.flash_attn_func(q, q, q, num_splits=1.5)
 
 
 def test_no_door_refuses_num_splits() -> None:
-    assert "num_splits" not in NOT_YET and "num_splits" not in flash_attn_options.NOT_TAKEN
+    assert "num_splits" not in NOT_YET
+    with pytest.raises(NotImplementedError, match=r"^flash_attn_func: num_splits is 3; .*flash_attn_4"):
+        flash_attn.flash_attn_func(X, X, X, num_splits=3)

@@ -430,7 +430,7 @@ LONG = torch.randn(1000)
         (lambda: GPTConfig.preset(["toy"]), r"GPTConfig.preset: name is \['toy'\]"),
         (
             lambda: GPTConfig(50, 16, 1, 3, 16),
-            r".* multiple of n_heads, 3\. Change d_model or n_heads, or pass d_head\.$",
+            r".* multiple of n_heads, 3\. Change d_model or n_heads\.$",
         ),
         (lambda: nn.Attention(16, 3), r"Attention: d_model is 16; .* 3\. Pass head_dim"),
         (lambda: nn.TransformerBlock(16, 3), r"TransformerBlock: d_model is 16; .* 3\. Pass head_dim"),

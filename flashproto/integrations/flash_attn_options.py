@@ -8,7 +8,6 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -42,6 +41,7 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
     "seqused_q": (None, "seqused_k"),
     "seqused_k": (None, "seqused_k"),
     "attention_chunk": (0, "chunks"),
+    "num_splits": (1, "splits_of_version_2"),
     "seqlen_k_per_split": (None, "keys_of_a_part"),
     "gather_kv_indices": (None, "chosen_keys"),
     "gather_bwd_recompute_p": (False, "chosen_keys"),
@@ -61,8 +61,6 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 }
 # Those that say how a kernel of theirs does its work.
 NO_PART = ("pack_gqa", "sm_margin", "scheduler_metadata")
-# Version 3's num_splits, in a call of a function of version 2, whose signature has none.
-LATER_SPLITS: ContextVar[object] = ContextVar("num_splits", default=None)
 RENAMED = {"page_table": "block_table"}
 # The doors' names, the first that a function has, for those of what they call.
 OWN_NAMES = {
@@ -120,25 +118,16 @@ def taking_later_names(function: Callable[Parameters, Result]) -> Callable[Param
 
     @functools.wraps(function)
     def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        splits = None
         for argument in [name for name in options if name not in known]:
             x, name = options.pop(argument), RENAMED.get(argument)
             if name in known and name not in options:
                 options[name] = x
-            elif argument == "num_splits":
-                splits = x
             elif argument in NOT_TAKEN:
                 check_not_taken(operator, **{argument: x})
             elif argument not in NO_PART:
                 got = f"an unexpected keyword argument {argument!r}"
                 raise TypeError(f"{operator}() got {got}; it takes {', '.join(known)}")
-        if splits is None:
-            return own(*args, **options)
-        before = LATER_SPLITS.set(splits)
-        try:
-            return own(*args, **options)
-        finally:
-            LATER_SPLITS.reset(before)
+        return own(*args, **options)
 
     return door
 
@@ -161,7 +150,6 @@ def options_of(
     num_splits: object = None,
 ) -> dict[str, Any]:
     """The options of attention, attention_varlen and attention_with_kv_cache."""
-    num_splits = LATER_SPLITS.get() if num_splits is None else num_splits
     if num_splits is not None:
         takes, do = "0, to let flashproto choose, or how many at most", "Pass 1 for no parts."
         num_splits = check_integer(operator, "num_splits", num_splits, 0, 2**31 - 1, takes, do) or None

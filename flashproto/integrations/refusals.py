@@ -9,6 +9,10 @@ from ..checks import refuse
 # What it is, what is taken, and what to do; by flashproto's names.
 NOT_YET = {
     "dropout_p": ("0.0: attention has no dropout here yet", "Pass 0.0, or use another attention."),
+    "splits_of_version_2": (
+        "version 3's default: functions of version 2 have no such argument",
+        "Call the function of flash_attn_4, or flash_attn_with_kvcache.",
+    ),
     "keys_of_a_part": ("None: parts are of equal numbers of keys", "Pass num_splits."),
     "seqused_k": ("None: sequences have no gaps between them", "Pack the tokens, or pass a mask."),
     "slopes_by_batch": (

@@ -128,7 +128,7 @@ class GPTConfig:
             do = "Pass window=127, say." if self.window is None else 'Pass "SL", say.'
             refuse("GPTConfig", "window_pattern", described(pattern), takes, do)
         check_options("GPTConfig", self.window and (self.window, 0), self.softcap)
-        do = "Change d_model or n_heads, or pass d_head."
+        do = "Change d_model or n_heads."
         check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, self.d_head, do)
         if isinstance(self.rope_scaling, dict):  # as a checkpoint's JSON has it
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
