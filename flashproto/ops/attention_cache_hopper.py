@@ -60,8 +60,10 @@ def launch(
     scale: float,
     num_splits: int = 0,
 ) -> None:
-    """Fill out and lse, of some elements.  num_splits: of the keys at most; 0, as many as are best."""
-    q, kind = readable(turned(recipe, q, cache)), variant.kind
+    """Fill out and lse, of some elements.  num_splits: of the keys at most; 0, as many as are best.
+    What TMA cannot read is copied, as a later cache that starts at no multiple of 16 bytes."""
+    q, k, v = map(readable, (turned(recipe, q, cache), k, v))
+    kind = variant.kind
     (entries, Hq, Sq, D), Hkv, most = q.shape, k.shape[2], multiprocessors(q.device)
     B, group, room = cache.sequences(q), Hq // Hkv, cache.capacity(k)
     ragged, paged = cache.cu_seqlens is not None, cache.page_table is not None
