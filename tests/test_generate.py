@@ -307,7 +307,7 @@ def test_steps_of_a_graph_are_those_without(model, monkeypatch, page_size):
 
     monkeypatch.setattr(generation, "captured", lambda device, run: Graph(run))
     monkeypatch.setattr(generation, "on_another_stream", lambda device, run: run())
-    monkeypatch.setattr(generation, "wants_graph", lambda model, cache, most, asked: asked is None)
+    monkeypatch.setattr(generation, "wants_graph", lambda model, cache, asked: asked is None)
     monkeypatch.setattr(kv_cache, "is_capturing", lambda x: bool(inside))
     prompts = prompts_of(3, 6)
     cache = model.make_cache(2, page_size=page_size)

@@ -16,7 +16,6 @@ from ..checks import refuse
 from .kv_cache import KVCache
 from .sampling import Sampling, sample
 
-FEW = 8  # new tokens for which no step is captured
 WARM = 2  # steps that run as they are before one is captured
 
 # --- tokens that are drawn ------------------------------------------------------------------------
@@ -227,7 +226,7 @@ def generated(
 ) -> list[Tensor]:
     """The new tokens of each prompt, up to `most` or one of `stop`."""
     cache.reset()
-    with_graph = wants_graph(model, cache, most, cuda_graph)
+    with_graph = wants_graph(model, cache, cuda_graph)
     decoder = decoder_of(model, cache, how, vocabulary, seeds, with_graph)
     decoder.begin(seeds, prompts)
     texts, room = Texts(prompts, most, stop, on_token, lookup), cache.room
@@ -291,9 +290,9 @@ def prefill(model: nn.Module, cache: KVCache, prompts: Sequence[Tensor]) -> Tens
 # --- CUDA graphs ----------------------------------------------------------------------------------
 
 
-def wants_graph(model: nn.Module, cache: KVCache, most: int, asked: bool | None) -> bool:
+def wants_graph(model: nn.Module, cache: KVCache, asked: bool | None) -> bool:
     """Whether steps are replayed; an error where that was asked for and cannot be."""
-    if asked is False or (asked is None and most <= FEW):
+    if not asked:
         return False
     reason = None
     if not cache.lengths.is_cuda:
@@ -304,10 +303,10 @@ def wants_graph(model: nn.Module, cache: KVCache, most: int, asked: bool | None)
         reason = "modules have hooks, which a replay would not call"
     elif any(type(p) not in (nn.Parameter, Tensor) for p in model.parameters()):
         reason = "parameters are not plain tensors"
-    if asked and reason is not None:
+    if reason is not None:
         takes = f"None or False where {reason}"
         refuse("GPT.generate", "cuda_graph", True, takes, "Leave it out.")
-    return reason is None
+    return True
 
 
 def decoder_of(

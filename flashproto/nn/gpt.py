@@ -616,9 +616,8 @@ class GPT(nn.Module):
           return True to end the sequence with it.
         - cache: what make_cache made, for as many sequences, which is reset; None makes one.  The room
           in it takes the place of `context`.
-        - cuda_graph: on a GPU one step is captured and then replayed, and kept with the cache that is
-          passed in.  None does so from 8 new tokens on, if the model has no hooks, is not sharded, and
-          autocast is off.  False never does.
+        - cuda_graph: True: on a GPU one step is captured and then replayed, and kept with the cache
+          that is passed in.  It takes a model without hooks that is not sharded, and no autocast.
 
         Raises ValueError for an argument out of range and TypeError for one of another type.
 
