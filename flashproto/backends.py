@@ -39,6 +39,11 @@ __all__ = ["BACKENDS", "BackendError", "get_default", "set_default"]
 
 BACKENDS = ("hopper", "triton", "torch", "reference")
 HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON and not os.path.isdir(os.path.join(os.path.dirname(__file__), "kernels")):
+    raise ImportError(
+        "flashproto/kernels is no link to the folder kernels/; git on Windows leaves a file there. "
+        "Run: git config core.symlinks true && git checkout flashproto/kernels"
+    )
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 MIN_CAPABILITY = (8, 0)
 HOPPER_CAPABILITY = (9, 0)
@@ -114,6 +119,11 @@ def get_default() -> str | None:
     return _default
 
 
+def is_any(impl: str | None) -> bool:
+    """Whether no backend was asked for."""
+    return impl is None and _default is None
+
+
 def _check_name(impl: object, source: str = "impl") -> None:
     if impl is not None and not (isinstance(impl, str) and impl in BACKENDS):
         names, do = ", ".join(map(repr, BACKENDS)), "Pass impl=None to let flashproto choose."
@@ -175,7 +185,7 @@ def _hopper_device_reasons(device: torch.device) -> tuple[str, ...]:
 @functools.cache
 def _gluon_reasons() -> tuple[str, ...]:
     try:
-        importlib.import_module("flashproto.kernels.hopper.gluon_names")
+        importlib.import_module(".kernels.hopper.gluon_names", __package__)
     except (ImportError, AttributeError) as missing:
         return (f"this version of triton lacks what the kernels need of Gluon ({missing})",)
     return ()

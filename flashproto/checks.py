@@ -378,6 +378,37 @@ def check_by_head(operator: str, name: str, x: object, heads: int, device: torch
     check_shape(operator, name, x, [heads], "a number for each query head", "Pass None for none.")
 
 
+def check_bias(operator: str, x: object, scores: Sequence[int], device: torch.device) -> None:
+    """x broadcasts to scores [B, Hq, Sq, Sk], floating-point."""
+    check_tensor(operator, "bias", x)
+    assert isinstance(x, Tensor)
+    check_on(operator, "bias", x, device)
+    sizes = zip(x.shape[::-1], scores[::-1], strict=False)
+    if x.ndim > len(scores) or not all(spreads(n, size) for n, size in sizes):
+        takes = f"a shape that broadcasts to [B, Hq, Sq, Sk], {list(scores)}"
+        refuse(operator, "bias", f"of shape {list(x.shape)}", takes, "Pass None for none.")
+
+
+def check_relative_bias(
+    operator: str, x: object, offset: object, heads: int, device: torch.device
+) -> int | None:
+    """x None, or [heads or 1, R] of one column or more; returns the offset, None without a table."""
+    name, do = "relative_offset", "Pass R // 2 for a table of as many keys before as after."
+    offset = check_integer(operator, name, offset, -(2**30), 2**30, "an integer from -2^30 to 2^30", do)
+    if x is None:
+        if offset:
+            refuse(operator, name, f"{offset} without relative_bias", "0 there", "Pass relative_bias.")
+        return None
+    name = "relative_bias"
+    check_tensor(operator, name, x)
+    assert isinstance(x, Tensor)
+    check_on(operator, name, x, device)
+    if x.ndim != 2 or not spreads(x.shape[0], heads) or x.shape[1] == 0:
+        takes = f"[{heads} or 1, R], a row for each query head"
+        refuse(operator, name, f"of shape {list(x.shape)}", takes, "Pass None for none.")
+    return offset
+
+
 def check_aux(operator: str, names: object) -> tuple[str, ...]:
     """Names of statistics that attention returns, as a tuple."""
     known = ("max_score", "entropy")
@@ -406,8 +437,11 @@ def check_varlen(
     cu_seqlens_k: object,
     max_seqlen_q: object,
     max_seqlen_k: object,
+    seqused_q: object = None,
+    seqused_k: object = None,
 ) -> None:
-    """q [T, Hq, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv], and where in them sequences start."""
+    """q [T, Hq, D], k [Tk, Hkv, D] and v [Tk, Hkv, Dv], where in them sequences start, and how many of
+    each one's tokens count."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(operator, name, x)
         if x.ndim != 3:
@@ -435,6 +469,18 @@ def check_varlen(
             lambda: f"as many sequences as cu_seqlens_q, [{shapes[0]}]",
             "Pass both of the same ones.",
         )
+    used: tuple[Any, Any] = seqused_q, seqused_k
+    for name, x, starts in zip(("seqused_q", "seqused_k"), used, given, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, Tensor) or x.dtype != torch.int32:
+            words = converted(name, x, "int", "torch.int32", "an int32 tensor [n], or None")
+            refuse(operator, name, *words, TypeError)
+        check_on(operator, name, x, q.device)
+        if x.shape != (shapes[0] - 1,):
+            do = "Pass how many of its tokens count."
+            refuse_shape(operator, name, x, f"[{shapes[0] - 1}], a number for each sequence", do)
+        check_used(operator, name, x, starts)
     for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if n is not None:
             takes = "an integer of 0 or more, or None"
@@ -447,6 +493,14 @@ def check_boundaries(operator: str, name: str, x: Tensor, tokens: int) -> None:
         wrong = torch.cat([x[:1] != 0, x.diff() < 0]) | (x > tokens)
         takes = f"0 first, not less than before, at most the {tokens} tokens"
         check_values(operator, name, x, wrong, takes, "Pass the cumulative sum of lengths.")
+
+
+def check_used(operator: str, name: str, x: Tensor, starts: Tensor) -> None:
+    """The values of seqused x beside those of cu_seqlens, where both can be looked at for nothing."""
+    if is_readable(x) and is_readable(starts):
+        takes = "from 0 to the number of the sequence's tokens"
+        wrong = (x < 0) | (x > starts.diff())
+        check_values(operator, name, x, wrong, takes, "Pass None to use all.")
 
 
 def check_states(operator: str, outs: object, lses: object) -> None:

@@ -18,6 +18,7 @@ from . import __version__, backends
 
 PEERS = {  # import name: distribution
     "flash_attn.cute": "flash-attn-4",
+    "flash_attn_3._C": "tokenspeed-fa3",
     "quack": "quack-kernels",
     "liger_kernel": "liger-kernel",
     "cut_cross_entropy": "cut-cross-entropy",
@@ -25,6 +26,7 @@ PEERS = {  # import name: distribution
 VARIABLES = (
     "FLASHPROTO_IMPL",
     "FLASHPROTO_CHECKED",
+    "FLASHPROTO_FEW_ROWS",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",

@@ -73,8 +73,8 @@ def watched(lines: list[str]) -> Iterator[None]:
             returned = {
                 i: recipe.whole[x.variable] for i, x in zip(returns, recipe.returns, strict=False)
             }
-            asked = range(operator.differentiable - operator.refused)
-            grads = [*map(returned.get, asked), *[None] * operator.refused]
+            asked = range(operator.differentiable - operator.seldom)
+            grads = [*map(returned.get, asked), *[None] * operator.seldom]
             tensors = (*grads, *saves)
             context = operator.context(settings, inputs)
             lines.extend(lines_of("backward", operator.backward_recipe(tensors, context, needs, False)))

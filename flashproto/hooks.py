@@ -40,6 +40,7 @@ from torch.nn.functional import silu
 
 from . import backends
 from .checks import FLOATS, check_broadcasts, check_number, described, fixed, is_number, refuse
+from .reference.philox import WORD, philox
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
@@ -229,32 +230,11 @@ def define(made: Call | None, x: Tensor) -> Tensor:
 
 # --- dropout ---------------------------------------------------------------------------------------
 
-PHILOX_KEYS = 0x9E3779B9, 0xBB67AE85
-PHILOX_FACTORS = 0xD2511F53, 0xCD9E8D57
-WORD = 0xFFFFFFFF
-
-
-def philox(counter: Tensor, seed: Tensor, rounds: int = 7) -> Tensor:
-    """The first of the four words of Philox-4x32 (Salmon et al., 2011); all int64."""
-
-    def product(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-        low, high = x * (factor & 0xFFFF), x * (factor >> 16)  # of 48 bits each, in signed 64
-        whole = (low >> 16) + high
-        return whole >> 16, ((whole << 16) | (low & 0xFFFF)) & WORD
-
-    c0, c1 = counter & WORD, (counter >> 32) & WORD
-    c2 = c3 = torch.zeros_like(counter)
-    k0, k1 = seed & WORD, (seed >> 32) & WORD
-    for _ in range(rounds):
-        (high0, low0), (high2, low2) = product(c0, PHILOX_FACTORS[0]), product(c2, PHILOX_FACTORS[1])
-        c0, c1, c2, c3 = high2 ^ c1 ^ k0, low2, high0 ^ c3 ^ k1, low0
-        k0, k1 = (k0 + PHILOX_KEYS[0]) & WORD, (k1 + PHILOX_KEYS[1]) & WORD
-    return c0
-
 
 def dropout_mask(index: Tensor, seed: Tensor, p: float) -> Tensor:
     """Which elements dropout keeps: those whose uniform number is p or more."""
-    word = philox(index, seed)
+    zero = torch.zeros_like(index)
+    word, *_ = philox(seed, index & WORD, (index >> 32) & WORD, zero, zero)
     word = torch.where(word > 0x7FFFFFFF, WORD - word, word)  # -x - 1 of a negative int32
     return word.to(torch.float32) * 4.6566127342e-10 >= torch.tensor(p, dtype=torch.float32)
 

@@ -5,11 +5,13 @@
     mask = masks.causal() & masks.documents(ids)
     out = flashproto.attention(q, k, v, mask=mask)
 
-`a & b` lets a query see what both let it see.  Kernels make nothing of size Sq x Sk: a mask is a band
-around the diagonal, which is a few numbers, and for each key the interval of queries that may see it,
-which is two vectors.  Tiles that no query sees are skipped, tiles that all see take no mask.
+`a & b` lets a query see what both let it see, `a | b` what one of them does, `~a` what a does not.  A
+mask is a band around the diagonal, which is a few numbers, and for each key the interval of queries
+that may see it, which is two vectors: nothing of size Sq x Sk.  Of any other one, kernels make a bit of
+each pair and a table of tiles, once.  Tiles that no query sees are skipped, tiles that all see take no
+mask.
 
-Query i of Sq stands at position i + Sk - Sq, so that the last query is at the last key (bottom-right).
+Query i of Sq is at position i + Sk - Sq, so that the last query is at the last key (bottom-right).
 """
 
 from __future__ import annotations
@@ -28,6 +30,15 @@ from .checks import (
     is_integer,
     is_readable,
     refuse,
+)
+from .mask_rules import (
+    block_diffusion,
+    boolean,
+    chunks,
+    dilated,
+    from_function,
+    global_tokens,
+    neighbourhood,
 )
 from .mask_values import Band, Intervals, Lengths, Mask, Tables
 
@@ -334,7 +345,7 @@ def check_pair(operator: str, name: str, x: Tensor, other: str, y: Tensor) -> No
 
 
 def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
-    """A picture of a mask: queries down, keys across, dark where a query sees a key.
+    """A picture of a mask: queries down and keys across, from 0 on, dark where a query sees a key.
 
     Args:
         mask: a mask; of one with several batch entries or heads the first is drawn.
@@ -349,6 +360,7 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
         >>> figure = masks.draw(masks.window(7), 32, 32)  # path="window.png" saves it
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     for name, n in (("Sq", Sq), ("Sk", Sk)):
         check_integer("masks.draw", name, n, 1, LONGEST, "a positive integer", "Pass 32, say.")
@@ -360,8 +372,8 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
     axes.imshow(seen.cpu().numpy(), cmap="Blues", vmin=0, vmax=1.25, interpolation="nearest")
     axes.set_xlabel("keys")
     axes.set_ylabel("queries")
-    axes.set_xticks([])
-    axes.set_yticks([])
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(MaxNLocator(4, integer=True))
     figure.tight_layout()
     if path is not None:
         figure.savefig(path, dpi=100)
@@ -376,7 +388,7 @@ def check_mask(operator: str, mask: object) -> Mask:
             "mask",
             described(mask),
             "a mask of flashproto.masks, or None",
-            "Pass masks.causal(), say; a boolean tensor is scaled_dot_product_attention's attn_mask.",
+            "Pass masks.causal(), say, or masks.boolean(x) of a tensor.",
             TypeError,
         )
     return mask
@@ -385,7 +397,7 @@ def check_mask(operator: str, mask: object) -> Mask:
 def check_bands(operator: str, mask: object) -> Mask:
     """A mask of sequences side by side: bands aligned bottom-right."""
     found = check_mask(operator, mask)
-    if found.parts or any(band.top_left for band in found.bands):
+    if found.parts or found.rule is not None or any(band.top_left for band in found.bands):
         refuse(
             operator,
             "mask",
@@ -396,4 +408,29 @@ def check_bands(operator: str, mask: object) -> Mask:
     return found
 
 
-__all__ = ["Mask", "causal", "documents", "draw", "intervals", "padding", "prefix", "tree", "window"]
+def check_without_rule(operator: str, mask: object) -> None:
+    """A mask of bands and intervals."""
+    found = check_mask(operator, mask)
+    if found.rule is not None:
+        takes = "bands and intervals: causal(), window(...), documents(ids) and so on, joined by &"
+        refuse(operator, "mask", str(found.rule), takes, "Call attention on the whole sequence.")
+
+
+__all__ = [
+    "Mask",
+    "block_diffusion",
+    "boolean",
+    "causal",
+    "chunks",
+    "dilated",
+    "documents",
+    "draw",
+    "from_function",
+    "global_tokens",
+    "intervals",
+    "neighbourhood",
+    "padding",
+    "prefix",
+    "tree",
+    "window",
+]

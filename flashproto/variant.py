@@ -34,8 +34,12 @@ class Number(NamedTuple):
 FLAG = "no variable"
 INTEGER = "an integer"
 BY_HEAD = "[Hq]"
+BY_PAIR = "[B|1, Hq|1, Sq|1, Sk|1], any strides"
+BY_DISTANCE = "[Hq|1, R], and an integer"
 VECTORS = "int32"
+TABLE = "int32 and int8, made of a mask"
 STATISTIC = "[B, Hq, Sq], returned"
+SHARE = "a number from 0 to 1, and an int64 seed"
 
 # Where an option can run.  "decode" is kernels/attention_decode.py: caches, and split keys on backend
 # "triton".  "split" is split keys on backend "hopper".
@@ -59,8 +63,8 @@ class Feature(NamedTuple):
     field: of Kind.  option: how calls ask for it.  variables: the names of its numbers and tensors, as
     Given of kernels/scores.py has them; what: what these are.
     functions: those that take it.  forward: where it runs.  backward: the backends whose kernels of dQ,
-    dK and dV have it; None if these need nothing of it but lse.  gradients: the backends that have
-    gradients of its variables; none if it is not differentiable.
+    dK and dV have it; None if these need nothing of it but lse.  gradients: the backends that have the
+    gradient of its first variable or of the statistic; none if it is not differentiable.
     rescales: what `modified` makes of scores with it is in base 2, with the scale in it.  curved: it
     changes scores with another derivative than 1, see `modified_gradient`.  unhides: it can make a
     score of -inf finite, so that the mask has to come after it.
@@ -93,25 +97,48 @@ FEATURES = (
     Feature("ALIBI", "alibi_slopes", BY_HEAD, ("alibi_slopes",),
             functions=("attention", "attention_varlen", "attention_with_kv_cache", "ring_attention"),
             gradients=("reference", "triton"), rescales=True),
+    Feature("BIAS", "bias", BY_PAIR, ("bias",),
+            functions=("attention", "attention_qkv", "scaled_dot_product_attention"),
+            forward=("reference", "triton"), backward=("reference", "triton"),
+            gradients=("reference", "triton"), rescales=True),
+    Feature("RELATIVE_BIAS", "relative_bias", BY_DISTANCE, ("relative_bias", "relative_offset"),
+            functions=("attention", "attention_varlen", "attention_qkv"),
+            forward=("reference", "triton"), backward=("reference", "triton"),
+            gradients=("reference", "triton"), rescales=True),
+    Feature("DROPOUT", "dropout_p", SHARE, ("dropout_p", "dropout_seed"),
+            functions=("attention", "attention_qkv", "attention_varlen",
+                       "scaled_dot_product_attention"),
+            forward=("reference", "triton"), backward=("reference", "triton")),
     Feature("INTERVALS", "masks.intervals(begin, end)", VECTORS, ("begin", "end"),
             functions=("attention", "attention_qkv", "ring_attention", "scaled_dot_product_attention"),
             forward=(*TORCH_TOO, "decode", "split"), backward=TORCH_TOO),
-    Feature("VARLEN", "cu_seqlens_q", VECTORS, ("cu_seqlens_q", "cu_seqlens_k"),
+    Feature("TABLE", "masks.boolean(x)", TABLE, ("bits", "table"),
+            functions=("attention", "attention_qkv", "scaled_dot_product_attention"),
+            forward=TORCH_TOO, backward=TORCH_TOO),
+    Feature("VARLEN", "cu_seqlens_q", VECTORS,
+            ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"),
             functions=("attention_varlen", "attention_with_kv_cache"),
             forward=TORCH_TOO, backward=TORCH_TOO),
     Feature("MAX_SCORE", "max_score", STATISTIC, functions=("attention", "attention_varlen"),
-            forward=BACKENDS, backward=None),
+            forward=BACKENDS, backward=None, gradients=("reference",)),
     Feature("ENTROPY", "entropy", STATISTIC, functions=("attention", "attention_varlen"),
-            forward=("reference", "triton"), backward=None),
+            forward=("reference", "triton"), backward=None, gradients=("reference", "triton")),
 )  # fmt: skip
 
+# Options that kernels of a place have, but not one beside the other.
+APART = {"hopper": (("INTERVALS", "TABLE"), ("TABLE", "VARLEN"))}
 # Of each variable the field of Kind, in the order in which functions pass them on.
 VARIABLES = {name: row.field for row in FEATURES for name in row.variables}
-DIFFERENTIABLE = tuple(name for row in FEATURES if row.gradients for name in row.variables)
+DIFFERENTIABLE = tuple(row.variables[0] for row in FEATURES if row.gradients and row.variables)
+OF_HEADS = tuple(name for row in FEATURES if row.what == BY_HEAD for name in row.variables)
+# Tensors that kernels read as they lie in memory; they get others element behind element.
+STRIDED = tuple(name for row in FEATURES if row.what == BY_PAIR for name in row.variables)
 NUMBERS = {row.option: row.what for row in FEATURES if isinstance(row.what, Number)}
 # In the order of the operator's outputs behind lse.
 AUX = tuple(row.option for row in FEATURES if row.what == STATISTIC)
-NO_GRADIENT = "flashproto: {} has no gradient; call .detach() on it"
+NO_GRADIENT = (
+    "flashproto: {} has no gradient on backend {!r}; pass impl='reference', or call .detach() on it"
+)
 
 
 def fields_on(place: str, backward: bool = False) -> tuple[str, ...]:
@@ -134,12 +161,16 @@ class Kind:
     CAUSAL: query i sees key j only if j <= i + offset.
     WINDOW: only if j >= i + offset - left; FIRST: or j < first.
     INTERVALS: only if begin[j] <= i < end[j].
+    TABLE: only if its bit is 1; tiles without one are left out.
     SOFTCAP: scores s become softcap tanh(s / softcap); 1: by tanh.approx, 2: exact, as float32 wants.
     ALIBI: slope |i + Sk - Sq - j| is taken off.
+    BIAS: bias[b, h, i, j] is added.
+    RELATIVE_BIAS: relative_bias[h, i + Sk - Sq - j + relative_offset, or the nearest column] is added.
     SINKS: one more score of each row, without a value.
+    DROPOUT: probabilities are dropped, and the others multiplied by 1 / (1 - p).
     MAX_SCORE, ENTROPY: statistics of each row, returned beside lse.
-    VARLEN: sequences side by side; i, j, Sq and Sk are those of a sequence, and offset counts from its
-        Sk - Sq.
+    VARLEN: sequences side by side; i, j, Sq and Sk are those of a sequence, of which with seqused the
+        first tokens alone count, and offset counts from its Sk - Sq.
     RESCALES, CURVED, UNHIDES: whether one of its options is so, see Feature.
     """
 
@@ -153,6 +184,10 @@ class Kind:
     MAX_SCORE: bool = False
     ENTROPY: bool = False
     VARLEN: bool = False
+    TABLE: bool = False
+    BIAS: bool = False
+    RELATIVE_BIAS: bool = False
+    DROPOUT: bool = False
     RESCALES: bool = field(default=False, init=False)
     CURVED: bool = field(default=False, init=False)
     UNHIDES: bool = field(default=False, init=False)
@@ -183,10 +218,18 @@ class Kind:
         """Whether it is causal or full and no more, for which schedules were measured."""
         return self == Kind(CAUSAL=self.CAUSAL)
 
+    @property
+    def LISTS(self) -> bool:
+        """Whether Hopper's kernels take the tiles that meet from lists, which the device makes."""
+        return self.INTERVALS or self.TABLE
+
     def unsupported_by(self, place: str, backward: bool = False) -> list[str]:
-        """The names of its options that kernels of this place have not, see fields_on."""
+        """The names of its options that kernels of this place have not, see fields_on, and pairs of
+        options that they have not together."""
         there = fields_on(place, backward)
-        return [name.lower() for name in self.given if name not in there]
+        missing = [name.lower() for name in self.given if name not in there]
+        apart = (pair for pair in APART.get(place, ()) if self.given.keys() >= {*pair})
+        return missing + [" beside ".join(pair).lower() for pair in apart if {*pair} <= {*there}]
 
 
 FILLED_IN = ("RESCALES", "CURVED", "UNHIDES")  # fields that are no options
@@ -203,7 +246,8 @@ class Variant(NamedTuple):
     @property
     def tensors(self) -> dict[str, Tensor]:
         # Under torch.jit.trace integers are tensors without dimensions.
-        return {n: x for n, x in self.named.items() if isinstance(x, Tensor) and x.ndim}
+        given = self.named.items()
+        return {n: x for n, x in given if isinstance(x, Tensor) and (x.ndim or n == "bias")}
 
     @property
     def top_left(self) -> bool:
@@ -281,6 +325,8 @@ def kind_of(text: str) -> Kind:
 
 # --- what runs where -----------------------------------------------------------------------------
 
+LARGEST_HEAD_DIM = 512  # of the portable kernels, which hold whole rows
+
 
 def main_backward(variant: Variant) -> Variant:
     """Of a backward, what dQ, dK and dV depend on beside lse: not sinks and statistics."""
@@ -290,17 +336,30 @@ def main_backward(variant: Variant) -> Variant:
     return variant._replace(kind=kind, named={n: x for n, x in variant.named.items() if n not in out})
 
 
+def has_gradient(statistic: str, backend: str) -> bool:
+    """Whether its gradient is computed there."""
+    return any(row.option == statistic and backend in row.gradients for row in FEATURES)
+
+
 def backward_backend(
-    backend: str, kind: Kind, ordered: bool = False, wanted: Collection[str] = ()
+    backend: str,
+    kind: Kind,
+    ordered: bool = False,
+    wanted: Collection[str] = (),
+    wider_keys: bool = False,
 ) -> str:
     """Where the gradients of a forward on `backend` are computed; ordered: the same bits every time;
-    wanted: the variables that have one too."""
+    wanted: the variables and statistics that have one too; wider_keys: their head_dim is not that of
+    values."""
     kind = main_backward(Variant(kind)).kind
     elsewhere = any(
-        backend not in row.gradients and not set(wanted).isdisjoint(row.variables) for row in FEATURES
+        backend not in row.gradients and not set(wanted).isdisjoint((row.option, *row.variables))
+        for row in FEATURES
     )
-    missing = elsewhere or (ordered and not kind.PLAIN) or kind.unsupported_by(backend, backward=True)
-    return "triton" if backend == "hopper" and missing else backend
+    in_order = ordered and (wider_keys or not kind.PLAIN)
+    missing = kind.unsupported_by(backend, backward=True)
+    lacks = elsewhere or in_order or bool(missing) or (wider_keys and kind.CURVED)
+    return "triton" if backend == "hopper" and lacks else backend
 
 
 def reasons(
@@ -327,5 +386,6 @@ def reasons(
     elif backend == "triton":
         if q.dtype == torch.float64:
             yield "dtype is float64; the kernels take float16, bfloat16 and float32"
-        if q.shape[3] > 256 or v.shape[3] > 256:
-            yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v.shape[3])
+        if q.shape[3] > LARGEST_HEAD_DIM or v.shape[3] > LARGEST_HEAD_DIM:
+            why = "head_dim is {}; the kernels take up to {}"
+            yield why, max(q.shape[3], v.shape[3]), LARGEST_HEAD_DIM

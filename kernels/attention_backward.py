@@ -11,6 +11,13 @@ query tiles (and over the query heads that share the key head, so that GQA sums 
 dQ, one program for a tile of queries, over the key tiles; the gradients of sinks and slopes, one
 program for a head.  Scores are computed twice, seven products and not five, and in return nothing is
 added atomically: results are the same bits every time.
+A gradient dH of the entropy H = -sum_j p_j ln p_j of a row, p being the probabilities of keys without
+the sink's, P / Z with Z = 1 - P_sink, adds -dH p (ln p + H) to dS.  With c = dH / Z that is
+-c P (ln P + H - ln Z): c (H - ln Z) goes into delta, but not into the sink's, of which p is free, and
+c ln 2 is the weight of P log2 P.  Z is of the saved lse: where the sink has all but 1e-5 of the
+probability its rounding is 1%.
+Dropout keeps a probability with the factor 1 / (1 - p), or makes it 0: dP is multiplied by that, dV is
+of what is kept, and delta is right as it stands, since O is of what is kept too.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
@@ -21,11 +28,12 @@ import triton
 import triton.language as tl
 
 from .interpreter import rounded
-from .online_softmax import LOG2E
+from .online_softmax import LN2, LOG2E
 from .schedule import (
     clamp,
     first_tiles,
     key_ranges,
+    listed_queries,
     next_run,
     problem_of_keys,
     problem_of_queries,
@@ -36,6 +44,9 @@ from .scores import (
     Variables,
     counts,
     distance,
+    entropy_part,
+    kept_factor,
+    kept_of,
     modified,
     modified_gradient,
     of_head,
@@ -112,8 +123,26 @@ def attention_backward_rows_kernel(
         row = head.to(tl.int64) * Sq + i
         lse = tl.load(lse_ptr + row, i < Sq, 0.0)
         lse2 = tl.where(lse == -float("inf"), float("inf"), lse * LOG2E)
+        if KIND.VARLEN:
+            if given.seqused_q is not None:  # dout of gaps, whose lse is -inf, may be anything too
+                delta = tl.where(lse == -float("inf"), 0.0, delta)
+                ds_sum = tl.where(lse == -float("inf"), 0.0, ds_sum)
         tl.store(lse2_ptr + row, lse2, i < Sq)
-        tl.store(delta_ptr + row, delta, i < Sq)
+        shifted = delta
+        if KIND.ENTROPY:
+            weight = tl.load(given.entropy_gradient + row, i < Sq, 0.0)
+            entropy = tl.load(given.entropy + row, i < Sq, 0.0)
+            if KIND.SINKS:
+                of_keys = 1.0 - sink_probability(given.sinks + h, lse2)
+                there = of_keys > 0.0
+                of_keys = tl.where(there, of_keys, 1.0)
+                weight = tl.where(there, weight / of_keys, 0.0)
+                entropy -= tl.log(of_keys)
+            shifted += weight * entropy
+            tl.store(given.entropy_weights + row, weight * LN2, i < Sq)
+            if given.sink_delta is not None:
+                tl.store(given.sink_delta + row, delta, i < Sq)
+        tl.store(delta_ptr + row, shifted, i < Sq)
         if SLOPES:
             if KIND.SINKS:
                 ds_sum += delta * sink_probability(given.sinks + h, lse2)
@@ -147,7 +176,9 @@ def attention_backward_keys_kernel(
     of its lines, the mask on every tile and the clamped loads are what Triton 3.6 and 3.9 compile
     without spilling, pipelined.
     """
-    head, j0, Sq, Sk, offset, token, key, rows = problem_of_keys(Sq, Sk, offset, given, BLOCK_N, KIND)
+    problem = problem_of_keys(Sq, Sk, offset, given, BLOCK_N, KIND)
+    head, j0, token, key = problem.head, problem.first, problem.token, problem.key
+    Sq, Sk, offset, rows = problem.Sq, problem.Sk, problem.offset, problem.rows
     Hkv = Hq // GROUP
     b = (head // Hkv).to(tl.int64)
     h = (head % Hkv).to(tl.int64)
@@ -173,14 +204,22 @@ def attention_backward_keys_kernel(
         begin = tl.maximum(begin, clamp(low, 0, Sq) // BLOCK_M)
         end = tl.maximum(tl.minimum(end, tl.cdiv(clamp(high, 0, Sq), BLOCK_M)), begin)
     visits = end - begin
+    if KIND.TABLE:
+        visits = 0
+        for member in range(GROUP):
+            count, _ = listed_queries(0, b, h * GROUP + member, j0, Sq, Sk, given, BLOCK_M, BLOCK_N)
+            visits = tl.maximum(visits, count)
     all_visits = GROUP * visits
-    if KIND.INTERVALS:
+    if KIND.INTERVALS or KIND.TABLE:
         visits = tl.maximum(visits, 1)  # Triton 3.6 divides by 0 itself where it knows that visits < 2
 
     for visit in range(all_visits):
         member = visit // visits
         hq = h * GROUP + member
         i0 = (begin + visit - member * visits) * BLOCK_M
+        if KIND.TABLE:
+            place = visit - member * visits
+            _, i0 = listed_queries(place, b, hq, j0, Sq, Sk, given, BLOCK_M, BLOCK_N)
         q_base = q_ptr + b * stride_qb + hq * stride_qh
         dout_base = dout_ptr + b * stride_gb + hq * stride_gh
         if KIND.VARLEN:
@@ -189,7 +228,8 @@ def attention_backward_keys_kernel(
             row = hq * rows + token
         else:
             row = (b * Hq + hq) * rows
-        of_query = Variables(given, of_head(given, b, hq, Sq, Sk, BLOCK_N, KIND))
+        number = (problem.sequence + b) * Hq + hq
+        of_query = Variables(given, of_head(given, b, hq, Sq, Sk, BLOCK_N, KIND, number))
         i = i0 + tl.arange(0, BLOCK_M)
         j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
@@ -197,12 +237,21 @@ def attention_backward_keys_kernel(
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
-        p = probabilities(changed, lse2[None, :], unit)
-        p = tl.where(visible(i[None, :], j[:, None], Sk, offset, of_query, KIND), p, 0.0)
+        p = probabilities(changed, lse2[None, :], unit, KIND)
+        p = tl.where(visible(i[None, :], j[:, None], j0, Sk, offset, of_query, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
-        dv, dv_low = add_product(dv, dv_low, rounded(p, dout.dtype), dout, TF32)
+        if KIND.DROPOUT:
+            keep = kept_of(i0, j0, of_query, BLOCK_M, BLOCK_N, ACROSS=True)
+            dp = tl.where(keep, dp * kept_factor(given), 0.0)
+            dropped = tl.where(keep, p, 0.0)
+            dv, dv_low = add_product(dv, dv_low, rounded(dropped, dout.dtype), dout, TF32)
+        else:
+            dv, dv_low = add_product(dv, dv_low, rounded(p, dout.dtype), dout, TF32)
         delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
-        ds = modified_gradient(score_gradient(p, dp, delta[None, :]), s, scale, of_query, KIND)
+        ds = score_gradient(p, dp, delta[None, :])
+        if KIND.ENTROPY:
+            ds += entropy_part(p, tl.load(given.entropy_weights + row + i, i < Sq, 0.0)[None, :])
+        ds = modified_gradient(ds, s, scale, of_query, KIND)
         dk, dk_low = add_product(dk, dk_low, rounded(ds, q.dtype), q, TF32)
 
     dk_base = dk_ptr + b * stride_dkb + h * stride_dkh
@@ -211,13 +260,23 @@ def attention_backward_keys_kernel(
         dk_base += key.to(tl.int64) * stride_dks
         dv_base += key.to(tl.int64) * stride_dvs
     dk *= scale_natural
+    if KIND.DROPOUT:
+        dv *= kept_factor(given)
     store_tile(dk_base, dk, j0, stride_dks, stride_dkd, Sk, BLOCK_N, BLOCK_D, D, WIDE)
     store_tile(dv_base, dv, j0, stride_dvs, stride_dvd, Sk, BLOCK_N, BLOCK_DV, DV, WIDE)
 
 
 @triton.jit
+def store_bias_gradient(ds, i, j, variables):
+    """dS of one tile, into the gradient of a bias that is of its own for each head."""
+    head = variables.head
+    at = head.bias_gradient + i.to(tl.int64) * head.Sk + j
+    tl.store(at, rounded(ds, at.dtype.element_ty), (i < head.Sq) & (j < head.Sk))
+
+
+@triton.jit
 def query_gradients_from_tiles(
-    sums, q, dout, lse2, delta, k_base, v_base,
+    sums, q, dout, lse2, delta, weight, k_base, v_base,
     stride_ks, stride_kd, stride_vs, stride_vd,
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -233,24 +292,32 @@ def query_gradients_from_tiles(
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
         # Indices behind p, where only the mask takes them: before it ptxas would order the loop anew.
-        if KIND.ALIBI:
+        if KIND.ALIBI or (KIND.BIAS or KIND.RELATIVE_BIAS):
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit)
+            p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit, KIND)
         else:
             p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], unit)
         if MASKED:
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            p = tl.where(visible(i, j, Sk, offset, variables, KIND), p, 0.0)
+            p = tl.where(visible(i, j, j0, Sk, offset, variables, KIND), p, 0.0)
         v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE)
         dp = dot(dout, tl.trans(v), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
+        if KIND.DROPOUT:
+            keep = kept_of(i0, j0, variables, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp * kept_factor(variables.given), 0.0)
         ds = score_gradient(p, dp, delta[:, None])
+        if KIND.ENTROPY:
+            ds += entropy_part(p, weight[:, None])
         if SLOPES:
             apart = distance(i, j, variables)
             slope_sums += tl.sum(ds * apart, 1)
             ds_sums += tl.sum(ds, 1)
             distances += tl.sum(p * apart, 1)
+        if KIND.BIAS:
+            if variables.given.bias_gradient is not None:
+                store_bias_gradient(ds, i, j, variables)
         ds = modified_gradient(ds, s, scale, variables, KIND)
         dq = dot(rounded(ds, k.dtype), k, dq, TF32)
     return dq, slope_sums, ds_sums, distances
@@ -272,9 +339,9 @@ def attention_backward_queries_kernel(
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
     the gradient of its head's slope, where that is wanted."""
-    head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
-        Hq, Sq, Sk, offset, given, BLOCK_M, KIND
-    )
+    problem = problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M, KIND)
+    head, i0, token, key = problem.head, problem.first, problem.token, problem.key
+    Sq, Sk, offset, rows = problem.Sq, problem.Sk, problem.offset, problem.rows
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -288,7 +355,8 @@ def attention_backward_queries_kernel(
         v_base += key.to(tl.int64) * stride_vs
         dout_base += token.to(tl.int64) * stride_gs
         dq_base += token.to(tl.int64) * stride_dqs
-    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND))
+    number = problem.sequence * Hq + head
+    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND, number))
     row = head.to(tl.int64) * rows
     if KIND.VARLEN:
         row += token
@@ -298,23 +366,26 @@ def attention_backward_queries_kernel(
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
     lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
+    weight = delta  # which nothing reads
+    if KIND.ENTROPY:
+        weight = tl.load(given.entropy_weights + row + i, i < Sq, 0.0)
     none = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none
     ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
-    if KIND.INTERVALS:
+    if KIND.INTERVALS or KIND.TABLE:
         tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
         while tile < end:
             if clear:
                 sums = query_gradients_from_tiles(
-                    sums, q, dout, lse2, delta, k_base, v_base,
+                    sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
                 )  # fmt: skip
             else:
                 sums = query_gradients_from_tiles(
-                    sums, q, dout, lse2, delta, k_base, v_base,
+                    sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
@@ -324,22 +395,26 @@ def attention_backward_queries_kernel(
         if KIND.FIRST:
             first = first_tiles(begin, given, BLOCK_N, KIND)
             sums = query_gradients_from_tiles(
-                sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+                sums, q, dout, lse2, delta, weight, k_base, v_base,
+                stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
             )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
+            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
         )  # fmt: skip

@@ -315,7 +315,9 @@ def attention_decode_kernel(
                 raw *= tl.load(k_scales + k_at, inside, 0.0)[None, :]
             s = modified(raw, tile_scale, variables, KIND, i[:, None], j[None, :])
             if KIND.INTERVALS or tile * BLOCK_N < clear_low or tile * BLOCK_N + BLOCK_N > clear_high:
-                seen = visible(i[:, None], j[None, :], high, diagonal + offset, variables, KIND)
+                seen = visible(
+                    i[:, None], j[None, :], tile * BLOCK_N, high, diagonal + offset, variables, KIND
+                )
                 s = tl.where(seen & (j >= low)[None, :], s, -float("inf"))
             ms, ls, p, alpha = online_softmax_update(ms, ls, s, unit, EXACT)
             if SCALES == 1:

@@ -8,6 +8,8 @@ For a tile of queries Q [BM, D], over key tiles K [BN, D], V [BN, DV]:
     ...
     O = acc / l        lse = scale m ln 2 + ln l
 
+With dropout P V is of the probabilities that it keeps, and O is multiplied by 1 / (1 - p); l is of all.
+
 The scores never leave the chip: memory traffic is O(S D) and not O(S^2).  Source: Dao et al.,
 "FlashAttention" (2022); Dao, "FlashAttention-2" (2023), algorithm 1.
 
@@ -31,7 +33,7 @@ from .online_softmax import (
     online_softmax_update,
 )
 from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
-from .scores import Variables, modified, of_head, unit_of, visible
+from .scores import Variables, kept_factor, kept_of, modified, of_head, unit_of, visible
 from .tiles import dot, load_tile, store_tile
 
 
@@ -63,16 +65,20 @@ def attend_to_tiles(
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         s = modified(raw, scale, variables, KIND, i, j)
         if MASKED:
-            seen = visible(i, j, Sk, offset, variables, KIND)
+            seen = visible(i, j, j0, Sk, offset, variables, KIND)
             s = tl.where(seen, s, -float("inf"))
             if KIND.MAX_SCORE:
                 raw = tl.where(seen, raw, -float("inf"))
+        if KIND.MAX_SCORE and (KIND.BIAS or KIND.RELATIVE_BIAS):
+            raw = tl.where(s == -float("inf"), s, raw)
         if KIND.MAX_SCORE:
             top = tl.maximum(top, tl.max(raw, 1))
         m_old, l_old = m, l
         m, l, p, alpha = online_softmax_update(m, l, s, unit, EXACT)
         if KIND.ENTROPY:
             weighted = entropy_update(weighted, m_old, l_old, m, s, p, alpha, unit)
+        if KIND.DROPOUT:
+            p = tl.where(kept_of(i0, j0, variables, BLOCK_M, BLOCK_N), p, 0.0)
         if BLOCK_D == BLOCK_DV:
             v = load_tile(
                 v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, MASKED, WIDE
@@ -96,9 +102,9 @@ def attention_forward_kernel(
 ):  # fmt: skip
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
-    head, i0, Sq, Sk, offset, token, key, rows = problem_of_queries(
-        Hq, Sq, Sk, offset, given, BLOCK_M, KIND
-    )
+    problem = problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M, KIND)
+    head, i0, token, key = problem.head, problem.first, problem.token, problem.key
+    Sq, Sk, offset, rows = problem.Sq, problem.Sk, problem.offset, problem.rows
     b = (head // Hq).to(tl.int64)
     h = (head % Hq).to(tl.int64)
     q_base = q_ptr + b * stride_qb + h * stride_qh
@@ -110,7 +116,8 @@ def attention_forward_kernel(
         k_base += key.to(tl.int64) * stride_ks
         v_base += key.to(tl.int64) * stride_vs
         out_base += token.to(tl.int64) * stride_os
-    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND))
+    number = problem.sequence * Hq + head
+    variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND, number))
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     m, l = online_softmax_start(BLOCK_M)
@@ -118,7 +125,7 @@ def attention_forward_kernel(
     state = m, l, acc, m, l
     ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
-    if KIND.INTERVALS:
+    if KIND.INTERVALS or KIND.TABLE:
         tile, last, clear = next_run(0, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
         while tile < end:
             if clear:
@@ -165,6 +172,8 @@ def attention_forward_kernel(
         m, l, alpha, _ = online_softmax_merge(m, l, variables.head.sink * LOG2E / unit, 1.0, unit)
         acc *= alpha[:, None]
     lse, normaliser = online_softmax_finish(m, l, unit)
+    if KIND.DROPOUT:
+        normaliser *= kept_factor(given)
     store_tile(
         out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, WIDE
     )

@@ -19,6 +19,7 @@ A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or 
 import triton
 import triton.language as tl
 
+from .philox import philox
 from .rounding import store
 
 
@@ -98,14 +99,10 @@ def silu_gate_backward(dy, x, index, z):
 
 @triton.jit
 def keep_mask(index, seed, p):
-    """Whether dropout keeps each element: Philox-4x32 with the counter `index` and the key `seed`.
-
-    7 rounds, the fewest that pass every test of TestU01 (Salmon et al., 2011); 10 would take longer
-    than the memory does."""
-    seed = seed.to(tl.uint64)
+    """Whether dropout keeps each element: Philox with the counter `index` and the key `seed`."""
     low, high = (index & 0xFFFFFFFF).to(tl.uint32), (index >> 32).to(tl.uint32)
     zero = low * 0
-    random, _, _, _ = tl.philox(seed, low, high, zero, zero, 7)
+    random, _, _, _ = philox(seed, low, high, zero, zero)
     return tl.uint_to_uniform_float(random) >= p
 
 

@@ -7,14 +7,16 @@ scores is `visible` in scores.py, which also says what KIND and `variables` are.
 With the causal condition j <= i + offset, offset = Sk - Sq aligns the mask bottom-right, 0 top-left.
 
 A band (causal, window) is a range of tiles.  Of intervals, intervals_kernel notes for each key tile
-which queries see some of it and which see all of it; `next_run` finds from these, many at a time, the
-next tiles that are visited.
+which queries see some of it and which see all of it; of any mask there is a table of tiles.  `next_run`
+finds from these, many at a time, the next tiles that are visited.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .scores import Head, Variables, counts
+from .scores import TILE, Head, Variables, counts
 
 LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
 NEVER = tl.constexpr(2**31 - 1)
@@ -88,7 +90,7 @@ def query_range(
     return begin, end
 
 
-# --- intervals -----------------------------------------------------------------------------------
+# --- intervals, and tables -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -129,11 +131,18 @@ def visits(
     inside = tile < end
     some = inside & ((tile >= begin) | (tile < first_tiles(begin, variables.given, BLOCK_N, KIND)))
     at = variables.head.tiles + tile
-    some = some & (tl.load(at, inside, NEVER) < i0 + BLOCK_M)
-    some = some & (tl.load(at + n_tiles, inside, 0) > i0)
+    if KIND.INTERVALS:
+        some = some & (tl.load(at, inside, NEVER) < i0 + BLOCK_M)
+        some = some & (tl.load(at + n_tiles, inside, 0) > i0)
     clear = some & (tile >= clear_begin) & (tile < clear_end)
-    clear = clear & (tl.load(at + 2 * n_tiles, inside, NEVER) <= i0)
-    clear = clear & (tl.load(at + 3 * n_tiles, inside, 0) >= tl.minimum(i0 + BLOCK_M, Sq))
+    if KIND.INTERVALS:
+        clear = clear & (tl.load(at + 2 * n_tiles, inside, NEVER) <= i0)
+        clear = clear & (tl.load(at + 3 * n_tiles, inside, 0) >= tl.minimum(i0 + BLOCK_M, Sq))
+    if KIND.TABLE:
+        row = variables.head.table + i0 // TILE * tl.cdiv(n_tiles * BLOCK_N, TILE)
+        what = tl.load(row + tile * BLOCK_N // TILE, inside, 0)
+        some = some & (what > 0)
+        clear = clear & (what > 1)
     return some.to(tl.int32) + clear.to(tl.int32)
 
 
@@ -182,18 +191,23 @@ def visits_kernel(
     BLOCK_N: tl.constexpr,
     KIND: tl.constexpr,
 ):
-    """Program: of one tile of queries and one row of the intervals, the key tiles that it visits, from
-    left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1 for one that
-    needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
+    """Program: of one tile of queries and one row of the intervals or the table, the key tiles that it
+    visits, from left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1
+    for one that needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
 
-    given.work: what intervals_kernel made.
+    given.work: what intervals_kernel made.  Of a table BLOCK_M and BLOCK_N are at most TILE.
     """
     query_tiles, n_tiles = tl.cdiv(Sq, BLOCK_M), tl.cdiv(Sk, BLOCK_N)
     row = (tl.program_id(0) // query_tiles).to(tl.int64)
     i0 = tl.program_id(0) % query_tiles * BLOCK_M
-    variables = Variables(given, Head(tiles=given.work + row * (4 * n_tiles)))
     begin, _, _, end = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
-    ranges = begin, 0, end, end
+    if KIND.TABLE:  # which does not tell that keys are missing in the last tile
+        table = given.table + row * tl.cdiv(Sq, TILE) * tl.cdiv(Sk, TILE)
+        variables = Variables(given, Head(table=table))
+        ranges = begin, 0, Sk // BLOCK_N, end
+    else:
+        variables = Variables(given, Head(tiles=given.work + row * (4 * n_tiles)))
+        ranges = begin, 0, end, end
     to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
     count = 0
     for at in range(0, end, LOOKED_AT):
@@ -206,6 +220,61 @@ def visits_kernel(
         count += tl.sum(some, 0)
     tl.store(to + 1, 0, count == 0)
     tl.store(to, tl.maximum(count, 1))
+
+
+@triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
+def columns_kernel(
+    columns_ptr,
+    table_ptr,
+    Sq,
+    Sk,
+    offset,
+    given,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    KIND: tl.constexpr,
+    MARKED: tl.constexpr = False,
+):
+    """Program: of one tile of keys and one row of the table, the query tiles that see some of it, by
+    the table and the band.  columns [rows, key tiles, 1 + query tiles]: how many, then which, in order.
+
+    MARKED: 2 tile + 1 for one that needs no mask but the band's and that of keys that do not exist,
+    else 2 tile; keys that no query sees are given tile 0.
+    """
+    n_tiles, query_tiles = tl.cdiv(Sk, BLOCK_N), tl.cdiv(Sq, BLOCK_M)
+    row = (tl.program_id(0) // n_tiles).to(tl.int64)
+    j0 = tl.program_id(0) % n_tiles * BLOCK_N
+    begin, end = query_range(j0, Sq, offset, given, BLOCK_M, KIND, BLOCK_N)
+    width = tl.cdiv(Sk, TILE)
+    column = table_ptr + row * tl.cdiv(Sq, TILE) * width + j0 // TILE
+    to = columns_ptr + tl.program_id(0).to(tl.int64) * (1 + query_tiles)
+    count = 0
+    for at in range(begin, end, LOOKED_AT):
+        t = at + tl.arange(0, LOOKED_AT)
+        what = tl.load(column + t * BLOCK_M // TILE * width, t < end, 0)
+        found = what > 0
+        some = found.to(tl.int32)
+        # Not by a scan: Triton 3.6 gets some wrong (tests/lanes.py).
+        place = 1 + count + tl.sum(tl.where(t[None, :] < t[:, None], some[None, :], 0), 1)
+        if MARKED:
+            t = 2 * t + (what > 1).to(tl.int32)
+        tl.store(to + place, t, found)
+        count += tl.sum(some, 0)
+    if MARKED:
+        tl.store(to + 1, 0, count == 0)
+        count = tl.maximum(count, 1)
+    tl.store(to, count)
+
+
+@triton.jit
+def listed_queries(place, b, h, j0, Sq, Sk, given, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of what columns_kernel lists for the keys from j0 on: how many query tiles, and the first query
+    of the one at `place`; behind the last one, a place behind all queries."""
+    query_tiles = tl.cdiv(Sq, BLOCK_M)
+    row = b * given.table_of_batch + h * given.table_of_head
+    at = given.columns + (row * tl.cdiv(Sk, BLOCK_N) + j0 // BLOCK_N) * (1 + query_tiles)
+    count = tl.load(at)
+    return count, tl.load(at + 1 + place, place < count, query_tiles) * BLOCK_M
 
 
 @triton.jit
@@ -252,29 +321,48 @@ def sequences_of(slots, cu_seqlens_ptr, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tokens_of(s, cu_seqlens_ptr, sequences, total, BEHIND: tl.constexpr):
+def tokens_of(s, cu_seqlens_ptr, seqused_ptr, sequences, total, BEHIND: tl.constexpr):
     """(start, length) of sequence s, of `total` tokens; BEHIND: what is behind the last one has all
-    tokens that are left, else none."""
+    tokens that are left, else none.  With seqused only so many of a sequence's tokens are its own, and
+    those behind them nobody's."""
     start = tl.load(cu_seqlens_ptr + s)
     stop = tl.load(cu_seqlens_ptr + s + 1, s < sequences, 0)
-    return start, tl.where(s < sequences, stop, total if BEHIND else start) - start
+    length = tl.where(s < sequences, stop, total if BEHIND else start) - start
+    if seqused_ptr is not None:
+        length = tl.minimum(length, tl.load(seqused_ptr + s, s < sequences, NEVER))
+    return start, length
+
+
+class Problem(NamedTuple):
+    """What a program does with a tile of queries, or of keys.
+
+    head: the query head, or the key head, counted through all batch entries.  first: the first query,
+    or key.  Sq, Sk, offset: of the tile's sequence.  token, key: where its queries and keys begin.
+    rows: of lse for a query head.  sequence: its number, 0 of batch entries.
+    """
+
+    head: Any
+    first: Any
+    Sq: Any
+    Sk: Any
+    offset: Any
+    token: Any
+    key: Any
+    rows: Any
+    sequence: Any
 
 
 @triton.jit
 def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: tl.constexpr):
-    """What this program does with a tile of queries: (head, i0, Sq, Sk, offset, token, key, rows).
-
-    head: of all batch entries; i0: its first query; token, key: where its sequence's queries and keys
-    begin; rows: of lse for a head.
-    """
+    """Problem of this program, of a tile of BLOCK_M queries."""
     if KIND.VARLEN:
         sequences, queries, keys = counts(given)
         slots = queries // BLOCK_M + sequences + 1
         head = tl.program_id(0) // slots
         slot = query_tile_order(tl.program_id(0) % slots, slots, KIND)
         s, tile = sequence_of(slot, given.cu_seqlens_q, sequences, BLOCK_M)
-        token, Sq = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
-        key, Sk = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
+        token, Sq = tokens_of(s, given.cu_seqlens_q, given.seqused_q, sequences, queries, True)
+        key, Sk = tokens_of(s, given.cu_seqlens_k, given.seqused_k, sequences, keys, False)
         i0 = tile * BLOCK_M
         offset += Sk - Sq
         Sk = tl.where(i0 < Sq, Sk, 0)
@@ -283,23 +371,20 @@ def problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M: tl.constexpr, KIND: t
         n_tiles = tl.cdiv(Sq, BLOCK_M)
         head = tl.program_id(0) // n_tiles
         i0 = query_tile_order(tl.program_id(0) % n_tiles, n_tiles, KIND) * BLOCK_M
-        token, key, rows = 0, 0, Sq
-    return head, i0, Sq, Sk, offset, token, key, rows
+        token, key, rows, s = 0, 0, Sq, 0
+    return Problem(head, i0, Sq, Sk, offset, token, key, rows, s)
 
 
 @triton.jit
 def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """What this program does with a tile of keys: (head, j0, Sq, Sk, offset, token, key, rows).
-
-    head: of the key heads of all batch entries; rows: of lse for a query head.
-    """
+    """Problem of this program, of a tile of BLOCK_N keys."""
     if KIND.VARLEN:
         sequences, queries, keys = counts(given)
         slots = keys // BLOCK_N + sequences + 1
         head = tl.program_id(0) // slots
         s, tile = sequence_of(tl.program_id(0) % slots, given.cu_seqlens_k, sequences, BLOCK_N)
-        token, Sq = tokens_of(s, given.cu_seqlens_q, sequences, queries, False)
-        key, Sk = tokens_of(s, given.cu_seqlens_k, sequences, keys, True)
+        token, Sq = tokens_of(s, given.cu_seqlens_q, given.seqused_q, sequences, queries, False)
+        key, Sk = tokens_of(s, given.cu_seqlens_k, given.seqused_k, sequences, keys, True)
         j0, rows = tile * BLOCK_N, queries
         offset += Sk - Sq
         Sq = tl.where(j0 < Sk, Sq, 0)
@@ -307,8 +392,8 @@ def problem_of_keys(Sq, Sk, offset, given, BLOCK_N: tl.constexpr, KIND: tl.const
         n_tiles = tl.cdiv(Sk, BLOCK_N)
         head = tl.program_id(0) // n_tiles
         j0 = tl.program_id(0) % n_tiles * BLOCK_N
-        token, key, rows = 0, 0, Sq
-    return head, j0, Sq, Sk, offset, token, key, rows
+        token, key, rows, s = 0, 0, Sq, 0
+    return Problem(head, j0, Sq, Sk, offset, token, key, rows, s)
 
 
 # What query_slots_kernel and key_slots_kernel say of a slot, one word each: how many tiles it visits,
@@ -344,16 +429,16 @@ def query_slots_kernel(
     ordered [1 + slots, RECORD]; its first word: how many slots have queries.
     """
     index = tl.program_id(0)
-    _, i0, Sq, Sk, diagonal, token, key, _ = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
-    tiles = key_tiles_of(i0, Sq, Sk, diagonal, given, BLOCK_M, BLOCK_N, KIND)
+    own = problem_of_queries(1, 0, 0, offset, given, BLOCK_M, KIND)
+    tiles = key_tiles_of(own.first, own.Sq, own.Sk, own.offset, given, BLOCK_M, BLOCK_N, KIND)
     sequences, queries, keys = counts(given)
     rank, count = 0, 0
     for at in range(0, n_slots, BLOCK):
         other = at + tl.arange(0, BLOCK)
         slots = tl.maximum(query_tile_order(other, n_slots, KIND), 0)
         s, tile = sequences_of(slots, given.cu_seqlens_q, sequences, BLOCK_M)
-        _starts, lengths = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
-        _starts_k, lengths_k = tokens_of(s, given.cu_seqlens_k, sequences, keys, False)
+        _starts, lengths = tokens_of(s, given.cu_seqlens_q, given.seqused_q, sequences, queries, True)
+        _starts_k, lengths_k = tokens_of(s, given.cu_seqlens_k, given.seqused_k, sequences, keys, False)
         diagonals = offset + lengths_k - lengths
         theirs = key_tiles_of(
             tile * BLOCK_M, lengths, lengths_k, diagonals, given, BLOCK_M, BLOCK_N, KIND
@@ -364,11 +449,13 @@ def query_slots_kernel(
         count += tl.sum((theirs > 0).to(tl.int32), 0)
     to = ordered_ptr + (1 + rank) * RECORD
     tl.store(to, tiles)
-    tl.store(to + 1, i0)
-    tl.store(to + 2, token)
-    tl.store(to + 3, Sq)
-    tl.store(to + 4, key)
-    tl.store(to + 5, Sk)
+    tl.store(to + 1, own.first)
+    tl.store(to + 2, own.token)
+    tl.store(to + 3, own.Sq)
+    tl.store(to + 4, own.key)
+    tl.store(to + 5, own.Sk)
+    if given.seqused_q is not None:  # all may be gaps, but programs take one slot or more
+        count = tl.maximum(count, 1)
     tl.store(ordered_ptr, count, index == 0)
 
 
@@ -382,17 +469,20 @@ def key_slots_kernel(
     Keys that no query sees visit one query tile, the first of a sequence without queries."""
     sequences, _, _ = counts(given)
     s, _ = sequence_of(tl.program_id(0), given.cu_seqlens_k, sequences, BLOCK_N)
-    _, j0, Sq, Sk, offset, token, key, _ = problem_of_keys(0, 0, offset, given, BLOCK_N, KIND)
-    begin, end = query_range(j0, Sq, offset, given, BLOCK_M, KIND, BLOCK_N)
-    begin = tl.minimum(begin, tl.maximum(tl.cdiv(Sq, BLOCK_M) - 1, 0))
+    own = problem_of_keys(0, 0, offset, given, BLOCK_N, KIND)
+    begin, end = query_range(own.first, own.Sq, own.offset, given, BLOCK_M, KIND, BLOCK_N)
+    begin = tl.minimum(begin, tl.maximum(tl.cdiv(own.Sq, BLOCK_M) - 1, 0))
     slot = tl.load(given.cu_seqlens_q + s) // BLOCK_M + s
     to = slots_ptr + tl.program_id(0) * RECORD
-    tl.store(to, tl.where(j0 < Sk, tl.maximum(end - begin, 1), 0))
-    tl.store(to + 1, j0)
-    tl.store(to + 2, token)
-    tl.store(to + 3, Sq)
-    tl.store(to + 4, key)
-    tl.store(to + 5, Sk)
+    tiles = tl.where(own.first < own.Sk, tl.maximum(end - begin, 1), 0)
+    if given.seqused_k is not None:  # all may be gaps, but programs take one slot or more
+        tiles = tl.where(tl.program_id(0) == 0, tl.maximum(tiles, 1), tiles)
+    tl.store(to, tiles)
+    tl.store(to + 1, own.first)
+    tl.store(to + 2, own.token)
+    tl.store(to + 3, own.Sq)
+    tl.store(to + 4, own.key)
+    tl.store(to + 5, own.Sk)
     tl.store(to + 6, slot)
     tl.store(to + 7, slot + begin)
 

@@ -20,6 +20,9 @@ import triton.language as tl
 from .cross_entropy import tanh as exact_tanh
 from .interpreter import INTERPRETED
 from .online_softmax import LN2, LOG2E
+from .philox import kept
+
+TILE = tl.constexpr(128)  # queries and keys of a tile of a mask's table
 
 
 class Given(NamedTuple):
@@ -30,19 +33,42 @@ class Given(NamedTuple):
     softcap: Any = None
     sinks: Any = None  # pointers to [Hq]
     alibi_slopes: Any = None
+    bias: Any = None  # pointer, and its strides: 0 where one number is for all
+    bias_batch: Any = None
+    bias_head: Any = None
+    bias_row: Any = None
+    bias_column: Any = None
+    relative_bias: Any = None  # pointer to [Hq|1, R]
+    relative_row: Any = None  # rows from head to head: 1 or 0
+    relative_columns: Any = None  # R, as `counts` has it
+    relative_offset: Any = None  # the column of distance 0, times 4 and 2 more, for the same reason
+    dropout_p: Any = None  # a multiple of 1/65536
+    dropout_seed: Any = None  # pointer to one int64
     begin: Any = None  # pointers to the intervals, [B|1, H|1, Sk]
     end: Any = None
+    bits: Any = None  # pointers to what mask_table.py makes of any mask
+    table: Any = None
     cu_seqlens_q: Any = None  # pointers to [sequences + 1]
     cu_seqlens_k: Any = None
+    seqused_q: Any = None  # pointers to [sequences], how many of their tokens count
+    seqused_k: Any = None
     work: Any = None  # pointer to what intervals_kernel, visits_kernel or order_kernel made
+    columns: Any = None  # and to what columns_kernel made
     row_of_batch: Any = None  # which row of the intervals a head has: their sum
     row_of_head: Any = None
+    table_of_batch: Any = None  # the same of bits and table
+    table_of_head: Any = None
     sequences: Any = None  # how many, see `counts`
     queries: Any = None
     keys: Any = None
     max_score: Any = None  # pointers to what is made, [B, Hq, Sq] as lse
     entropy: Any = None
     slope_sums: Any = None
+    entropy_gradient: Any = None  # of the entropy, and what the backward makes of it, as lse
+    entropy_weights: Any = None
+    sink_delta: Any = None
+    bias_gradient: Any = None  # [B, Hq, Sq, Sk]
+    heads: Any = None  # Hq, for that
     rows: Any = None  # Sq, as `counts` has it, for the Hopper backward
     pages: Any = None  # pointer to a cache's page table
     page_stride: Any = None  # of its rows, and the room of a sequence, both as `counts` has them
@@ -53,7 +79,9 @@ class Head(NamedTuple):
     """What of_head makes of it for one head.
 
     sink, slope: numbers.  begin, end: pointers to [Sk].  diagonal: Sk - Sq.  tiles: pointer to what
-    intervals_kernel says of the head's key tiles.
+    intervals_kernel says of the head's key tiles.  bias, bias_gradient, relative_bias: pointers to the
+    head's.  Sq, Sk: for these.  number: of the head, of all batch entries or sequences.  seed, dropped:
+    of dropout, see dropped_of.  bits, table: pointers to the head's, see mask_table.py.
     """
 
     sink: Any = 0.0
@@ -62,6 +90,16 @@ class Head(NamedTuple):
     end: Any = 0
     diagonal: Any = 0
     tiles: Any = 0
+    bias: Any = 0
+    bias_gradient: Any = 0
+    relative_bias: Any = 0
+    Sq: Any = 0
+    Sk: Any = 0
+    number: Any = 0
+    seed: Any = 0
+    dropped: Any = 0
+    bits: Any = 0
+    table: Any = 0
 
 
 class Variables(NamedTuple):
@@ -75,9 +113,13 @@ class Variables(NamedTuple):
 
 
 @triton.jit
-def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
-    """Head for query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N."""
+def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr, number=0):
+    """Head for query head h of batch entry b, of Sq queries and Sk keys, in tiles of BLOCK_N; number:
+    see Head."""
     sink, slope, begin, end, tiles = 0.0, 0.0, 0, 0, 0
+    bias, bias_gradient, relative, queries, keys = 0, 0, 0, 0, 0
+    seed, dropped = 0, 0
+    bits, table = 0, 0
     if KIND.SINKS:
         sink = tl.load(given.sinks + h).to(tl.float32)
     if KIND.ALIBI:
@@ -87,7 +129,25 @@ def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr):
         begin = given.begin + row * Sk
         end = given.end + row * Sk
         tiles = given.work + row * (4 * tl.cdiv(Sk, BLOCK_N))
-    return Head(sink, slope, begin, end, Sk - Sq, tiles)
+    if KIND.TABLE:
+        row = b * given.table_of_batch + h * given.table_of_head
+        query_tiles, key_tiles = tl.cdiv(Sq, TILE), tl.cdiv(Sk, TILE)
+        table = given.table + row * query_tiles * key_tiles
+        bits = given.bits + row * query_tiles * key_tiles * (4 * TILE)
+    if KIND.BIAS:
+        bias = given.bias + b * given.bias_batch + h * given.bias_head
+        queries, keys = Sq, Sk
+        if given.bias_gradient is not None:
+            bias_gradient = given.bias_gradient + (b * given.heads + h) * Sq * Sk
+    if KIND.RELATIVE_BIAS:
+        relative = given.relative_bias + h * given.relative_row * (given.relative_columns >> 1)
+    if KIND.DROPOUT:
+        seed = tl.load(given.dropout_seed)
+        dropped = dropped_of(given)
+    return Head(
+        sink, slope, begin, end, Sk - Sq, tiles,
+        bias, bias_gradient, relative, queries, keys, number, seed, dropped, bits, table,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -101,10 +161,10 @@ def counts(given):
 
 
 @triton.jit
-def visible(i, j, Sk, offset, variables, KIND: tl.constexpr):
+def visible(i, j, j0, Sk, offset, variables, KIND: tl.constexpr):
     """True where query i may attend to key j: the key exists and each of these that KIND has holds:
     CAUSAL, j <= i + offset; WINDOW, j >= i + offset - left or, FIRST, j < first; INTERVALS,
-    begin[j] <= i < end[j]."""
+    begin[j] <= i < end[j]; TABLE, its bit is 1.  j0: the first of keys j, a whole tile."""
     if KIND.CAUSAL:
         seen = (j < Sk) & (j <= i + offset)
     else:
@@ -118,6 +178,14 @@ def visible(i, j, Sk, offset, variables, KIND: tl.constexpr):
         begin = tl.load(variables.head.begin + j, j < Sk, 0)
         end = tl.load(variables.head.end + j, j < Sk, 0)
         seen = seen & (begin <= i) & (i < end)
+    if KIND.TABLE:
+        # A row's words one by one: an address for each pair takes too many registers.
+        row = tl.minimum(i, Sk - 1 - variables.head.diagonal).to(tl.int64)
+        at = variables.head.bits + row * (4 * tl.cdiv(Sk, TILE)) + (j0 >> 5)
+        word = tl.load(at)
+        for n in tl.static_range(1, j.shape[0] * j.shape[1] // 32):
+            word = tl.where((j - j0) >> 5 == n, tl.load(at + n), word)
+        seen = seen & (((word >> (j & 31)) & 1) != 0)
     return seen
 
 
@@ -154,6 +222,10 @@ def modified(s, scale, variables, KIND: tl.constexpr, i=None, j=None):
         s = s * scale
     if KIND.ALIBI:
         s -= (variables.head.slope * LOG2E) * distance(i, j, variables)
+    if KIND.BIAS:
+        s += LOG2E * bias_of(i, j, variables)
+    if KIND.RELATIVE_BIAS:
+        s += LOG2E * relative_bias_of(i, j, variables)
     return s
 
 
@@ -173,15 +245,83 @@ def distance(i, j, variables):
 
 
 @triton.jit
-def probabilities(s, lse2, unit):
+def bias_of(i, j, variables):
+    """The bias of pairs, 0 where there is no query or key."""
+    given, head = variables.given, variables.head
+    at = head.bias + i.to(tl.int64) * given.bias_row + j.to(tl.int64) * given.bias_column
+    return tl.load(at, (i < head.Sq) & (j < head.Sk), 0.0).to(tl.float32)
+
+
+@triton.jit
+def relative_bias_of(i, j, variables):
+    """The bias of pairs by the distance from query i's position to key j."""
+    given = variables.given
+    column = i + variables.head.diagonal - j + (given.relative_offset >> 2)
+    column = tl.minimum(tl.maximum(column, 0), (given.relative_columns >> 1) - 1)
+    return tl.load(variables.head.relative_bias + column).to(tl.float32)
+
+
+@triton.jit
+def probabilities(s, lse2, unit, KIND: tl.constexpr = None):
     """The softmax of modified scores s from their saved logsumexp: 2^(unit * s - lse2).
 
-    unit and lse2 are in base-2 units; lse2 = +inf marks a row to be ignored and gives 0.
+    unit and lse2 are in base-2 units; lse2 = +inf marks a row to be ignored and gives 0.  With a bias
+    scores may be so far from 0 that the rounding of lse2 makes powers that are above 1, or infinite.
     """
-    return tl.exp2(s * unit - lse2)
+    p = tl.exp2(s * unit - lse2)
+    if KIND is not None:
+        if KIND.BIAS or KIND.RELATIVE_BIAS:
+            p = tl.where(p > 1.0, 1.0, p)
+    return p
 
 
 @triton.jit
 def score_gradient(p, dp, delta):
     """Gradient of the scaled scores: P * (dP - delta), delta = rowsum(dO * O) - dlse."""
     return p * (dp - delta)
+
+
+@triton.jit
+def entropy_part(p, weight):
+    """What the gradient of the rows' entropy adds to that, beside its part of delta: see
+    attention_backward.py."""
+    return -weight * (p * tl.log2(tl.where(p == 0.0, 1.0, p)))
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dropped_of(given):
+    """How many of 65536 probabilities dropout drops."""
+    return tl.cast(given.dropout_p * 65536, tl.int32)
+
+
+@triton.jit
+def kept_of(
+    i0, j0, variables, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ACROSS: tl.constexpr = False
+):
+    """Which probabilities of a tile from query i0 and key j0 on dropout keeps, see `kept`."""
+    head = variables.head
+    if ACROSS and BLOCK_N == 8:
+        keep = kept(head.seed, head.number, i0, j0 // 16 * 16, head.dropped, BLOCK_M, 16, True)
+        return half_of(keep, j0 % 16 // 8)
+    elif BLOCK_M == 8:
+        keep = kept(head.seed, head.number, i0 // 16 * 16, j0, head.dropped, 16, BLOCK_N, False)
+        return half_of(keep, i0 % 16 // 8)
+    else:
+        return kept(head.seed, head.number, i0, j0, head.dropped, BLOCK_M, BLOCK_N, ACROSS)
+
+
+@triton.jit
+def half_of(keep, half):
+    """The first 8 rows of 16, or with half = 1 the others."""
+    halves = tl.reshape(keep, [2, 8, keep.shape[1]])
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None, None] == half, halves.to(tl.int32), 0), 0) != 0
+
+
+@triton.jit
+def kept_factor(given):
+    """What those that are kept are multiplied by, 1 / (1 - p); 0 where none is."""
+    left = 65536 - dropped_of(given)
+    return tl.where(left > 0, 65536.0 / tl.maximum(left, 1).to(tl.float32), 0.0)

@@ -3,7 +3,9 @@
 from .attention import (
     AttentionConfig,
     attention_backward,
+    attention_backward_bias,
     attention_forward,
+    attention_takes_tf32,
     padded_head_dim,
     shared_bytes,
 )
@@ -41,6 +43,7 @@ from .hopper_forward import (
     forward_parts,
     heads_together_forward,
 )
+from .linear_rows import MOST_NORMALIZED, MOST_ROWS, linear_row, linear_rows
 from .rows import (
     RowConfig,
     column_sums,

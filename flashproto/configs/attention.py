@@ -60,6 +60,7 @@ _HALF = {
         64: (128, 64, 4, 3),
         128: (128, 32, 8, 3),
         256: (64, 32, 4, 2),
+        512: (64, 16, 8, 2),
     },
     ("forward", "hopper"): {
         16: (128, 64, 4, 3),
@@ -67,6 +68,7 @@ _HALF = {
         64: (64, 64, 4, 3),
         128: (64, 64, 4, 3),
         256: (128, 64, 8, 2),
+        512: (32, 32, 8, 3),
     },
     ("forward", "blackwell"): {
         16: (64, 64, 4, 3),
@@ -74,6 +76,7 @@ _HALF = {
         64: (128, 64, 4, 3),
         128: (128, 64, 8, 3),
         256: (128, 32, 8, 2),
+        512: (64, 32, 8, 2),
     },
     ("keys", "ampere"): {
         16: (64, 64, 4, 2),
@@ -81,6 +84,7 @@ _HALF = {
         64: (32, 64, 4, 2),
         128: (64, 64, 8, 2),
         256: (32, 64, 8, 2),
+        512: (16, 32, 8, 2),
     },
     ("keys", "hopper"): {
         16: (64, 64, 4, 3),
@@ -88,6 +92,7 @@ _HALF = {
         64: (64, 64, 4, 3),
         128: (64, 128, 8, 3),
         256: (64, 64, 8, 2),
+        512: (16, 32, 8, 3),
     },
     ("keys", "blackwell"): {
         16: (64, 128, 8, 3),
@@ -95,6 +100,7 @@ _HALF = {
         64: (64, 128, 8, 3),
         128: (64, 128, 8, 3),
         256: (32, 64, 8, 2),
+        512: (16, 32, 8, 3),
     },
     ("queries", "ampere"): {
         16: (128, 64, 4, 3),
@@ -102,6 +108,7 @@ _HALF = {
         64: (128, 64, 8, 3),
         128: (64, 64, 8, 2),
         256: (64, 32, 8, 2),
+        512: (32, 16, 8, 2),
     },
     ("queries", "hopper"): {
         16: (128, 64, 4, 3),
@@ -109,6 +116,7 @@ _HALF = {
         64: (64, 64, 4, 3),
         128: (128, 64, 8, 3),
         256: (128, 32, 8, 2),
+        512: (32, 16, 8, 3),
     },
     ("queries", "blackwell"): {
         16: (128, 64, 4, 3),
@@ -116,6 +124,7 @@ _HALF = {
         64: (128, 64, 8, 3),
         128: (128, 64, 8, 3),
         256: (64, 32, 8, 2),
+        512: (32, 16, 8, 3),
     },
 }
 # float32 products run on the ordinary cores, from registers: tiles are small everywhere.
@@ -126,6 +135,7 @@ _FLOAT32 = {
         64: (64, 32, 8, 2),
         128: (32, 16, 8, 2),
         256: (16, 32, 8, 1),
+        512: (16, 16, 8, 2),
     },
     "keys": {
         16: (16, 32, 4, 2),
@@ -133,6 +143,7 @@ _FLOAT32 = {
         64: (32, 32, 8, 2),
         128: (16, 16, 8, 2),
         256: (16, 16, 8, 1),
+        512: (16, 8, 8, 2),
     },
     "queries": {
         16: (32, 32, 4, 2),
@@ -140,30 +151,99 @@ _FLOAT32 = {
         64: (32, 32, 8, 2),
         128: (32, 32, 8, 2),
         256: (16, 16, 8, 1),
+        512: (16, 16, 8, 2),
     },
+}
+# By bytes of an element: heads wider than 256 on cards with less shared memory than sm_80.
+_LITTLE_SHARED = {
+    2: {"forward": (32, 16, 8, 2), "keys": (16, 16, 8, 2), "queries": (16, 16, 8, 2)},
+    4: {"forward": (16, 16, 8, 1), "keys": (16, 8, 8, 2), "queries": (8, 16, 8, 2)},
 }
 
 
+def _has_little_shared(capability: tuple[int, int]) -> bool:
+    return shared_bytes(capability) < shared_bytes((8, 0))
+
+
+def attention_takes_tf32(capability: tuple[int, int], head_dim: int, head_dim_v: int) -> bool:
+    """Whether the tiles of float32 fit as operands of tensor cores too, which take more of shared
+    memory."""
+    return max(head_dim, head_dim_v) <= 256 or not _has_little_shared(capability)
+
+
 def _attention(
-    kernel: str, capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+    kernel: str,
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind | None = None,
 ) -> AttentionConfig:
+    """kind: of the variant, whose bias takes registers, and shared memory for each stage."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
-    config = AttentionConfig(*table[max(D, Dv)])
+    wide = max(D, Dv) > 256
+    if wide and _has_little_shared(capability):
+        config = AttentionConfig(*_LITTLE_SHARED[itemsize][kernel])
+    else:
+        config = AttentionConfig(*table[max(D, Dv)])
+    biased = kind is not None and (kind.BIAS or kind.RELATIVE_BIAS)
+    if biased and kernel == "keys":
+        config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 64))
+    elif biased:
+        most = (64 if max(D, Dv) <= 32 else 128), (16 if itemsize == 4 else 32)
+        tile = min(config.block_m, most[0]), min(config.block_n, most[1])
+        config = replace(config, block_m=tile[0], block_n=tile[1])
+    if wide:  # whose stages were counted in what is compiled: one tile less than below
+        return config
     if kernel == "forward":
         fixed, per_stage = config.block_m * D, config.block_n * (D + Dv)
     elif kernel == "keys":
         fixed, per_stage = config.block_n * (D + Dv), config.block_m * (D + Dv)
     else:
         fixed, per_stage = config.block_m * (D + Dv), config.block_n * (D + Dv)
-    return _fitted(config, fixed * itemsize, per_stage * itemsize, shared_bytes(capability))
+    per_stage = per_stage * itemsize + (4 * config.block_m * config.block_n if biased else 0)
+    return _fitted(config, fixed * itemsize, per_stage, shared_bytes(capability))
 
 
 def attention_forward(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind | None = None,
 ) -> AttentionConfig:
     """Forward, for elements of `itemsize` bytes."""
-    return _attention("forward", capability, itemsize, head_dim, head_dim_v)
+    return _attention("forward", capability, itemsize, head_dim, head_dim_v, kind)
+
+
+# block, num_warps, num_stages of tiles [block, block].
+_BIAS = {
+    16: (64, 4, 3),
+    32: (64, 4, 3),
+    64: (64, 4, 3),
+    128: (64, 8, 2),
+    256: (32, 8, 2),
+    512: (16, 8, 2),
+}
+_BIAS_FLOAT32 = {
+    16: (32, 4, 2),
+    32: (32, 4, 2),
+    64: (32, 8, 2),
+    128: (32, 8, 1),
+    256: (16, 8, 1),
+    512: (16, 8, 1),
+}
+
+
+def attention_backward_bias(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+) -> AttentionConfig:
+    """Backward: the kernels of the gradients of biases, of square tiles."""
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
+    config = AttentionConfig(block, block, warps, stages)
+    return _fitted(config, 0, 2 * block * (D + Dv) * itemsize, shared_bytes(capability))
 
 
 def attention_backward(
@@ -175,7 +255,7 @@ def attention_backward(
     slopes: bool = False,
 ) -> tuple[AttentionConfig, AttentionConfig]:
     """Backward: the kernel of dK and dV, and that of dQ; slopes: with the gradient of alibi_slopes."""
-    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v)
+    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v, kind)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if kind.CAUSAL and keys == AttentionConfig(64, 128, 8, 3):
         # The diagonal takes the registers of the third stage, and on Hopper padding takes those of half
@@ -185,7 +265,11 @@ def attention_backward(
         keys = AttentionConfig(32, 128, 8, 3) if half else AttentionConfig(64, 128, 8, 2)
     if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
         keys = AttentionConfig(32, 64, 4, 2)
-    queries = _attention("queries", capability, itemsize, head_dim, head_dim_v)
+    queries = _attention("queries", capability, itemsize, head_dim, head_dim_v, kind)
+    if kind.TABLE and kind.RESCALES:  # bits beside changed scores spill
+        keys = replace(keys, block_m=min(keys.block_m, 32))
+    if kind.TABLE and kind.BIAS and kind.CURVED:
+        queries = replace(queries, block_n=16)
     if slopes:
         # What is summed for them takes the registers of half a tile.
         queries = replace(queries, block_n=min(queries.block_n, 32))

@@ -56,6 +56,8 @@ def attention_decode(
     widest = max(BLOCK_D, BLOCK_DV)
     hopper = capability[0] == 9
     most = 32 if itemsize == 4 else 64 if widest > 128 else 128
+    if widest > 256:
+        most //= 2
     if hopper and cache_itemsize == 1:
         # ptxas 12.8 loses where the values of a warpgroup's product lie, once keys are turned into
         # float16 for another: it reads a register that nothing has written.
@@ -63,6 +65,8 @@ def attention_decode(
     block_m = min(max(power_of_two(rows), 16), most)
     large = block_m == 128 or widest > 128
     block_n = 32 if itemsize == 4 or widest > 128 or (large and not hopper) else 64
+    if widest > 256:
+        block_n = 16
     # A warpgroup multiplies 64 rows on Hopper; elsewhere four warps have not the registers for as many.
     num_warps = 8 if large or (block_m == 64 and not hopper) else 4
     tile = block_n * ((BLOCK_D + BLOCK_DV) * cache_itemsize + 8 * (block_m if by_head else 1) + 16)

@@ -19,6 +19,12 @@ def hopper_head_dim(head_dim: int) -> int:
     return max(padded_head_dim(head_dim), 64)
 
 
+def more_columns(head_dim: int, head_dim_v: int | None) -> int:
+    """How many columns queries and keys have beside those of values, as the Hopper kernels see them:
+    none or, where queries have 129 to 192 and values at most 128, 64 beside 128."""
+    return 64 if head_dim_v is not None and head_dim_v <= 128 < head_dim <= 192 else 0
+
+
 def even_groups(heads: int, fit: int) -> int:
     """About `fit` heads, such that groups of that size have no short last one."""
     return -(-heads // -(-heads // max(1, fit)))

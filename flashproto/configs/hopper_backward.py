@@ -6,12 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
+from .hopper import (
+    L2_SHARE,
+    MULTIPROCESSORS,
+    even_groups,
+    hopper_head_dim,
+    more_columns,
+    named_barriers,
+)
 
 if TYPE_CHECKING:
     from ..variant import Kind
 
-# The measurements behind these thresholds stand in docs/hopper.md.  Pairs of values are those without a
+# docs/hopper.md has the measurements behind these thresholds.  Pairs of values are those without a
 # mask and under the causal one.
 
 # Items for each program among the heads that are mixed in the causal backward, so that the longest
@@ -78,7 +85,8 @@ class HopperBackward:
 
     D: head_dim padded; BM, BN: queries and keys of a tile; DQ: how dQ leaves: 0, vector atomics; 1,
     bulk adds from shared memory; 2, one warpgroup each way; KV: buffers for keys and for values; WALK
-    and SUMS: see above.
+    and SUMS: see above; MORE: columns that queries and keys have beside D, that of values: none or, at
+    128 with DQ 0 and zeros, 64.
 
     Raises ValueError: the sums do not allow the walk; a walk that goes up from the diagonal has no
     causal mask, or one that goes round has one, or no bulk adds.
@@ -92,6 +100,7 @@ class HopperBackward:
     KV: int
     WALK: Walk
     SUMS: Sums
+    MORE: int = 0
 
     def __post_init__(self) -> None:
         allowed = self.WALK in WALKS[self.SUMS] and (self.KIND.CAUSAL or self.WALK not in CAUSAL_WALKS)
@@ -153,7 +162,8 @@ class HopperBackward:
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"backward-{self.D}-{self.KIND.name}{'-ordered' * self.ORDERED}"
+            f"backward-{f'{self.D + self.MORE}-' * (self.MORE > 0)}{self.D}"
+            f"-{self.KIND.name}{'-ordered' * self.ORDERED}"
             f"{'-alternate' * self.ALTERNATE}{'-waves' * self.WAVES}{'-zeros' * (not self.FIRST)}"
             f"{'-pairs' * self.PAIRS}{'-rotate' * (self.ROTATE and not self.KIND.CAUSAL)}"
         )
@@ -174,7 +184,17 @@ class HopperBackward:
     def KV_IN_REGS(self) -> bool:
         """Whether a consumer keeps half of the columns of its keys or values in registers: at head_dim
         128, where shared memory is the limit."""
+        return self.D == 128 and not self.MORE
+
+    @property
+    def SELECTOR(self) -> bool:
+        """Whether the ones that add lse and delta lie in shared memory: where registers are short."""
         return self.D == 128
+
+    @property
+    def CHUNKS(self) -> int:
+        """Parts of the sums of dQ of a query tile, of NQ columns each."""
+        return 3 if self.MORE else 2
 
     @property
     def PEELED(self) -> bool:
@@ -219,8 +239,8 @@ class HopperBackward:
 
     @property
     def STEP(self) -> int:
-        """Of the inner loop: heads in order, else queries."""
-        return 1 if self.DOWN else self.BM
+        """Of the inner loop: heads in order or places of a list, else queries."""
+        return 1 if self.DOWN or self.KIND.TABLE else self.BM
 
     # Named barriers: how many of each, who waits there, and for what.
     BARRIERS = named_barriers(
@@ -238,9 +258,16 @@ class HopperBackward:
 
 
 def attention_backward_hopper(
-    head_dim: int, Sk: int, kind: Kind, ordered: bool = False, heads: int = 1024, group: int = 1
+    head_dim: int,
+    Sk: int,
+    kind: Kind,
+    ordered: bool = False,
+    heads: int = 1024,
+    group: int = 1,
+    head_dim_v: int | None = None,
 ) -> HopperBackward:
-    """The backward's configuration; heads: key heads of all sequences, each with `group` query heads.
+    """The backward's configuration; heads: key heads of all sequences, each with `group` query heads;
+    head_dim_v: that of values, where it is another.
 
     Bulk adds are fastest where shared memory has room for them.  At head_dim 64 key tiles of 256 halve
     what is read and added, but there are few of them in short rows of few heads.  In long rows, and
@@ -249,7 +276,12 @@ def attention_backward_hopper(
     wait less, in order and in short rows; key heads of eight would wait more, and walk in waves.
 
     All this holds for the causal mask and for none.  Other kinds take the plain walk: from zeros, head
-    by head, from the first query tile that sees the keys to the last, in no order."""
+    by head, from the first query tile that sees the keys to the last, in no order.  So do keys wider
+    than values, but down under the causal mask; none of that was measured."""
+    if more := more_columns(head_dim, head_dim_v):
+        assert not ordered, "dq has a fixed order where queries and values have one head_dim"
+        walk: Walk = "down" if kind.PLAIN and kind.CAUSAL else "by_head"
+        return HopperBackward(kind, 128, 64, 128, 0, 1, walk, SUMS="zeros", MORE=more)
     D = hopper_head_dim(head_dim)
     BM, BN, DQ, KV = {64: (128, 128, 2, 2), 128: (64, 128, 1, 1), 256: (64, 64, 0, 1)}[D]
     if not kind.PLAIN:
@@ -267,7 +299,7 @@ def attention_backward_hopper(
     waves = grouped and not pairs and Sk >= WAVED_ROWS[D][ordered]
     side_by_side = D == 128 and group > 1 and not causal and Sk in SIDE_BY_SIDE_ROWS and not first
     sums: Sums = "ordered" if ordered else "store" if first else "zeros"
-    walk: Walk = "by_head"
+    walk = "by_head"
     if alternate:
         walk = "alternate"
     elif waves:
@@ -294,7 +326,8 @@ def heads_together_backward(
     if config.ORDERED and config.ALTERNATE == config.KIND.CAUSAL:
         wanted = min(most, max(2, keys // Sk))
     else:
-        fit, rounds = L2_SHARE // (8 * Sq * config.D * (Hq // Hkv)), ROUNDS
+        columns = 8 * config.D + 6 * config.MORE
+        fit, rounds = L2_SHARE // (columns * Sq * (Hq // Hkv)), ROUNDS
         spread = 1 if config.ROTATE and Hq > Hkv else min(SPREAD_HEADS[1], SPREAD_HEADS[0] // Sk)
         if not config.KIND.CAUSAL:
             # all items are alike and, but for the first, wait for none

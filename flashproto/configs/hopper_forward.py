@@ -8,13 +8,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .attention import padded_head_dim
-from .hopper import L2_SHARE, MULTIPROCESSORS, even_groups, hopper_head_dim, named_barriers
+from .hopper import (
+    L2_SHARE,
+    MULTIPROCESSORS,
+    even_groups,
+    hopper_head_dim,
+    more_columns,
+    named_barriers,
+)
 from .sizes import power_of_two
 
 if TYPE_CHECKING:
     from ..variant import Kind
 
-# The measurements behind these thresholds stand in docs/hopper.md.  Pairs of values are those without a
+# docs/hopper.md has the measurements behind these thresholds.  Pairs of values are those without a
 # mask and under the causal one.
 
 # The time of a full work item with rows for one, two or all of three consumers, as a share of the last;
@@ -45,6 +52,10 @@ PACKED_SHARE = 7 / 8
 # of Triton 3.9).  With fewer heads they need 32 at most, and one consumer needs none.
 ALONE_PACKED = (16, 32)
 
+# At head_dim 64, the longest causal window for which heads of a group are packed, with three programs
+# on a multiprocessor.
+PACKED_WINDOW = 1024
+
 # Split keys.  docs/hopper.md has what these numbers give; no others were tried.
 # The most queries of a call whose keys are split, and the fewest keys of a part.
 SPLIT_QUERIES, SPLIT_KEYS = 1024, 1024
@@ -59,7 +70,8 @@ SPLIT_ROUNDS, SPLIT_SHARE = 4, 7 / 8
 class HopperForward:
     """The forward kernel at compile time.
 
-    D           head_dim padded
+    D           head_dim padded, that of values
+    MORE        columns that queries and keys have beside D: none or, at 128, 64
     BN          keys of a tile
     W           consumer warpgroups, each with 64 query rows
     KS, VS      buffers in the rings of keys and values
@@ -97,12 +109,14 @@ class HopperForward:
     CACHE: int = 0
     STARTS: bool = False
     ROLLS: bool = False
+    MORE: int = 0
 
     @property
     def name(self) -> str:
         """What tells it from the others that are chosen."""
         return (
-            f"forward-{self.D}-{self.KIND.name}-{self.W}-{self.KS}-{self.VS}"
+            f"forward-{f'{self.D + self.MORE}-' * (self.MORE > 0)}{self.D}"
+            f"-{self.KIND.name}-{self.W}-{self.KS}-{self.VS}"
             f"{'-overlap' * self.OVERLAP}{f'-kept-{self.Q_IN_REGS}' * (self.Q_IN_REGS > 0)}"
             f"{'-skip' * self.SKIP}"
             f"{f'-{self.PACK}-heads' * (self.PACK > 1)}{'-idle' * self.IDLE}"
@@ -121,12 +135,12 @@ class HopperForward:
         """Whether the order of work comes from balanced_work: where items are of different lengths
         that the host knows.  (Parts are nearly of one length.)"""
         kind = self.KIND
-        return (kind.CAUSAL and not (kind.INTERVALS or self.RECORDS or self.SPLIT)) or self.IDLE
+        return (kind.CAUSAL and not (kind.LISTS or self.RECORDS or self.SPLIT)) or self.IDLE
 
     @property
     def DYNAMIC(self) -> bool:
         """Whether programs take their items one by one: where only the device knows their lengths."""
-        return (self.KIND.INTERVALS or self.RECORDS) and not self.SPLIT
+        return (self.KIND.LISTS or self.RECORDS) and not self.SPLIT
 
     @property
     def LEAST_KEYS(self) -> int:
@@ -136,7 +150,7 @@ class HopperForward:
     @property
     def MASKS(self) -> bool:
         """Whether key tiles to the left of the rightmost may need a mask."""
-        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.INTERVALS or self.STARTS
+        return self.KIND.CAUSAL or self.KIND.WINDOW or self.KIND.LISTS or self.STARTS
 
     @property
     def BM(self) -> int:
@@ -170,9 +184,9 @@ class HopperForward:
     def PRODUCERS(self) -> int:
         """Warps of the producer.  Of four, three do nothing useful, but take up to a sixth of the
         instructions that a multiprocessor issues.  With one, the first consumer begins where the kernel
-        does, which costs it registers: with more than two consumers, and with two at head_dim 256, none
-        are left (Triton 3.9)."""
-        return 1 if self.W == 1 or (self.W == 2 and self.D == 128) else 4
+        does, which costs it registers: with more than two consumers, and with two at head_dim 256 or
+        with MORE, none are left (Triton 3.9)."""
+        return 1 if self.W == 1 or (self.W == 2 and self.D == 128 and not self.MORE) else 4
 
     # Threads at a named barrier: all, and one consumer with the producer.
     @property
@@ -226,20 +240,39 @@ def attention_forward_hopper(
     multiprocessors: int = MULTIPROCESSORS,
     seen: int | None = None,
     most_parts: int = 0,
+    left: int | None = None,
+    head_dim_v: int | None = None,
 ) -> HopperForward:
     """The forward's configuration; heads: key heads of all sequences, each with `group` query heads;
-    seen: how many keys a query tile sees at most, Sk if None; most_parts: see forward_parts.
+    seen: how many keys a query tile sees at most, Sk if None; most_parts: see forward_parts; left: of a
+    window; head_dim_v: that of values, where it is another.
 
     Where items are too few to fill the card and see many keys, these are split: see forward_parts.
     At head_dim 256 that leaves no registers for overlap.
     """
+    if more := more_columns(head_dim, head_dim_v):
+        head_dim = 128
     given = head_dim, Sk, kind, Sq, heads, group, multiprocessors
+    seen = Sk if seen is None else seen
+    packed = _packed_window(hopper_head_dim(head_dim), kind, Sq, group, left)
+    if packed is not None:
+        return packed
     config = _forward(*given, spread=False)
     items = heads if config.PACK > 1 else heads * group
-    seen = Sk if seen is None else seen
     if forward_parts(config, items, Sq, seen, multiprocessors, most_parts) > 1:
-        return replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
-    return _forward(*given, spread=True)
+        config = replace(config, SPLIT=True, IDLE=False, OVERLAP=config.OVERLAP and config.D < 256)
+    else:
+        config = _forward(*given, spread=True)
+    return _wider_keys(config, more) if more else config
+
+
+def _wider_keys(config: HopperForward, more: int) -> HopperForward:
+    """The same with more columns of queries and keys: tiles of 128 keys in two buffers, which is what
+    shared memory has room for.  Two consumers have registers for 64 columns of their queries, and three
+    have not enough.  (None of it was measured.)"""
+    W = min(config.W, 2)
+    kept = 64 * (W == 2 and config.KIND.PLAIN)
+    return replace(config, MORE=more, BN=128, W=W, KS=2, VS=2, Q_IN_REGS=kept)
 
 
 def forward_parts(
@@ -391,9 +424,21 @@ def _plain(D: int, Sq: int, kind: Kind) -> HopperForward:
     if Sq <= 64:
         return _few_queries(D, kind)
     BN, W, KS, VS = {64: (128, 3, 3, 2), 128: (128, 2, 2, 2), 256: (64, 2, 2, 2)}[D]
-    if D == 64 and kind.INTERVALS:  # three have not the registers for them
+    if D == 64 and kind.LISTS:  # three have not the registers for them
         W = 2
     return HopperForward(kind, D, BN, W, KS, VS, OVERLAP=D < 256 and W == 2)
+
+
+def _packed_window(D: int, kind: Kind, Sq: int, group: int, left: int | None) -> HopperForward | None:
+    """With the heads of a group in one tile, which then has fewer queries, and sees fewer keys beside
+    the window; None where that was not measured."""
+    pack = 1 << (group - 1).bit_length()
+    measured = kind.CAUSAL and replace(kind, WINDOW=False, SINKS=False).PLAIN
+    if left is None or left >= PACKED_WINDOW or not measured or D != 64 or Sq <= 64:
+        return None
+    if not 1 < pack <= 64 or group < PACKED_SHARE * pack:
+        return None
+    return HopperForward(kind, D, BN=64, W=1, KS=3, VS=3, OVERLAP=True, PACK=pack, PROGRAMS=3)
 
 
 def _few_queries(D: int, kind: Kind) -> HopperForward:
@@ -423,7 +468,7 @@ def _many_queries(D: int, Sk: int, kind: Kind) -> HopperForward:
 def heads_together_forward(config: HopperForward, B: int, Hq: int, Hkv: int, Sk: int) -> int:
     """How many heads of work items (key heads if packed, else query heads) are mixed: those whose keys
     and values fit in L2 together; under a causal mask at most MIXED_HEADS, if rows are not short."""
-    fit = L2_SHARE // (4 * Sk * config.D)
+    fit = L2_SHARE // (2 * Sk * (2 * config.D + config.MORE))
     if config.KIND.CAUSAL and Sk >= MIXED_KEYS:
         fit = min(fit, MIXED_HEADS)
     together = even_groups(B * Hkv, fit)

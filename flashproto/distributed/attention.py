@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import masks
+from ..backends import KERNELS
 from ..checks import check_attention, check_choice, refuse
 from ..functional.attention_request import attention_request
 from ..functional.autocast import autocast_low_precision
@@ -122,6 +123,8 @@ def call_of(q, k, v, group, method, impl, **options):
         refuse(name, "k", got, takes, "Shard queries and keys of the same sequence alike.")
     check_length(name, "the length of all shards", S, ranks.size)
     check_choice(name, "method", method, METHODS, "Pass 'ring' for long sequences.")
+    if options["mask"] is not None:
+        masks.check_without_rule(name, options["mask"])
     request = attention_request(name, q, k, v, lengths=(S, S), **options)
     gather, slopes = method == "all_gather", options["alibi_slopes"]
     if slopes is not None and not (options["causal"] and gather):
@@ -178,7 +181,7 @@ class RingAttention(torch.autograd.Function):
 def forward(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tensors: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    merged = Merged(q, v)
+    merged = Merged(q, v, call.impl in KERNELS)
     for step, span, here in arriving(call, k, v):
         for part in call.parts(step):
             own = call.of_part(part, step, tensors)

@@ -19,6 +19,7 @@ from .decode import (
     attention_with_kv_cache,
     merge_attention,
 )
+from .dropout import dropout_mask
 from .glu import (
     geglu,
     gelu,
@@ -62,6 +63,7 @@ __all__ = [
     "attention_varlen",
     "attention_with_kv_cache",
     "cross_entropy",
+    "dropout_mask",
     "geglu",
     "gelu",
     "layer_norm",

@@ -13,10 +13,11 @@ from ..checks import (
     check_boundaries,
     check_head_counts,
     check_packed,
+    check_used,
     check_varlen,
 )
 from ..masks import check_bands
-from .attention_request import Call, attention_request
+from .attention_request import BOUNDARIES, Call, attention_request
 from .autocast import autocast_low_precision
 from .cached import cached
 
@@ -35,6 +36,11 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    bias: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_offset: int = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     mask: masks.Mask | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -45,10 +51,10 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(scale * q k^T) v without ever writing the scores to memory.
 
-    Query i stands at position i + Sk - Sq, so that the last query is at the last key (bottom-right
+    Query i is at position i + Sk - Sq, so that the last query is at the last key (bottom-right
     alignment, as in flash-attn; torch's is_causal is top-left, see scaled_dot_product_attention).  A
     query sees the keys that causal, window and mask all let it see.  What happens to a score, in this
-    order: scale, softcap, ALiBi, mask; then the softmax with the sinks.
+    order: scale, softcap, ALiBi and biases, mask; then the softmax with the sinks; then dropout.
 
     Args:
         q: [B, Hq, Sq, D], float16, bfloat16, float32 (float64 on the torch and reference backends),
@@ -62,6 +68,17 @@ def attention(
             by the card's own tanh, which is off by 5e-4 of its value.  1e-30 to 1e30.
         sinks: [Hq], one more score for each row of a head, after scaling, without a value.
         alibi_slopes: [Hq]; -slope * |position - j| is added to the score of key j.
+        bias: of any floating-point dtype and any shape that broadcasts to [B, Hq, Sq, Sk], any strides
+            (an expanded one is not copied): added to the scores.  -inf hides a key from a query, on
+            kernels so does less than -2.3e38.  Its gradient has its shape.
+        relative_bias, relative_offset: [Hq or 1, R], and an integer: what is added to the score of key
+            j is in column position - j + relative_offset of the head's row, or in the first or last
+            column where there is none.  So column relative_offset is for the key at the query's
+            position, those behind it for the keys before.
+        dropout_p: the share of probabilities that are dropped, from 0 to 1, rounded to a multiple of
+            1/65536; the others are divided by 1 - dropout_p.  lse and return_aux are of all.
+        dropout_seed: [1] int64 on q's device, which says together with places alone what is dropped,
+            see dropout_mask.  None: drawn on the device by torch's generator, for each call anew.
         mask: a value of flashproto.masks.
         scale: multiplies the scores; 1 / sqrt(D) by default.
         return_lse: also return the rows' logsumexp.
@@ -77,17 +94,19 @@ def attention(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with return_lse behind it lse [B, Hq, Sq], float32 (float64
         for float64 inputs), natural logarithm, of the sink too; then each of return_aux, as lse.
-        Of out and lse there are gradients for q, k, v, sinks and alibi_slopes.  A query that sees no
-        key gives 0, lse -inf or its sink, max_score -inf and entropy 0.
+        Of out, lse and entropy there are gradients for q, k, v, sinks, alibi_slopes and biases, of
+        max_score on backend "reference" alone.  A query that sees no key gives 0, lse -inf or its
+        sink, max_score -inf and entropy 0.
 
     Raises:
         TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call;
-        NotImplementedError: a gradient of what return_aux gives, which has none, is asked for (under
-        torch.compile they are constants, as after .detach()).
+        NotImplementedError: kernels are asked for a gradient of max_score (under torch.compile it is
+        a constant, as after .detach()).
 
     Source: Dao, "FlashAttention-2" (2023), algorithms 1 and 2; Milakov and Gimelshein (2018).  Press et
-    al., "Train Short, Test Long" (2021, ALiBi); Xiao et al., "Efficient Streaming Language Models with
-    Attention Sinks" (2023).
+    al., "Train Short, Test Long" (2021, ALiBi); Raffel et al., "Exploring the Limits of Transfer
+    Learning" (2020, T5, whose buckets expand to a table by distance); Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks" (2023).
 
     Example:
         >>> q, k, v = torch.randn(2, 4, 8, 16), torch.randn(2, 2, 8, 16), torch.randn(2, 2, 8, 16)
@@ -117,6 +136,11 @@ def attention(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        bias=bias,
+        relative_bias=relative_bias,
+        relative_offset=relative_offset,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
     )
     return request.run(impl)
 
@@ -131,6 +155,11 @@ def attention_qkv(
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_offset: int = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     mask: masks.Mask | None = None,
     scale: float | None = None,
     deterministic: bool = False,
@@ -167,6 +196,11 @@ def attention_qkv(
         deterministic=deterministic,
         softcap=softcap,
         sinks=sinks,
+        bias=bias,
+        relative_bias=relative_bias,
+        relative_offset=relative_offset,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
     )
     return request.run(impl)
 
@@ -181,11 +215,17 @@ def attention_varlen(
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
     *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     causal: bool = False,
     window: Sequence[int | None] | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    relative_offset: int = 0,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
     mask: masks.Mask | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -204,11 +244,15 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k: [n + 1] int32 on the same device, from 0 on, not decreasing:
             sequence s has the tokens cu_seqlens[s] to cu_seqlens[s + 1] - 1.  Lengths of 0 are fine.
         max_seqlen_q, max_seqlen_k: as in flash-attn; results do not depend on them.
+        seqused_q, seqused_k: [n] int32 on the same device, or None: of sequence s only the first
+            seqused[s] tokens count, from 0 to all that it has.  Those behind them are a gap: nothing
+            depends on them, and they may hold NaN.
         causal, window, ... impl: as attention, in each sequence by itself.  A mask is a band: causal,
             window; sequences are documents already.  num_splits: keys are not split, whatever it is.
 
     Returns: out [T, Hq, Dv]; with return_lse behind it lse [Hq, T]; then each of return_aux, as lse.
-        Tokens behind the last sequence give what a query without a key gives.
+        Tokens behind the last sequence give what a query without a key gives.  In gaps out is 0, lse
+        and max_score -inf, entropy 0, and gradients are 0.
 
     Raises: as attention.
 
@@ -223,7 +267,8 @@ def attention_varlen(
     """
     name = "attention_varlen"
     q, k, v = autocast_low_precision(q, k, v)
-    check_varlen(name, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k
+    check_varlen(name, q, k, v, *lengths)
     if mask is not None:
         check_bands(name, mask)
     request = attention_request(
@@ -242,16 +287,27 @@ def attention_varlen(
         softcap=softcap,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
+        relative_offset=relative_offset,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
     )
     made = request.run(impl)
     if isinstance(made, Call) and cu_seqlens_q.is_cpu:
-        names, lengths = ("cu_seqlens_q", "cu_seqlens_k"), (q.shape[0], k.shape[0])
+        names = [n for n in BOUNDARIES if n in request.variant.named]
+        tokens = {"q": q.shape[0], "k": k.shape[0]}
 
         def check(*boundaries: Tensor) -> None:
-            for argument, x, tokens in zip(names, boundaries, lengths, strict=True):
-                check_boundaries(name, argument, x, tokens)
+            given = dict(zip(names, boundaries, strict=True))
+            for side, n in tokens.items():
+                starts, used = f"cu_seqlens_{side}", f"seqused_{side}"
+                check_boundaries(name, starts, given[starts], n)
+                if used in given:
+                    check_used(name, used, given[used], given[starts])
 
         made = made.checked(names, check)
     return made

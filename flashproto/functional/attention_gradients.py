@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import reference
+from .. import backends, reference
 from ..backends import KERNELS
-from ..variant import AUX
 from .attention import by_alignment
 from .attention_request import Call, Request, attention_request
+
+if backends.HAS_TRITON:
+    from ..ops import attention as attention_op
 
 
 @by_alignment
@@ -73,10 +75,10 @@ def by_kernels(request: Request, backend: str) -> Callable[..., Callable[..., An
 
     def given(
         dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *tensors: Tensor
-    ) -> list[Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         if without_keys:  # some queries may be
             lse = lse.masked_fill(lse == math.inf, -math.inf)
-        return [dout, None, *(None,) * len(AUX), q, k, v, out, lse, *tensors]
+        return attention_op.backward_inputs((dout, None, out, lse), q, k, v, tensors)
 
     def function(recording: bool, *tensors: Tensor) -> Callable[..., Any]:
         run = operator.run_backward(given(*tensors), settings, needs)

@@ -3,7 +3,8 @@ what reasons, the choice of a backend and the operators read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,31 +15,36 @@ from .. import backends, reference
 from ..backends import KERNELS, Reason
 from ..checks import (
     check_aux,
+    check_bias,
     check_by_head,
     check_flag,
     check_integer,
     check_number,
     check_on,
+    check_relative_bias,
     check_scale,
     is_readable,
     refuse,
     spreads,
 )
-from ..mask_values import Band, Mask, joined
+from ..mask_values import Band, Mask, joined, rule_of_tensor
 from ..masks import check_mask, window_band
 from ..ops.attention_hopper_reasons import hopper_attention_reasons
 from ..variant import (
     AUX,
-    DIFFERENTIABLE,
-    NO_GRADIENT,
     NUMBERS,
+    OF_HEADS,
+    VARIABLES,
     Variant,
+    has_gradient,
     reasons,
     variant_of,
 )
 from .attention_torch import attention_by_torch
 from .autocast import without_autocast
 from .cached import held_names
+from .dropout import dropout_options
+from .mask_tables import table_of
 
 if backends.HAS_TRITON:
     from ..ops import attention as attention_op
@@ -46,8 +52,8 @@ if backends.HAS_TRITON:
 else:
     Call = ()  # type: ignore[assignment, misc]  # of which nothing is an instance
 
-INTERVALS = ("begin", "end")
-BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k")
+FROM_MASKS = ("begin", "end", "bits", "table")
+BOUNDARIES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 
 
 class Request(NamedTuple):
@@ -57,7 +63,7 @@ class Request(NamedTuple):
     results: numbers of the kernels' outputs: 0 out, 1 lse, then those of variant.AUX.
     inputs: what the kernels take for q, k and v, by the caller's names: these, [T, H, D] of sequences
         side by side, or a fused projection with `heads` query and key heads.
-    mask: of which the variant's intervals are.
+    mask: of which the variant's intervals and table are.
     deterministic: the backward gives the same bits each time.
     num_splits: of the keys at most, in the forward; 0, as many as are best.
     """
@@ -75,8 +81,9 @@ class Request(NamedTuple):
     deterministic: bool = False
     num_splits: int = 0
 
-    def reasons(self, backend: str) -> Iterator[Reason]:
-        """Why a backend does not take it."""
+    def reasons(self, backend: str, any_of: bool = False) -> Iterator[Reason]:
+        """Why a backend does not take it.  any_of: no backend was asked for, and the quickest is
+        wanted."""
         q, k, v = self.q, self.k, self.v
         yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
         if backend == "torch" and backends.has_tangents((q, k, v)):
@@ -94,10 +101,11 @@ class Request(NamedTuple):
             if q.device.type != "cuda" or not fused:
                 yield "PyTorch shards its fused attention on a GPU alone, in 16 bits and with Dv = D"
         if backend == "hopper":
-            yield from hopper_attention_reasons(q, k, v)
+            yield from hopper_attention_reasons(q, k, v, any_of, self.variant.kind.TABLE)
 
     def choose(self, impl: str | None) -> str:
-        return backends.choose(self.operator, impl, tuple(self.inputs.values()), self.reasons)
+        any_of, tensors = backends.is_any(impl), tuple(self.inputs.values())
+        return backends.choose(self.operator, impl, tensors, lambda b: self.reasons(b, any_of))
 
     def run(self, impl: str | None) -> Any:
         """Its results by the backend chosen for it; of kernels a Call where there can be one."""
@@ -105,6 +113,8 @@ class Request(NamedTuple):
 
     def run_by(self, backend: str) -> Any:
         """Its results by a backend that takes it."""
+        if self.variant.kind.TABLE and "table" not in self.variant.named:
+            return self.with_table(backend in KERNELS).run_by(backend)
         negative_projection = self.heads is not None and self.scale_given < 0
         if backend in KERNELS and not negative_projection:
             return self.bind(backend)
@@ -119,15 +129,30 @@ class Request(NamedTuple):
             made = (made[0].squeeze(0).transpose(0, 1), *(x.squeeze(0) for x in made[1:]))
         return made[0] if len(made) == 1 else made
 
+    def with_table(self, by_kernel: bool) -> Request:
+        """Itself with its mask's table, which it has not yet."""
+        (B, Hq, Sq, _), Sk = self.q.shape, self.k.shape[2]
+        assert self.mask is not None and self.mask.rule is not None
+        made = table_of(self.mask.rule, Sq, Sk, B, Hq, self.q.device, by_kernel)
+        check_rows(self.operator, self.mask, made.table, B, Hq)
+        named = self.variant.named | made._asdict()
+        named = {name: named[name] for name in VARIABLES if name in named}
+        return self._replace(variant=self.variant._replace(named=named))
+
     def by_heads(self) -> Request:
-        """Itself on q, k and v in place of a fused projection, and on intervals in place of a mask."""
+        """Itself on q, k and v in place of a fused projection, and on what is made of a mask in its
+        place."""
         inputs = {"q": self.q, "k": self.k, "v": self.v}
         return self._replace(heads=None, mask=None, inputs=inputs)
 
     def made_by(self, backend: str) -> Any:
         """run_by, and where that is a Call, made."""
-        made = self.run_by(backend)
-        return made(*self._tensors.values()) if isinstance(made, Call) else made
+        request = self
+        if backend in KERNELS and self.mask is not None:
+            request = self.with_table(True) if self.variant.kind.TABLE else self
+            request = request._replace(mask=None)
+        made = request.run_by(backend)
+        return made(*request._tensors.values()) if isinstance(made, Call) else made
 
     # --- kernels ---
 
@@ -158,29 +183,32 @@ class Request(NamedTuple):
             return self._of_given(made, inputs, negative)
         if self.results[-1] >= 2 and torch.compiler.is_compiling():
             # What is traced has a gradient of everything that might have one: it may not raise.
-            made = tuple(x if i < 2 else x.detach() for i, x in zip(self.results, made, strict=True))
+            stopped = [i + 2 for i, name in enumerate(AUX) if not has_gradient(name, backend)]
+            made = tuple(
+                x.detach() if i in stopped else x for i, x in zip(self.results, made, strict=True)
+            )
         return made
 
     def _of_given(self, call: Any, inputs: dict[str, Tensor], negative: bool) -> Any:
         """The call of what is passed to the caller: of a mask's tensors in place of its intervals."""
         if self.mask is None and not negative:
             return call
-        given = {name: x for name, x in inputs.items() if self.mask is None or name not in INTERVALS}
-        n, intervals = len(given), None
+        given = {name: x for name, x in inputs.items() if self.mask is None or name not in FROM_MASKS}
+        n, made_of = len(given), None
         if self.mask is not None:
             given |= zip(held_names("mask", self.mask), self.mask.tensors, strict=True)
             lengths = self.q.shape[2], self.k.shape[2]
             if self.mask.is_intervals(*lengths):
                 call = replace(call, names=list(given))
             else:
-                intervals = self.mask.computation(*lengths)
+                made_of = made_of_tensors(self.mask, self.q, *lengths)
 
         def prepare(*tensors: Tensor) -> list[Tensor]:
-            first, *others = tensors if intervals is None else tensors[:n]
+            first, *others = tensors if made_of is None else tensors[:n]
             first = -first if negative else first
-            return [first, *others, *(() if intervals is None else intervals(tensors[n:]))]
+            return [first, *others, *(() if made_of is None else made_of(tensors[n:]))]
 
-        if intervals is None and not negative:
+        if made_of is None and not negative:
             return call
         return call.after(list(given), list(given.values()), prepare)
 
@@ -192,61 +220,49 @@ class Request(NamedTuple):
         rows: gradients of out and lse, out and lse of all keys.  wanted: by names of tensors.
         """
         operator, settings = self._settings(backend)
-        dout, dlse, out, lse = rows
         inputs = self._tensors
         names = list(inputs)[3:]
         needs = *needs, *(wanted.get(name, False) for name in names)
         q, k, v, *tensors = inputs.values()
-        given = dout, dlse, *[None] * len(AUX), q, k, v, out, lse, *tensors
+        given = attention_op.backward_inputs(rows, q, k, v, tensors)
         dq, dk, dv, *others = operator.gradients_visibly(settings, needs, given)
         return dq, dk, dv, {n: x for n, x in zip(names, others, strict=True) if x is not None}
 
     # --- other backends ---
 
     def _by_reference(self) -> tuple[Tensor, ...]:
-        """The definition; statistics have no gradient, as on other backends."""
+        """The definition."""
         q, k, v, variant = self.q, self.k, self.v, self.variant
         statistics, named, offset = self.results[-1] >= 2, variant.named, variant.offset
         given: dict[str, Any] = {"causal": variant.kind.CAUSAL, "scale": self.scale}
         given["return_aux"] = statistics
-        starts = [named[name] for name in BOUNDARIES if name in named]
+        boundaries = [named[name] for name in BOUNDARIES if name in named]
         with without_autocast(q):
-            if starts and all(map(is_readable, starts)):
+            if boundaries and all(map(is_readable, boundaries)):
                 given |= {name: x for name, x in named.items() if name not in BOUNDARIES}
+                numbers = itertools.count()
 
                 def of_sequence(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-                    diagonal = k.shape[2] - q.shape[2] + offset
-                    return reference.attention(q, k, v, causal_offset=diagonal, **given)
+                    diagonal, number = k.shape[2] - q.shape[2] + offset, next(numbers)
+                    return reference.attention(
+                        q, k, v, causal_offset=diagonal, sequence=number, **given
+                    )
 
-                made = reference.each_sequence(of_sequence, q, k, v, *(x.tolist() for x in starts))
+                made = self._each_sequence(of_sequence)
             else:
                 made = reference.attention(q, k, v, causal_offset=offset, **given, **named)
-        if not statistics:
-            return made[: len(self.results)]
-
-        def without_gradient(i: int) -> Tensor:
-            if torch.compiler.is_compiling():
-                return made[i].detach()
-            return NoGradient.apply(made[i], AUX[i - 2])
-
-        return tuple(made[i] if i < 2 else without_gradient(i) for i in self.results)
+        return tuple(made[i] for i in self.results)
 
     def _by_torch(self) -> Tensor:
         if self.variant.kind.VARLEN:
-            return torch.cat([x._by_torch() for x in self._sequences()], 2)
+            return self._each_sequence(lambda *x: (self.of_sequence(*x)._by_torch(),))[0]
         return attention_by_torch(self.q, self.k, self.v, self.variant, self.mask, self.scale)
 
-    def _sequences(self) -> Iterator[Request]:
-        """Each sequence that has queries; then the tokens behind them all, which see no key."""
-        named: dict[str, Any] = self.variant.named
-        own, own_k = (named[name].diff().tolist() for name in ("cu_seqlens_q", "cu_seqlens_k"))
-        queries = self.q.split([*own, self.q.shape[2] - sum(own)], 2)
-        keys, values = (
-            [*x.split([*own_k, x.shape[2] - sum(own_k)], 2)[:-1], x[:, :, :0]] for x in (self.k, self.v)
-        )
-        for q, k, v in zip(queries, keys, values, strict=True):
-            if q.shape[2]:
-                yield self.of_sequence(q, k, v)
+    def _each_sequence(self, function: Callable[..., tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """reference.each_sequence of q, k and v, whose lengths can be read."""
+        given = (self.variant.named.get(name) for name in BOUNDARIES)
+        lengths: Any = (x if x is None else x.tolist() for x in given)
+        return reference.each_sequence(function, self.q, self.k, self.v, *lengths)
 
     def of_sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Request:
         """The same of one sequence, [1, H, S, D]: bands alone, from its own diagonal on."""
@@ -254,27 +270,6 @@ class Request(NamedTuple):
         bands = {name: x for name, x in named.items() if not isinstance(x, Tensor)}
         variant = Variant(replace(kind, VARLEN=False), offset + k.shape[2] - q.shape[2], bands)
         return self._replace(q=q, k=k, v=v, variant=variant)
-
-
-class NoGradient(torch.autograd.Function):
-    """x; whoever asks for its gradient is told that there is none."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x, name):
-        return x.view_as(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.name = inputs[1]
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        if gradient is not None:
-            raise NotImplementedError(NO_GRADIENT.format(ctx.name))
-        return None, None
 
 
 # --- from arguments -------------------------------------------------------------------------------
@@ -298,6 +293,8 @@ def attention_request(
     return_aux: object = (),
     deterministic: object = False,
     num_splits: object = None,
+    dropout_p: object = 0.0,
+    dropout_seed: object = None,
     **options: Any,
 ) -> Request:
     """A Request of arguments, which are checked, but for q, k and v.
@@ -317,14 +314,20 @@ def attention_request(
         mask = check_mask(operator, mask)
         bands += mask.bands
         found = check_intervals(operator, mask, q, Sq, Sk)
-        options |= dict(zip(INTERVALS, found or (), strict=found is not None))
+        options |= dict(zip(FROM_MASKS, found or (), strict=False))
+        check_rule(operator, mask, q, Sq, Sk)
     high, low, first = joined(operator, bands, Sk - Sq)
     offset = Sk - Sq if high is None else high
     inputs = {"q": q, "k": k, "v": v} if inputs is None else inputs
     check_dtensors(operator, inputs, options)
-    for name in DIFFERENTIABLE:
+    for name in OF_HEADS:
         if options.get(name) is not None:
             check_by_head(operator, name, options[name], q.shape[1], q.device)
+    if options.get("bias") is not None:
+        check_bias(operator, options["bias"], (*q.shape[:3], k.shape[2]), q.device)
+    of_distance = options.get("relative_bias"), options.get("relative_offset", 0)
+    options["relative_offset"] = check_relative_bias(operator, *of_distance, q.shape[1], q.device)
+    options |= dropout_options(operator, dropout_p, dropout_seed, q)
     for name, of in NUMBERS.items():
         if options.get(name) is not None:
             bounds = *of, of.takes, "Pass None for none."
@@ -334,6 +337,8 @@ def attention_request(
     variant = variant_of(high is not None, offset, named, aux, exact)
     scale = check_scale(operator, scale)
     shown = mask if found is not None else None
+    if mask is not None and mask.rule is not None:  # whose table is made for a backend
+        shown, variant = mask, variant._replace(kind=replace(variant.kind, TABLE=True))
     deterministic = check_flag(operator, "deterministic", deterministic)
     parts = check_num_splits(operator, num_splits)
     return Request(
@@ -366,12 +371,26 @@ def check_intervals(
     operator: str, mask: Mask, q: Tensor, Sq: int, Sk: int
 ) -> tuple[Tensor, Tensor] | None:
     """begin and end of a mask for q [B, Hq, .., D]; None where it is a band."""
-    found = mask.intervals(Sq, Sk, operator)
+    found = mask.intervals(Sq, Sk, operator, q.device)
     if found is None:
         return None
     B, Hq = q.shape[:2]
     check_on(operator, "mask", found[0], q.device)
-    batch, heads, _ = found[0].shape
+    check_rows(operator, mask, found[0], B, Hq)
+    return found
+
+
+def check_rule(operator: str, mask: Mask, q: Tensor, Sq: int, Sk: int) -> None:
+    """What of a mask is neither bands nor intervals, for q's device and these lengths."""
+    if mask.rule is not None:
+        mask.rule.check(operator, Sq, Sk)
+        for x in mask.rule.tensors:
+            check_on(operator, "mask", x, q.device)
+
+
+def check_rows(operator: str, mask: Mask, made: Tensor, B: int, Hq: int) -> None:
+    """What is made of a mask [batch, heads, ..], for B batch entries and Hq heads."""
+    batch, heads = made.shape[:2]
     if not (spreads(batch, B) and spreads(heads, Hq)):
         refuse(
             operator,
@@ -380,7 +399,21 @@ def check_intervals(
             lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads",
             "Expand what it is made of.",
         )
-    return found
+
+
+def made_of_tensors(mask: Mask, q: Tensor, Sq: int, Sk: int) -> Callable[..., list[Tensor]]:
+    """What a mask's intervals and table are, as a function of its tensors, of which it keeps none."""
+    device, (B, Hq) = q.device, q.shape[:2]
+    vectors = mask.computation(Sq, Sk, device) if mask.parts else None
+    rule = None if mask.rule is None or mask.rule.dense is not None else mask.rule
+    dense = mask.rule is not None and rule is None
+
+    def made(tensors: Sequence[Tensor]) -> list[Tensor]:
+        found = [] if vectors is None else [*vectors(tensors)]
+        own = rule_of_tensor(tensors[-1]) if dense else rule
+        return found if own is None else [*found, *table_of(own, Sq, Sk, B, Hq, device, True)]
+
+    return made
 
 
 def check_dtensors(operator: str, inputs: dict[str, Tensor], options: dict[str, Any]) -> None:
@@ -393,7 +426,7 @@ def check_dtensors(operator: str, inputs: dict[str, Tensor], options: dict[str, 
         if not distributed:
             got = f"a DTensor beside a plain {name}"
             refuse(operator, other, got, "a plain tensor", f"Pass {other}.to_local().", TypeError)
-        if other in INTERVALS:
+        if other in FROM_MASKS:
             refuse(
                 operator,
                 "mask",

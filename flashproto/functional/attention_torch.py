@@ -30,8 +30,8 @@ def attention_by_torch(
     q: Tensor, k: Tensor, v: Tensor, variant: Variant, mask: Mask | None, scale: float | None
 ) -> Tensor:
     """Attention of q [B, Hq, Sq, D], k [B, Hkv, Sk, D] and v [B, Hkv, Sk, Dv]; of `mask` the variant
-    has the intervals."""
-    if not k.shape[2]:  # sums of nothing: 0 whatever q has, and with a gradient
+    has what is made."""
+    if not (q.shape[2] and k.shape[2]):  # sums of nothing: 0 whatever q has, and with a gradient
         nothing = q[..., :0].sum(-1, keepdim=True) + k.sum() + v.sum()
         return nothing.expand(*q.shape[:3], v.shape[3])
     gqa = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210, a bool of sizes that are symbols
@@ -60,9 +60,9 @@ LEAST = 2**18  # what one counts for at least, so that they are not too many
 
 @dataclass
 class Kept:
-    """seen: made of the intervals, begin and end.  used: a number that grows with each call."""
+    """made: of the mask, as begin and end; seen: of these.  used: a number that grows by each call."""
 
-    intervals: tuple[Tensor, ...]
+    made: tuple[Tensor, ...]
     seen: Tensor
     used: int
 
@@ -75,24 +75,24 @@ making = threading.RLock()  # once more where garbage is collected meanwhile
 
 
 def mask_tensor(variant: Variant, mask: Mask | None, q: Tensor, k: Tensor) -> Tensor:
-    """True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with a mask's intervals."""
+    """True where query i sees key j: [Sq, Sk], or [B | 1, H | 1, Sq, Sk] with a mask's own tensors."""
     named = variant.named
     numbers = variant.kind.CAUSAL, variant.offset, named.get("left"), named.get("first", 0)
-    intervals = tuple(variant.tensors.values())
-    begin, end = intervals or (None, None)
+    made = tuple(variant.tensors.values())
+    by_mask = [named.get(name) for name in ("begin", "end", "bits")]
     lengths = q.shape[2], k.shape[2]
-    if not all(map(is_readable, (q, *intervals))):
-        return visible(dense_pairs(*lengths, q), *numbers, begin, end)
+    if not all(map(is_readable, (q, *made))):
+        return visible(dense_pairs(*lengths, q), *numbers, *by_mask)
     owner = mask if mask is not None else NO_OBJECT
     key = numbers, lengths, q.device
     found = kept.get(owner, {}).get(key)
     # The intervals of a mask follow later changes of its `lengths`.
-    if found is not None and all(map(torch.equal, found.intervals, intervals)):
+    if found is not None and all(map(torch.equal, found.made, made)):
         found.used = next(clock)
         return found.seen
     with torch.inference_mode(False):  # it may be saved for a backward later
-        seen = visible(dense_pairs(*lengths, q), *numbers, begin, end)
-    keep(owner, key, Kept(intervals, seen, next(clock)))
+        seen = visible(dense_pairs(*lengths, q), *numbers, *by_mask)
+    keep(owner, key, Kept(made, seen, next(clock)))
     return seen
 
 
@@ -112,4 +112,4 @@ def keep(owner: Mask, key: Hashable, new: Kept) -> None:
 
 
 def room_of(x: Kept) -> int:
-    return max(LEAST, sum(tensor.nbytes for tensor in (x.seen, *x.intervals)))
+    return max(LEAST, sum(tensor.nbytes for tensor in (x.seen, *x.made)))

@@ -31,6 +31,7 @@ from torch.compiler import is_dynamo_compiling
 
 from .. import backends
 from ..mask_values import Mask
+from .dropout import drawn_seed
 
 if backends.HAS_TRITON:
     from ..ops.call_cache import find, resolve
@@ -95,6 +96,7 @@ def cached(
     scope: dict[str, Any] = {"function": function, "is_dynamo_compiling": is_dynamo_compiling}
     scope |= {"refuse_names": refuse_names, "known": [p.name for p in parameters]}
     scope |= {f"default_{p.name}": p.default for p in parameters}
+    scope["drawn_seed"] = drawn_seed
     if backends.HAS_TRITON:
         scope |= {"find": find, "resolve": resolve, "starts": starts, "held": held}
         scope |= {"names": named, "held_names": held_names}
@@ -136,6 +138,9 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
         "    if others:",
         f"        refuse_names({function.__name__!r}, others, known)",
     ]
+    if "dropout_seed" in optional:
+        lines.append("    if dropout_p is not default_dropout_p and dropout_seed is None:")
+        lines.append(f"        dropout_seed = drawn_seed(dropout_p, {tensors[0]})")
     if not backends.HAS_TRITON:
         return "\n".join([*lines, f"    return {called}"])
     always = [x for x in tensors if x not in optional]

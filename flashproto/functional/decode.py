@@ -13,7 +13,7 @@ from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
 from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
 from ..ops.attention_hopper_reasons import hopper_cache_reasons
-from ..variant import NUMBERS
+from ..variant import LARGEST_HEAD_DIM, NUMBERS
 from .attention import attention
 from .attention_request import Call, Request, attention_request
 from .autocast import without_autocast
@@ -151,7 +151,7 @@ def attention_with_kv_cache(
 
     A sequence has its keys in the order of its tokens, key j in slot j of its row or of its pages.
     This call's k and v, if there are any, are written behind the lengths[b] that are there; k and q are
-    turned by RoPE where tables are given.  The last query sees the last key.  Nothing is read by the
+    rotated by RoPE where tables are given.  The last query sees the last key.  Nothing is read by the
     host: one CUDA graph serves all lengths, and the time follows the lengths and not the room in the
     cache.
 
@@ -255,7 +255,7 @@ def attention_with_kv_cache(
     apart = written_apart(cache)
     for names in apart:
         check_apart(names, *map(given.__getitem__, names))
-    any_of = impl is None and backends.get_default() is None
+    any_of = backends.is_any(impl)
     backend = backends.choose(
         name, impl, (q, k_cache, v_cache), lambda b: _cache_reasons(b, request, cache, P, any_of)
     )
@@ -404,13 +404,18 @@ def _cache_reasons(
         if not all(is_readable(x) for x in cache if x is not None):
             yield "it takes sequences one by one, and their lengths cannot be read here"
     if backend == "hopper":
-        yield from request.reasons(backend)
+        yield from request.reasons(backend, any_of)
+        if q.shape[3] != v_cache.shape[3]:
+            yield "the cache has values of head_dim {} and q has {}", v_cache.shape[3], q.shape[3]
         rolls = "left" in request.variant.named
-        yield from hopper_cache_reasons(q, k_cache, cache.page_table, P > 0, rolls, any_of)
+        sequences = cache.lengths.shape[0]
+        table = cache.page_table
+        yield from hopper_cache_reasons(q, k_cache, table, sequences, P > 0, rolls, any_of)
     if backend == "triton":
         yield from float64_reasons(backend, (q,))
-        if max(q.shape[3], v_cache.shape[3]) > 256:
-            yield "head_dim is {}; the kernels take up to 256", max(q.shape[3], v_cache.shape[3])
+        widest = max(q.shape[3], v_cache.shape[3])
+        if widest > LARGEST_HEAD_DIM:
+            yield "head_dim is {}; the kernels take up to {}", widest, LARGEST_HEAD_DIM
         capability = backends.capability_of(q.device) if q.device.type == "cuda" else None
         if k_cache.dtype == torch.float8_e4m3fn and capability is not None and capability < (8, 9):
             yield "the cache is of 8 bits, for which kernels need compute capability 8.9"

@@ -21,6 +21,7 @@ from ..checks import (
 
 if backends.HAS_TRITON:
     from ..ops import rope as rope_op
+    from ..ops.library import own_ops
 
 
 @overload
@@ -113,7 +114,7 @@ def rope(
             out = given
     elif inplace:
         positions, rows = table_rows(positions, offset)
-        torch.ops.flashproto.rope_(q, k, cos, sin, positions, *rows, interleaved)
+        own_ops().rope_(q, k, cos, sin, positions, *rows, interleaved)
         out = given
     else:
         positions, rows = table_rows(positions, offset)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +17,13 @@ from ..checks import (
     check_attention,
     check_flag,
     check_mask_tensor,
-    check_number,
     check_on,
     check_scale,
     check_tensor,
     refuse,
     spreads,
 )
-from ..mask_values import ALWAYS, Band
+from ..mask_values import ALWAYS, Band, Mask, rule_of_tensor
 from .attention import by_alignment
 from .attention_request import (
     Call,
@@ -31,6 +32,7 @@ from .attention_request import (
 )
 from .attention_torch import torch_attention, with_positive_scale
 from .autocast import autocast_low_precision
+from .dropout import check_share, drawn_seed
 
 
 @by_alignment
@@ -48,10 +50,12 @@ def scaled_dot_product_attention(
 
     Same signature and meaning: query [..., Hq, L, E], key [..., H, S, E], value [..., H, S, Ev], with
     broadcast leading dimensions; is_causal is aligned top-left (query i sees keys 0 to i), unlike
-    attention(causal=True) when L != S.  A boolean attn_mask that is the same for all queries, [..., 1,
-    S] or expanded from it (padding of any pattern), runs on the kernels, beside is_causal too, which
-    torch does not take.  Other masks and dropout_p > 0 run on torch's own operator; where another
-    backend was made the default by name they raise BackendError.
+    attention(causal=True) when L != S.  A boolean attn_mask runs on the kernels, beside is_causal too,
+    which torch does not take: one that is the same for all queries, [..., 1, S] or expanded from it, as
+    an interval for each key; any other as masks.boolean, whose table is kept as long as the tensor, for
+    the next layer.  So does a floating-point attn_mask of any shape that torch takes, with its
+    gradient; nothing of the size of the scores is made where it is broadcast.  Dropout is attention's,
+    with a seed from torch's generator; on backend "torch" it is torch's own.
 
     Raises: TypeError, ValueError: an argument does not fit.
 
@@ -69,14 +73,16 @@ def scaled_dot_product_attention(
         check_tensor(name, argument, x)
     if min(query.ndim, key.ndim, value.ndim) < 2:
         refuse(name, "query, key or value", "of fewer than 2 dimensions", "[..., L, E]", "Reshape it.")
-    do = "Pass 0.0 for none."
-    dropout_p = check_number(name, "dropout_p", dropout_p, 0, 1, "0 to 1", do)
+    share = check_share(name, dropout_p)
     is_causal = check_flag(name, "is_causal", is_causal)
     enable_gqa = check_flag(name, "enable_gqa", enable_gqa)
+    if isinstance(scale, Tensor) and scale.ndim == 0 and not scale.requires_grad:
+        scale = scale.item()  # as torch takes it
     scale = check_scale(name, scale)
     q, k, v = autocast_low_precision(query, key, value)
-    q_heads, k_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k))
-    if not enable_gqa and q.ndim > 2 and k_heads != 1 and k_heads != q_heads:
+    q_heads, k_heads, v_heads = (t.shape[-3] if t.ndim > 2 else 1 for t in (q, k, v))
+    heads = q_heads if enable_gqa else max(q_heads, k_heads, v_heads)
+    if not enable_gqa and not all(spreads(n, heads) for n in (q_heads, k_heads)):
         refuse(
             name,
             "key",
@@ -96,21 +102,27 @@ def scaled_dot_product_attention(
                 "Expand it.",
             )
         lead = torch.broadcast_shapes(lead, x.shape[:-3])
-    q, k, v = (_as_4d(t, lead, 1 if enable_gqa else q_heads) for t in (q, k, v))
+    of_keys = k_heads if k_heads > 1 or v_heads == 0 or heads % v_heads else v_heads  # 1 for several
+    given_heads = (heads, of_keys, of_keys) if enable_gqa else (heads,) * 3
+    q, k, v = (_as_4d(t, lead, n) for t, n in zip((q, k, v), given_heads, strict=True))
     check_attention(name, q, k, v, ("query", "key", "value"))
     check_dtensors(name, {"query": query}, {"key": key, "value": value, "attn_mask": attn_mask})
     keys = None
     if attn_mask is not None:
-        keys = _check_mask(name, attn_mask, is_causal, dropout_p, q, k, lead)
-    if dropout_p > 0.0 or (attn_mask is not None and keys is None):
-        backends.choose(name, None, (query,), _mask_reasons)
-        return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        keys = _check_mask(name, attn_mask, q, k, lead)
+    added = attn_mask is not None and attn_mask.dtype != torch.bool
     given = {"query": query, "key": key, "value": value}
     options: dict[str, Any] = {}
     if attn_mask is not None:
         given["attn_mask"] = attn_mask
+    if attn_mask is not None and added:
+        options = {"bias": _bias_of(attn_mask, lead)}
+    elif keys is not None:
         options = dict(zip(("begin", "end"), _intervals_of(keys), strict=True))
-    request = attention_request(
+    elif attn_mask is not None:
+        options = {"mask": Mask(rule=rule_of_tensor(_pairs_of(attn_mask, lead)))}
+    make_request = functools.partial(
+        attention_request,
         name,
         q,
         k,
@@ -118,31 +130,40 @@ def scaled_dot_product_attention(
         inputs={"query": q, "key": k, "value": v},
         bands=(Band(None, 0, 0, True),) if is_causal else (),
         scale=scale,
+        dropout_p=share,
         **options,
     )
-    if attn_mask is not None:
-        backend = backends.choose(name, None, (q, k, v), lambda b: _keys_reasons(b, request))
+    request = make_request()
+    if attn_mask is not None or share:
+        backend = backends.choose(name, None, (q, k, v), lambda b: _mask_reasons(b, request))
         if backend == "torch":
-            if is_causal:
-                shape = (q.shape[2], k.shape[2])
-                attn_mask = attn_mask & torch.ones(shape, dtype=torch.bool, device=q.device).tril()
-            return _by_torch(query, key, value, attn_mask, 0.0, False, scale, enable_gqa)
+            if is_causal and attn_mask is not None:
+                is_causal, shape = False, (q.shape[2], k.shape[2])
+                seen = torch.ones(shape, dtype=torch.bool, device=q.device).tril()
+                attn_mask = attn_mask.masked_fill(~seen, -math.inf) if added else attn_mask & seen
+            return _by_torch(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     else:
         backend = request.choose(None)
-    made: Any = request.run_by(backend)
-    if q.shape != query.shape or k.shape != key.shape or v.shape != value.shape:
-        made = made(q, k, v, *options.values()) if isinstance(made, Call) else made
-        return made.reshape((*lead, *query.shape[-3:-1], made.shape[-1]))
+    if share:
+        request = make_request(dropout_seed=drawn_seed(share, q))
+    made: Any
+    if share or q.shape != query.shape or k.shape != key.shape or v.shape != value.shape:
+        made = request.made_by(backend)
+        of_heads = (heads,) if max(query.ndim, key.ndim, value.ndim) > 2 else ()
+        return made.reshape((*lead, *of_heads, *made.shape[-2:]))
+    made = request.run_by(backend)
     if not isinstance(made, Call):
         return made
-    if attn_mask is None:
-        return made  # type: ignore[return-value]
-    prepare = _quick_intervals(attn_mask, keys)
+    if attn_mask is None or added:
+        return replace(made, names=list(given)) if added else made  # type: ignore[return-value]
+    prepare = None if keys is None else _quick_intervals(attn_mask, keys)
     if prepare is None:
-        S = k.shape[2]
+        S, by_keys = k.shape[2], keys is not None
 
         def prepare(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
-            return q, k, v, *_intervals_of(_keys_of(mask, q, S, lead))
+            if by_keys:
+                return q, k, v, *_intervals_of(_keys_of(mask, q, S, lead))
+            return q, k, v, _pairs_of(mask, lead)
 
     return made.after(list(given), (q, k, v, attn_mask), prepare)  # type: ignore[return-value]
 
@@ -186,23 +207,21 @@ def _quick_intervals(mask: Tensor, keys: Any) -> Callable[..., tuple[Tensor, ...
 def _check_mask(
     operator: str,
     mask: Tensor,
-    is_causal: bool,
-    dropout_p: float,
     q: Tensor,
     k: Tensor,
     lead: Sequence[int],
 ) -> Tensor | None:
-    """A boolean or floating-point tensor for scores [..., Sq, Sk], beside is_causal only if kernels
-    take it.  Returns what they take, which keys are seen, [B | 1, H | 1, Sk]."""
+    """A boolean or floating-point tensor for scores [..., Sq, Sk].  Returns which keys are seen,
+    [B | 1, H | 1, Sk], of a boolean one that is the same for all queries."""
     check_mask_tensor(operator, "attn_mask", mask)
     check_on(operator, "attn_mask", mask, q.device)
     H, L, S = q.shape[1], q.shape[2], k.shape[2]
     scores = zip(mask.shape[::-1], (S, L), strict=False)
     outer = zip(mask.shape[:-2][::-1], (H, *lead[::-1]), strict=False)
     if (
-        mask.ndim < 2
+        not 1 <= mask.ndim <= 3 + len(lead)
         or any(not spreads(n, size) for n, size in scores)
-        or any(not spreads(n, size) and size != 1 for n, size in outer)
+        or any(not spreads(n, size) for n, size in outer)
     ):
         refuse(
             operator,
@@ -211,16 +230,22 @@ def _check_mask(
             f"a shape that broadcasts to {[*lead, H, L, S]}",
             "Pass a mask [L, S] of queries and keys.",
         )
-    keys = None if dropout_p > 0.0 else _keys_of(mask, q, S, lead)
-    if is_causal and keys is None:
-        refuse(
-            operator,
-            "attn_mask",
-            "given beside is_causal=True",
-            "the place of is_causal",
-            "Write the causal mask into attn_mask.",
-        )
-    return keys
+    return _keys_of(mask, q, S, lead)
+
+
+def _pairs_of(mask: Tensor, lead: Sequence[int]) -> Tensor:
+    """A boolean mask as [B | 1, H | 1, L | 1, S | 1], a view where it can be."""
+    x = _bias_of(mask, lead)
+    return x[(None,) * (4 - x.ndim)]
+
+
+def _bias_of(mask: Tensor, lead: Sequence[int]) -> Tensor:
+    """A mask of up to 4 dimensions, which broadcasts to scores [B, H, Sq, Sk]."""
+    batch = mask.shape[:-3]
+    if len(batch) == 0 or len(lead) == 1:
+        return mask
+    whole = mask if all(n == 1 for n in batch) else mask.expand(*lead, *mask.shape[-3:])
+    return whole.flatten(0, -4)
 
 
 def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | None:
@@ -241,15 +266,10 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
     return keys.expand(*lead, heads, S).reshape(q.shape[0], heads, S)
 
 
-def _keys_reasons(backend, request) -> Iterator[Reason]:
-    """Of a mask of keys, which torch's own operator takes as a tensor."""
+def _mask_reasons(backend, request) -> Iterator[Reason]:
+    """Of dropout and masks, which torch's own operator takes too."""
     if backend != "torch":
-        yield from request.reasons(backend)
-
-
-def _mask_reasons(backend: str) -> Iterator[Reason]:
-    if backend != "torch":
-        yield "attn_mask and dropout_p run on backend 'torch' only"
+        yield from request.reasons(backend, backends.is_any(None))
 
 
 def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:

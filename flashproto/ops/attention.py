@@ -16,13 +16,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..reference.attention import OF_GAPS
 from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
+    STRIDED,
     Form,
     Variant,
     backward_backend,
+    has_gradient,
 )
 from . import attention_triton
 from .call import Gradient, Operator
@@ -46,8 +49,9 @@ class Settings(NamedTuple):
         return module_of(self.backend)
 
     def variant(self, tensors: Sequence[Any]) -> Variant:
-        """With vectors as kernels read them, element behind element."""
-        return self.form.variant([x.contiguous() for x in tensors])
+        """With tensors as kernels read them."""
+        named = zip(self.form.tensors, tensors, strict=True)
+        return self.form.variant([x if name in STRIDED else x.contiguous() for name, x in named])
 
 
 class SettingsQkv(NamedTuple):
@@ -150,6 +154,10 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
     )
     q, k, v, out = map(as_heads, (q, k, v, out))
     lse, *aux = map(as_rows, rows)
+    if "seqused_q" in settings.form.tensors:  # kernels write nothing in gaps
+        for x, of_gaps in zip((out, lse, *aux), OF_GAPS, strict=True):
+            if x is not None:
+                x.fill_(of_gaps)
     statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
     variant = settings.variant(tensors)
     of_all = settings.scale, settings.num_splits
@@ -158,12 +166,22 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
 
 def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
     q, k, v, *tensors = inputs
-    return [q, k, v, *outputs[:2], *tensors]
+    out, lse, _, entropy = outputs
+    return [q, k, v, out, lse, entropy, *tensors]
+
+
+def backward_inputs(
+    rows: Sequence[Any], q: Any, k: Any, v: Any, tensors: Sequence[Any] = ()
+) -> tuple[Any, ...]:
+    """What the backward takes, for who calls it by itself: without gradients of statistics, and so
+    without the entropy.  rows: gradients of out and lse, out and lse; tensors: the variant's."""
+    dout, dlse, out, lse = rows
+    return dout, dlse, *(None,) * len(AUX), q, k, v, out, lse, None, *tensors
 
 
 def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
     """dv lies in memory as dk does."""
-    q, k, v, _, _, *tensors = saved
+    q, k, v, _, _, _, *tensors = saved
     dq = like_tensor(q, q.shape[-1]) if needs[0] else None
     need_dkv = needs[1] or needs[2]
     dk, dv = (like_tensor(k, x.shape[-1]) if need_dkv else None for x in (k, v))
@@ -171,7 +189,7 @@ def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gr
 
 
 def gradients_by_head(tensors: Sequence[Any], needs: Sequence[bool]) -> list[Gradient]:
-    """Of a variant's tensors, of which those of numbers of query heads have gradients."""
+    """Of a variant's tensors, of which those of floating-point numbers have gradients."""
     return [
         New.contiguous(x.shape, x.dtype, x.device) if need and x.dtype.is_floating_point else None
         for x, need in zip(tensors, needs, strict=True)
@@ -179,10 +197,10 @@ def gradients_by_head(tensors: Sequence[Any], needs: Sequence[bool]) -> list[Gra
 
 
 def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
-    (q, k, v, out, lse, *tensors), (dq, dk, dv, *by_head) = saved, made
+    (q, k, v, out, lse, entropy, *tensors), (dq, dk, dv, *by_head) = saved, made
     q, k, v, out, dout, dq, dk, dv = map(as_heads, (q, k, v, out, grads[0], dq, dk, dv))
-    grads, lse = (dout, *map(as_rows, grads[1:])), as_rows(lse)
-    fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head)
+    grads, lse, entropy = (dout, *map(as_rows, grads[1:])), as_rows(lse), as_rows(entropy)
+    fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head, entropy)
 
 
 def fill_gradients(
@@ -199,15 +217,17 @@ def fill_gradients(
     dv: Operand | None,
     tensors: Sequence[Operand],
     by_head: Sequence[Operand | None],
+    entropy: Operand | None = None,
 ) -> None:
     """Those of dq, dk, dv and by_head that are not None; dk and dv have the same strides.
 
-    grads: of out, lse and the statistics, which have none.  by_head: for each of `tensors`.
+    grads: of out, lse and the statistics.  by_head: for each of `tensors`.
     """
     dout, dlse, *aux = grads
-    for name, gradient in zip(AUX, aux, strict=True):
-        if gradient is not None:
-            raise NotImplementedError(NO_GRADIENT.format(name))
+    of_aux = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
+    for name in of_aux:
+        if not has_gradient(name, settings.backend):
+            raise NotImplementedError(NO_GRADIENT.format(name, settings.backend))
     if q.numel() == 0:
         for gradient in (dq, dk, dv, *by_head):
             if gradient is not None:
@@ -215,12 +235,18 @@ def fill_gradients(
         return
     if dout is None:
         dout = recipe.make(New.contiguous((), q.dtype, q.device)).zero_().expand(*out.shape)
+    for name, x in (("seqused_q", dq), ("seqused_k", dk), ("seqused_k", dv)):
+        if name in settings.form.tensors and x is not None:
+            x.zero_()
     lse, dout = lse.contiguous(), dout.to(q.dtype)  # hooks of saved tensors need not keep strides
     variant = settings.variant(tensors)
     wanted = dict(zip(settings.form.tensors, by_head, strict=True))
-    dheads = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
+    dheads: dict[str, Any] = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
     ordered = settings.deterministic or torch.are_deterministic_algorithms_enabled()
-    backend = backward_backend(settings.backend, variant.kind, ordered, dheads)
+    wider_keys = q.shape[-1] != v.shape[-1]
+    backend = backward_backend(settings.backend, variant.kind, ordered, dheads, wider_keys)
+    if "entropy" in of_aux:
+        dheads["entropy"] = entropy, of_aux["entropy"].contiguous()
     module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, ordered, **dheads
     )
@@ -233,12 +259,12 @@ attention = Operator(
     settings=Settings,
     makes=makes,
     forward=forward,
-    saved="q, k, v, out, lse, *tensors",
+    saved="q, k, v, out, lse, entropy?, *tensors",
     saves=saves,
     gradients=gradients,
     backward=backward,
     differentiable=4,
-    refused=len(AUX),
+    seldom=len(AUX),
     backward_name="attention_backward",
 )
 

@@ -6,6 +6,7 @@ Legend: q, out, dout, dq [B, Hq, Sq, D], k, v, dk, dv [B, Hkv, Sk, D]; lse, dlse
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..kernels.hopper.items import MOST_PROGRAMS, TURNS
 from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, query_slots_kernel, visits_kernel
 from ..kernels.scores import Given
 from ..variant import Variant, main_backward
-from .attention_triton import LOG2E, SMALLEST_SCALE, given_to
+from .attention_triton import LOG2E, SMALLEST_SCALE, columns_for, given_to
 from .descriptors import UNUSED_STRIDE, boxed, readable
 from .device import cdiv, multiprocessors, outside_memory_pool
 from .recipe import New, Operand, Recipe, Table, Zeroed
@@ -102,14 +103,14 @@ work_table_of = functools.cache(WorkTable)
 
 
 def boxes_of_queries(
-    config: configs.HopperForward, shape: Shape, strides: Shape, group: int
+    config: configs.HopperForward, shape: Shape, strides: Shape, group: int, columns: int = 0
 ) -> tuple[Shape, Shape, Shape]:
-    """(shape, strides, box) of q as a consumer's rows are fetched; packed, the heads of a group are a
-    dimension inside of the queries."""
+    """(shape, strides, box) of q as a consumer's rows are fetched, so many columns of them or D;
+    packed, the heads of a group are a dimension inside of the queries."""
     if config.PACK == 1:
-        return shape, strides, (1, 1, 64, config.D)
+        return shape, strides, (1, 1, 64, columns or config.D)
     (B, Hq, Sq, head_dim), (b, h, s, one) = shape, strides
-    box = (1, 1, config.CQ, config.PACK, config.D)
+    box = (1, 1, config.CQ, config.PACK, columns or config.D)
     return (B, Hq // group, Sq, group, head_dim), (b, group * h, s, h, one), box
 
 
@@ -132,19 +133,20 @@ def work_on_device(
     max_score: Operand | None,
 ) -> Any:
     """What the kernel is given, see kernels/scores.py, and the steps that make it: which key tiles are
-    visited, where intervals or lengths on the device say so."""
+    visited, where intervals, a table or lengths on the device say so."""
     kind, BM, BN = variant.kind, config.BQ, config.BN
     start = len(recipe.steps)
     given = given_to(recipe, variant, q, k, BN, keeping=False, max_score=max_score)
     Sq, Sk = q.shape[2], k.shape[2]
     constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind, "num_warps": 1}
-    if kind.INTERVALS:
-        rows, tiles = given.work.shape[0], cdiv(Sq, BM)
+    if kind.LISTS:
+        of = given.table if kind.TABLE else given.begin
+        rows, tiles = of.shape[0] * of.shape[1], cdiv(Sq, BM)
         work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
         numbers = Sq, Sk, diagonal(variant, Sk)
         recipe.launch(visits_kernel, rows * tiles, work, *numbers, given, **constants)
         name = "visits", BM, BN, kind, *numbers, given.left, given.first
-        recipe.keep(start, work, given.begin, name)
+        recipe.keep(start, work, of, name)
     elif kind.VARLEN:
         slots = slots_of(variant, Sq, BM)
         work = records(recipe, slots, q.device)
@@ -204,11 +206,12 @@ def forward(
     """Fill out, lse and max_score, if it is not None; no tensor is empty.  What TMA cannot read is
     copied.  num_splits: of the keys at most; 0, as many as are best."""
     q, k, v = map(readable, (q, k, v))
-    (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
+    (B, Hq, Sq, head_dim), (_, Hkv, Sk, head_dim_v) = q.shape, v.shape
     group, most = Hq // Hkv, multiprocessors(q.device)
     seen = keys_seen(variant, Sq, Sk)
+    left = variant.named.get("left")
     config = configs.attention_forward_hopper(
-        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen, num_splits
+        head_dim, Sk, variant.kind, Sq, B * Hkv, group, most, seen, num_splits, left, head_dim_v
     )
     heads = Hq if config.PACK == 1 else Hkv  # of work items
     tiles = cdiv(Sq, config.BQ)
@@ -220,27 +223,32 @@ def forward(
         parts = configs.forward_parts(config, B * heads, Sq, seen, most, num_splits)
         total *= parts
         rows = (B * parts, Hq, Sq)
-        to = recipe.make(New.contiguous((*rows, head_dim), torch.float32, q.device))
+        to = recipe.make(New.contiguous((*rows, head_dim_v), torch.float32, q.device))
         lse_to = recipe.make(New.contiguous(rows, torch.float32, q.device))
     programs = min(total, most * config.PROGRAMS)
     together = configs.heads_together_forward(config, B, Hq, Hkv, Sk)
     offset = diagonal(variant, Sk)
     order: Any = lse  # which is not read
     if config.HAS_WORK_TABLE:
-        left = variant.named.get("left", 0)
-        work = work_table_of(config, B * heads, together, Sq, Sk, offset, programs, q.device, left)
+        table = config, B * heads, together, Sq, Sk, offset, programs, q.device, left or 0
+        work = work_table_of(*table)
         order = Table(work.on_device)
     if config.DYNAMIC:
         programs = min(programs, MOST_PROGRAMS.value)
         order = Zeroed(TURNS.value)
     keys = (1, 1, config.BN, config.D)
+    more: dict[str, Any] = {}
+    if config.MORE:
+        boxes = boxes_of_queries(config, q.shape, q.strides, group, config.MORE)
+        more["more_q_desc"] = boxed(q, *boxes)
+        more["more_k_desc"] = boxed(k, k.shape, k.strides, (1, 1, config.BN, config.MORE))
     given = work_on_device(recipe, config, variant, q, k, max_score)
     recipe.launch(
         attention_forward_kernel,
         programs,
         boxed(q, *boxes_of_queries(config, q.shape, q.strides, group)),
         boxed(k, k.shape, k.strides, keys),
-        boxed(v, k.shape, v.strides, keys),
+        boxed(v, v.shape, v.strides, keys),
         to,
         lse_to,
         order,
@@ -254,11 +262,12 @@ def forward(
         Sk,
         offset,
         *eighths(to.strides),
-        head_dim,
+        head_dim_v,
         max(scale, SMALLEST_SCALE) * LOG2E,
         given,
         parts,
         CFG=config,
+        **more,
         num_warps=4,
         maxnreg=config.max_registers,
     )
@@ -307,23 +316,27 @@ def backward(
     ordered: bool,
     sinks: Operand | None = None,
 ) -> None:
-    """Fill dq, dk and dv, of which dk and dv have the same strides, and the gradient of the sinks; one
-    that is None is not wanted.
+    """Fill dq, dk and dv, of which dk and dv of one head_dim have the same strides, and the gradient of
+    the sinks; one that is None is not wanted.
 
     ordered: dq is summed in a fixed order.  What TMA cannot read is copied.
     """
     if dq is None:
         dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
     if dk is None or dv is None:
-        dk, dv = (recipe.make(New.contiguous(k.shape, k.dtype, k.device)) for _ in range(2))
+        dk, dv = (recipe.make(New.contiguous(x.shape, x.dtype, x.device)) for x in (k, v))
     q, k, v, out, dout = map(readable, (q, k, v, out, dout))
     dlse = None if dlse is None else dlse.contiguous()
     (B, Hq, Sq, head_dim), (_, Hkv, Sk, _) = q.shape, k.shape
     given_sinks, variant = variant.named.get("sinks"), main_backward(variant)
     offset, positive_scale = diagonal(variant, Sk), max(scale, SMALLEST_SCALE)
     most = multiprocessors(q.device)
-    config = configs.attention_backward_hopper(head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv)
+    head_dim_v = v.shape[3]
+    config = configs.attention_backward_hopper(
+        head_dim, Sk, variant.kind, ordered, B * Hkv, Hq // Hkv, head_dim_v
+    )
     D, BM, BN, varlen = config.D, config.BM, config.BN, variant.kind.VARLEN
+    of_sums = D + config.MORE
     query_tiles, key_tiles = cdiv(Sq, BM), cdiv(Sk, BN)
     if varlen:
         query_tiles, key_tiles = slots_of(variant, Sq, BM), slots_of(variant, Sk, BN)
@@ -338,7 +351,7 @@ def backward(
     rows = B * Hq * padded
     # One piece of memory: sums of dQ, lse and delta, counters and numbers of work items.
     finished = 4 * cdiv(B * Hq, 4)  # counters, so many that the next are at a multiple of 16 bytes
-    words = rows * D, rows * LD // 2, finished, FIRST_TURN.value + B * Hq * query_tiles
+    words = rows * of_sums, rows * LD // 2, finished, FIRST_TURN.value + B * Hq * query_tiles
     scratch = recipe.make(New.contiguous((sum(words),), torch.float32, q.device))
     sums = scratch.part(0, torch.float32, words[0] // 32, 32)
     terms = scratch.part(4 * words[0], torch.bfloat16, rows, LD)
@@ -346,7 +359,7 @@ def backward(
     given = given_to(recipe, variant, q, k, BN)
     lengths: Given | tuple[()] = ()  # what other kernels than the main one are given
     if varlen:
-        names = "cu_seqlens_q", "cu_seqlens_k", "sequences", "queries", "keys"
+        names = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "sequences", "queries", "keys"
         lengths = Given(**{name: getattr(given, name) for name in names})
         made, work = (records(recipe, key_tiles, q.device) for _ in range(2))
         constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": variant.kind}
@@ -355,35 +368,45 @@ def backward(
         )
         recipe.launch(order_kernel, key_tiles, made, work, key_tiles, BLOCK=256, num_warps=1)
         given = given._replace(work=work)
+    if variant.kind.TABLE:
+        given = given._replace(columns=columns_for(recipe, variant, given, q, k, BM, BN, marked=True))
     if not variant.kind.PLAIN:
         given = given._replace(rows=2 * Sq + 1)  # as `counts` of kernels/scores.py has it
     lse2, delta = None, None
     if sinks is not None:
         lse2, delta = (recipe.make(New.contiguous(lse.shape, lse.dtype, lse.device)) for _ in range(2))
+        if "seqused_q" in variant.named:  # nothing is written in gaps
+            lse2, delta = lse2.fill_(math.inf), delta.zero_()
     recipe.launch(
         preprocess_kernel, rows // PREPROCESS_ROWS,
         out, dout, lse, lse if dlse is None else dlse, terms, sums, counts,
-        Sq, padded, zeroed, Hq, head_dim, *eighths(out.strides), *eighths(dout.strides),
+        Sq, padded, zeroed, Hq, head_dim_v, *eighths(out.strides), *eighths(dout.strides),
         1 / LOG2E if variant.kind.CURVED and variant.kind.RESCALES else positive_scale,
         HAS_DLSE=dlse is not None, FIRST=config.FIRST, D=D, R=PREPROCESS_ROWS, BM=BM, PDL=True,
-        lse2_ptr=lse2, delta_ptr=delta, given=lengths, VARLEN=varlen, num_warps=4,
+        lse2_ptr=lse2, delta_ptr=delta, given=lengths, VARLEN=varlen, MORE=config.MORE, num_warps=4,
     )  # fmt: skip
     queries, keys = ((x, D, varlen) for x in (BM, BN))
+    more: dict[str, Any] = {}
+    if config.MORE:
+        more_queries, more_keys = ((x, config.MORE, varlen) for x in (BM, BN))
+        more["more_q_desc"] = boxed(q, *boxes_of_heads(q.shape, q.strides, *more_queries))
+        more["more_k_desc"] = boxed(k, *boxes_of_heads(k.shape, k.strides, *more_keys))
+        more |= zip(("v_b", "v_h", "v_s", "D_v"), (*eighths(dv.strides), head_dim_v), strict=True)
     recipe.launch(
         attention_backward_kernel, programs,
         boxed(q, *boxes_of_heads(q.shape, q.strides, *queries)),
-        boxed(dout, *boxes_of_heads(q.shape, dout.strides, *queries)),
+        boxed(dout, *boxes_of_heads(dout.shape, dout.strides, *queries)),
         boxed(k, *boxes_of_heads(k.shape, k.strides, *keys)),
-        boxed(v, *boxes_of_heads(k.shape, v.strides, *keys)),
+        boxed(v, *boxes_of_heads(v.shape, v.strides, *keys)),
         boxed(terms, terms.shape, terms.strides, (BM, LD)),
         boxed(sums, sums.shape, sums.strides, SUMS_BOX), sums, counts, dk, dv,
         key_tiles, query_tiles, Hq, Hq // Hkv, B * Hkv, together, Sk, offset,
         *eighths(dk.strides), head_dim, scale, positive_scale * LOG2E, given,
-        CFG=config, num_warps=4, launch_pdl=True,
+        CFG=config, **more, num_warps=4, launch_pdl=True,
     )  # fmt: skip
     recipe.launch(
         postprocess_kernel,
-        rows * D // (64 * config.NQ),
+        rows * of_sums // (64 * config.NQ),
         sums,
         dq,
         counts,
@@ -396,7 +419,7 @@ def backward(
         *eighths(dq.strides),
         scale,
         lengths,
-        D=D,
+        D=of_sums,
         N=config.NQ,
         BM=BM,
         VARLEN=varlen,

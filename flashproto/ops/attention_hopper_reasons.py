@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 
 from ..backends import Reason
+from ..configs.hopper import more_columns
+
+# A cache's calls that are quicker there: from so many query rows of a key head on, or so many key heads
+# of all sequences.  docs/hopper.md has the measurements.
+CACHE_ROWS, CACHE_HEADS = 65, 128
 
 
 def hopper_cache_reasons(
     q: Tensor,
     k_cache: Tensor,
     page_table: Tensor | None,
+    sequences: int,
     prefix: bool,
     rolls: bool,
     any_of: bool,
 ) -> Iterator[Reason]:
-    """What they do not take of a call with a cache, beside the above; q [B, Hq, Sq, D], k_cache [pages,
-    page size, Hkv, D].  any_of: no backend was asked for."""
+    """What they do not take of a call with a cache, beside the above; q [B, Hq, Sq, D] or, of all
+    sequences, [1, Hq, T, D]; k_cache [pages, page size, Hkv, D].  any_of: no backend was asked for, and
+    the quickest is wanted."""
     if k_cache.dtype != q.dtype:
         yield "the cache is {} and q {}; the kernels take one dtype", k_cache.dtype, q.dtype
     if prefix:
@@ -30,20 +37,48 @@ def hopper_cache_reasons(
         yield "page_size is {}; the kernels take powers of 2 from 16 on", size
     if page_table is None and rolls and size % 128:
         yield "the cache rolls in {} slots; the kernels take multiples of 128", size
-    if any_of:
-        yield "with a cache it is not measured yet, and runs where it is asked for by name"
+    heads = k_cache.shape[2]
+    rows = q.shape[0] * q.shape[2] * q.shape[1] // max(sequences * heads, 1)
+    if any_of and rows < CACHE_ROWS and sequences * heads < CACHE_HEADS:
+        yield (
+            "{} query rows of each of {} key heads are few; triton is no slower then, and "
+            "hopper runs if it is asked for by name",
+            rows,
+            sequences * heads,
+        )
 
 
-def hopper_attention_reasons(q: Tensor, k: Tensor, v: Tensor) -> Iterator[Reason]:
-    """What TMA and the tiles of kernels/hopper do not take."""
+def hopper_attention_reasons(
+    q: Tensor, k: Tensor, v: Tensor, any_of: bool = False, table: bool = False
+) -> Iterator[Reason]:
+    """What TMA and the tiles of kernels/hopper do not take.  any_of: no backend was asked for; table:
+    the mask has one."""
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"
         return
-    if Dv != D:
-        yield "q and k have head_dim {} and v has {}; the kernels take one for all", D, Dv
+    if Dv != D and not more_columns(D, Dv):
+        yield (
+            "q and k have head_dim {} and v has {}; the kernels take one for all, or 136 to 192 and up "
+            "to 128",
+            D,
+            Dv,
+        )
+    elif Dv != D and table:
+        yield "q and k have head_dim {} and v has {}; a mask with a table takes one for all", D, Dv
+    elif Dv != D and any_of:
+        yield (
+            "q and k have head_dim {} and v has {}, whose kernels were not measured yet; hopper runs "
+            "if it is asked for by name",
+            D,
+            Dv,
+        )
+    if table and any_of:
+        yield "a mask with a table was not measured there yet; hopper runs if it is asked for by name"
     if D > 256 or D % 8:
         yield "head_dim is {}; the kernels take multiples of 8 up to 256", D
+    if Dv % 8:
+        yield "v has head_dim {}; the kernels take multiples of 8", Dv
     if q.numel() == 0 or k.numel() == 0:
         yield "q or k is empty"
     if k.shape[1] * D >= 2**25:

@@ -15,7 +15,7 @@ import torch
 from .. import configs
 from ..kernels.attention_decode import attention_decode_kernel, merge_kernel
 from ..kernels.scores import Given
-from ..variant import Variant
+from ..variant import STRIDED, Variant
 from .device import capability, cdiv, has_dependent_launches, multiprocessors
 from .private import allows_tf32
 from .recipe import New, Operand, Recipe
@@ -97,12 +97,27 @@ def given_of(variant: Variant) -> Any:
     """What kernels take of a variant, but for what launches make: Given, or () of a plain kind."""
     if variant.kind.PLAIN:
         return ()
-    named = {name: x.contiguous() if isinstance(x, Operand) else x for name, x in variant.named.items()}
+    named = {
+        name: x.contiguous() if isinstance(x, Operand) and name not in STRIDED else x
+        for name, x in variant.named.items()
+    }
     given = Given(**named)
+    if variant.kind.RELATIVE_BIAS:
+        rows, columns = given.relative_bias.shape
+        given = given._replace(
+            relative_row=1 if rows > 1 else 0,
+            relative_columns=2 * columns + 1,
+            relative_offset=4 * given.relative_offset + 2,
+        )
     if variant.kind.INTERVALS:
         batch, heads, _ = given.begin.shape
         given = given._replace(
             row_of_batch=heads if batch > 1 else 0, row_of_head=1 if heads > 1 else 0
+        )
+    if variant.kind.TABLE:
+        batch, heads, *_ = given.table.shape
+        given = given._replace(
+            table_of_batch=heads if batch > 1 else 0, table_of_head=1 if heads > 1 else 0
         )
     return given
 

@@ -6,7 +6,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,12 +17,19 @@ from ..kernels.attention_backward import (
     attention_backward_queries_kernel,
     attention_backward_rows_kernel,
 )
+from ..kernels.attention_backward_bias import (
+    attention_backward_bias_kernel,
+    attention_backward_distances_kernel,
+    attention_backward_relative_kernel,
+)
 from ..kernels.attention_forward import attention_forward_kernel
-from ..kernels.schedule import intervals_kernel
+from ..kernels.schedule import columns_kernel, intervals_kernel
+from ..kernels.scores import Given
 from ..variant import Kind, Variant
 from . import attention_split, private
 from .attention_split import LOG2E, SMALLEST_SCALE, given_of
-from .device import capability, cdiv
+from .column_sums import column_sums
+from .device import capability, cdiv, multiprocessors
 from .recipe import New, Operand, Recipe
 
 ROWS_BLOCK_M = 64
@@ -42,6 +49,7 @@ def is_wide(*tensors: Operand | None) -> bool:
 def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) -> dict[str, Any]:
     """The constants that the kernels share, and the options."""
     D = q.shape[3]
+    fits = configs.attention_takes_tf32(capability(q.device), D, Dv)
     return {
         "D": D,
         "DV": Dv,
@@ -50,7 +58,7 @@ def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) 
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "KIND": kind,
-        "TF32": q.dtype == torch.float32 and private.allows_tf32(),
+        "TF32": q.dtype == torch.float32 and private.allows_tf32() and fits,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
@@ -72,6 +80,9 @@ def given_to(
     if variant.kind.PLAIN:
         return given
     given = given._replace(**made)
+    if variant.kind.BIAS:
+        batch, head, row, column = given.bias.expand(*q.shape[:3], k.shape[2]).stride()
+        given = given._replace(bias_batch=batch, bias_head=head, bias_row=row, bias_column=column)
     if variant.kind.INTERVALS:
         batch, heads, Sk = given.begin.shape
         n_tiles, rows = cdiv(Sk, block_n), batch * heads
@@ -90,6 +101,49 @@ def given_to(
         sequences, queries, keys = (2 * n + 1 for n in sizes)  # see `counts` of kernels/scores.py
         given = given._replace(sequences=sequences, queries=queries, keys=keys)
     return given
+
+
+def columns_for(
+    recipe: Recipe,
+    variant: Variant,
+    given: Any,
+    q: Operand,
+    k: Operand,
+    block_m: int,
+    block_n: int,
+    marked: bool = False,
+) -> Operand:
+    """Which query tiles each key tile visits, by a mask's table; kept with it.  marked: see
+    columns_kernel."""
+    batch, heads, *_ = given.table.shape
+    Sq, Sk = lengths(variant, q, k)
+    key_tiles = cdiv(Sk, block_n)
+    start = len(recipe.steps)
+    shape = (batch * heads, key_tiles, 1 + cdiv(Sq, block_m))
+    columns = recipe.make(New.contiguous(shape, torch.int32, q.device))
+    # The kernel is compiled for bands, and given no more than these.
+    own = variant.kind
+    kind = Kind(CAUSAL=own.CAUSAL, WINDOW=own.WINDOW, FIRST=own.FIRST)
+    bands = () if kind.PLAIN else Given(left=given.left, first=given.first)
+    if batch * heads * key_tiles:
+        recipe.launch(
+            columns_kernel,
+            batch * heads * key_tiles,
+            columns,
+            given.table,
+            Sq,
+            Sk,
+            variant.offset,
+            bands,
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            KIND=kind,
+            MARKED=marked,
+            num_warps=1,
+        )
+    band = variant.offset, kind, given.left, given.first
+    recipe.keep(start, columns, given.table, ("columns", band, block_m, block_n, marked))
+    return columns
 
 
 def programs(variant: Variant, tokens: int, block: int, heads: int) -> int:
@@ -128,7 +182,7 @@ def forward(
         cache = attention_split.Cache()
         attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
-    config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv)
+    config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv, variant.kind)
     given = given_to(recipe, variant, q, k, config.block_n, max_score=max_score, entropy=entropy)
     recipe.launch(
         attention_forward_kernel,
@@ -171,13 +225,17 @@ def backward(
     ordered: bool,
     sinks: Operand | None = None,
     alibi_slopes: Operand | None = None,
+    bias: Operand | None = None,
+    relative_bias: Operand | None = None,
+    entropy: tuple[Operand, Operand] | None = None,
 ) -> None:
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
-    strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes: the gradients
-    of these."""
+    strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes, bias,
+    relative_bias: the gradients of these.  entropy: that of the rows, and its gradient."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
-    kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=False)
+    block_m = ROWS_BLOCK_M if Dv <= 256 else ROWS_BLOCK_M // 2
+    kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=entropy is not None)
     variant = variant._replace(kind=kind) if not kind.PLAIN else Variant(kind, variant.offset)
     for_keys, for_queries = configs.attention_backward(
         capability(q.device), q.element_size(), D, Dv, kind, alibi_slopes is not None
@@ -197,10 +255,17 @@ def backward(
     )
     strides = (*q.stride(), *k.stride(), *v.stride(), *dout.stride())
     wide = is_wide(q, k, v, out, dout, dq, dk, dv)
-    given = given_to(recipe, variant, q, k, for_queries.block_n, slope_sums=slope_sums)
+    more: dict[str, Any] = {"slope_sums": slope_sums}
+    of_sinks = delta
+    if entropy is not None:
+        more |= {"entropy": entropy[0], "entropy_gradient": entropy[1]}
+        more["entropy_weights"] = recipe.make(rows)
+        if sinks is not None:
+            more["sink_delta"] = of_sinks = recipe.make(rows)
+    given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
     recipe.launch(
         attention_backward_rows_kernel,
-        cdiv(Sq, ROWS_BLOCK_M) * B * Hq,
+        cdiv(Sq, block_m) * B * Hq,
         out,
         dout,
         lse,
@@ -219,10 +284,14 @@ def backward(
         WIDE=wide,
         DV=Dv,
         BLOCK_DV=configs.padded_head_dim(Dv),
-        BLOCK_M=ROWS_BLOCK_M,
+        BLOCK_M=block_m,
         num_warps=4,
     )
     if dk is not None and dv is not None:
+        for_dk = given
+        if kind.TABLE:
+            tiles = for_keys.block_m, for_keys.block_n
+            for_dk = given._replace(columns=columns_for(recipe, variant, given, q, k, *tiles))
         recipe.launch(
             attention_backward_keys_kernel,
             programs(variant, Sk, for_keys.block_n, B * Hkv),
@@ -238,11 +307,21 @@ def backward(
             *dk.stride(),
             *dv.stride(),
             *sizes,
-            given,
+            for_dk,
             WIDE=wide,
             **constants(for_keys, q, Dv, kind),
         )
-    if dq is None and slope_sums is not None:
+    tensors = q, k, v, dout, lse2, delta
+    scores = Scores(variant, tensors, strides, sizes[:-1], given, wide)
+    if bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk):  # it is dS
+        if kind.CAUSAL or kind.WINDOW or kind.INTERVALS or kind.TABLE:  # not all tiles are visited
+            bias.zero_()
+        given = given._replace(bias_gradient=bias, heads=Hq)
+    elif bias is not None:
+        backward_bias(recipe, scores, bias)
+    if relative_bias is not None:
+        backward_relative_bias(recipe, scores, relative_bias)
+    if dq is None and (slope_sums is not None or (kind.BIAS and given.bias_gradient is not None)):
         dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
     if dq is not None:
         recipe.launch(
@@ -263,7 +342,7 @@ def backward(
             SLOPES=slope_sums is not None,
             **constants(for_queries, q, Dv, kind),
         )
-    for gradient, terms in ((sinks, delta), (alibi_slopes, slope_sums)):
+    for gradient, terms in ((sinks, of_sinks), (alibi_slopes, slope_sums)):
         if gradient is not None:
             recipe.launch(
                 attention_backward_heads_kernel,
@@ -277,7 +356,111 @@ def backward(
                 Sq_given,
                 given,
                 KIND=kind,
-                SINKS=terms is delta,
+                SINKS=terms is of_sinks,
                 BLOCK=1024,
                 num_warps=4,
             )
+
+
+class Scores(NamedTuple):
+    """What kernels make dS of once more, beside recipe and gradient: their arguments."""
+
+    variant: Variant
+    tensors: tuple[Operand, ...]  # q, k, v, dout, lse2 and delta
+    strides: tuple[int, ...]  # of the first four
+    sizes: tuple[Any, ...]
+    given: Any
+    wide: bool
+
+
+def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand) -> None:
+    """Fill the gradient of a bias that is broadcast.  Sums over tiles of queries or keys are made in as
+    many parts as the card has work for."""
+    q, _, v, *_ = scores.tensors
+    (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
+    if not Sk:
+        gradient.zero_()
+        return
+    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv)
+    shape = (*(1,) * (4 - gradient.ndim), *gradient.shape)
+    batch, heads, rows, columns = (n == size for n, size in zip(shape, (B, Hq, Sq, Sk), strict=True))
+    entries = (B if batch else 1) * (Hq if heads else 1)
+    i_tiles, j_tiles = cdiv(Sq, config.block_m), cdiv(Sk, config.block_n)
+    own = entries * (i_tiles if rows else 1) * (j_tiles if columns else 1)
+    wanted = max(1, 4 * multiprocessors(q.device) // own)  # parts of the tiles that are summed over
+    i_parts, j_parts = min(wanted, i_tiles), min(wanted, j_tiles)
+    per_row = 1 if rows else cdiv(i_tiles, i_parts)
+    per_column = 1 if columns else j_tiles if not rows else cdiv(j_tiles, j_parts)
+    parts = (1 if rows else cdiv(i_tiles, per_row)) * (1 if columns else cdiv(j_tiles, per_column))
+    made = gradient
+    if parts > 1:
+        N = entries * (Sq if rows else 1) * (Sk if columns else 1)
+        made = recipe.make(New.contiguous((parts, N), torch.float32, q.device))
+    recipe.launch(
+        attention_backward_bias_kernel,
+        entries * cdiv(i_tiles, per_row) * cdiv(j_tiles, per_column),
+        *scores.tensors,
+        made,
+        *scores.strides,
+        B,
+        *scores.sizes,
+        per_row,
+        per_column,
+        scores.given,
+        WIDE=scores.wide,
+        BATCH=batch,
+        HEADS=heads,
+        ROWS=rows,
+        COLUMNS=columns,
+        **constants(config, q, Dv, scores.variant.kind),
+    )
+    if parts > 1:
+        column_sums(recipe, (made, None), (gradient, None))
+
+
+def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) -> None:
+    """Fill the gradient of a bias by distance [Hq | 1, R]."""
+    q, _, v, *_ = scores.tensors
+    (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
+    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv)
+    values = constants(config, q, Dv, scores.variant.kind)
+    block = values.pop("BLOCK_M")
+    del values["BLOCK_N"]
+    diagonals = programs(scores.variant, Sq, block, 1)
+    diagonals += programs(scores.variant, Sk, block, 1)
+    rows, R = gradient.shape
+    width = 2 * block + 2
+    sums = recipe.make(New.contiguous((B * Hq, diagonals * width), torch.float32, q.device))
+    columns = recipe.make(New.contiguous((diagonals,), torch.int32, q.device))
+    recipe.launch(
+        attention_backward_distances_kernel,
+        B * Hq * diagonals,
+        *scores.tensors,
+        sums,
+        columns,
+        *scores.strides,
+        *scores.sizes,
+        scores.given,
+        WIDE=scores.wide,
+        BLOCK=block,
+        **values,
+    )
+    shared = B * Hq // rows
+    if shared > 1:
+        whole = recipe.make(New.contiguous((rows * diagonals * width,), torch.float32, q.device))
+        partials = sums.part(0, torch.float32, shared, rows * diagonals * width)
+        column_sums(recipe, (partials, None), (whole, None))
+        sums = whole
+    recipe.launch(
+        attention_backward_relative_kernel,
+        rows * cdiv(R, 32),
+        sums,
+        columns,
+        gradient,
+        diagonals,
+        R,
+        BLOCK=block,
+        LOOKED_AT=32,
+        COLUMNS=32,
+        num_warps=4,
+    )

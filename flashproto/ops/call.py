@@ -30,7 +30,7 @@ from torch.nn import Parameter
 
 from .. import backends
 from . import private
-from .library import NO_SECOND_DERIVATIVE, first, packed, plain_values, register
+from .library import NO_SECOND_DERIVATIVE, first, own_ops, packed, plain_values, register
 from .private import (
     BATCHED_GRADIENTS,
     PRE_DISPATCH,
@@ -81,7 +81,7 @@ class Operator:
     gradients(context, grads, saved, needs): a Gradient for each input; needs: which are asked for.
     backward(recipe, context, grads, saved, made): adds the steps that fill the gradients `made`; may
         return others in their place.  grads: of the differentiable outputs, None for one without.
-    refused: of how many of these, the last ones, a gradient is an error of the backward.
+    seldom: how many of these, the last ones, have none in most calls: explain expects none.
     gives_away: the number of what is saved that the first backward may write over; others get None.
     no_gradient: why there is no backward, for the error.
     backward_name: of the backward's op, by default NAME_backward.
@@ -103,7 +103,7 @@ class Operator:
     gradients: Callable[..., Sequence[Gradient]] = lambda *_: ()
     backward: Callable[..., Sequence[Operand | None] | None] = lambda *_: None
     differentiable: int = 1
-    refused: int = 0
+    seldom: int = 0
     gives_away: int | None = None
     no_gradient: str = ""
     backward_name: str = ""
@@ -133,7 +133,7 @@ class Operator:
             for watcher in watchers.all:
                 watcher(self, inputs, settings, returns)
         if through_op(inputs) or (self.writes and transforms_active()):
-            op = getattr(torch.ops.flashproto, self.name)
+            op = getattr(own_ops(), self.name)
             results = op(*packed(self.inputs, inputs), *plain_values(settings))
             return picked((results,) if self.outputs == 1 else results, returns)
         if transforms_active() or private.forward_mode():
@@ -279,7 +279,7 @@ class Operator:
             return self.again(context, grads, saved)
         if not through_op(tensors):
             return FirstDerivative.apply(backward_now, self, context, needs, *tensors)
-        op = getattr(torch.ops.flashproto, self.backward_name)
+        op = getattr(own_ops(), self.backward_name)
         assert self.saved is not None
         results = op(*grads, *packed(self.saved, saved), *plain_values(context), needs)
         made = list(results) if isinstance(results, (tuple, list)) else [results]

@@ -16,6 +16,16 @@ from ..variant import Form
 from . import private
 from .recipe import New
 
+# Of the ops: "flashproto", or where it is part of another package that one's name too, so that two
+# copies can live in one process.
+NAMESPACE = __name__.removesuffix(".ops.library").replace(".", "_")
+
+
+def own_ops() -> Any:
+    """torch.ops.flashproto, see NAMESPACE."""
+    return getattr(torch.ops, NAMESPACE)
+
+
 NO_TANGENT = (
     "flashproto: the kernels have no forward-mode derivative (jvp); "
     "use impl='reference', which has one, or reverse mode"
@@ -125,9 +135,9 @@ def register(operator: Any) -> None:
             inputs, values = unpacked(names, args)
             operator.run(inputs, values_of(operator.settings, values), (), False).function(*inputs)
 
-        kernel_op(f"flashproto::{operator.name}", write, schema, lambda *_: None, operator.writes)
+        kernel_op(operator.name, write, schema, lambda *_: None, operator.writes)
         return
-    op = kernel_op(f"flashproto::{operator.name}", forward, schema, fake)
+    op = kernel_op(operator.name, forward, schema, fake)
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         tensors, values = unpacked(names, inputs)
@@ -194,7 +204,7 @@ def register_backward(operator: Any, tensors_or_empty: Callable[..., Any]) -> No
         raise NotImplementedError(NO_SECOND_DERIVATIVE)
 
     schema = f"({', '.join(arguments)}) -> {results}"
-    op = kernel_op(f"flashproto::{operator.backward_name}", backward, schema, fake)
+    op = kernel_op(operator.backward_name, backward, schema, fake)
     op.register_autograd(refuse)
 
 
@@ -209,11 +219,13 @@ def kernel_op(
     fake: Callable[..., Any],
     mutates_args: tuple[str, ...] = (),
 ) -> torch.library.CustomOpDef:
-    """torch.library.custom_op of a function that launches kernels, with two differences, if it changes
-    no argument: the op raises on inputs that carry tangents, which torch.library would drop, and a
-    call that `goes_straight` skips the second way through the dispatcher that torch.library takes to
-    the function, and its Python: 10 of the 20 microseconds by which an op's call is longer than that.
+    """torch.library.custom_op, in NAMESPACE, of a function that launches kernels, with two
+    differences, if it changes no argument: the op raises on inputs that carry tangents, which
+    torch.library would drop, and a call that `goes_straight` skips the second way through the
+    dispatcher that torch.library takes to the function, and its Python: 10 of the 20 microseconds by
+    which an op's call is longer than that.
     """
+    name = f"{NAMESPACE}::{name}"
     op = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
 
     def telling(*args: Any) -> Any:

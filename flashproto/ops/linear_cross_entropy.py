@@ -42,7 +42,7 @@ from .cross_entropy import (
     total,
 )
 from .device import cdiv, multiprocessors
-from .library import kernel_op
+from .library import kernel_op, own_ops
 from .linear_cross_entropy_products import (
     column_sums,
     hidden_gradient,
@@ -91,7 +91,7 @@ def linear_cross_entropy(
         *needs,
     )
     if through_op((h, weight, bias, targets, class_weight)):
-        return torch.ops.flashproto.linear_cross_entropy(*arguments)[:3]
+        return own_ops().linear_cross_entropy(*arguments)[:3]
     return LinearCrossEntropyFunction.apply(*arguments)[:3]
 
 
@@ -413,7 +413,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
 def again(*arguments):
     """linear_cross_entropy_backward, by its op where something wants to see it."""
     if through_op(arguments[:7]):
-        return torch.ops.flashproto.linear_cross_entropy_backward(*arguments)
+        return own_ops().linear_cross_entropy_backward(*arguments)
     return FirstDerivative.apply(linear_cross_entropy_backward, *arguments)
 
 
@@ -442,14 +442,14 @@ def _fake_backward(dloss, dlse, h, weight, bias, *rest):
 
 
 linear_cross_entropy_op = kernel_op(
-    "flashproto::linear_cross_entropy",
+    "linear_cross_entropy",
     linear_cross_entropy_forward,
     f"({TENSORS}{OPTIONS}str reduction, bool need_lse, SymInt chunk_size, bool low_memory, {NEEDS}) -> "
     f"({', '.join(['Tensor'] * 9)})",
     _fake,
 )
 linear_cross_entropy_backward_op = kernel_op(
-    "flashproto::linear_cross_entropy_backward",
+    "linear_cross_entropy_backward",
     linear_cross_entropy_backward,
     f"(Tensor? dloss, Tensor? dlse, {TENSORS}Tensor lse, Tensor m, Tensor l, "
     f"Tensor denominator, {OPTIONS}SymInt chunk_size, {NEEDS}) -> (Tensor, Tensor, Tensor)",

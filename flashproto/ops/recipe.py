@@ -242,7 +242,7 @@ class Make(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """Plain PyTorch: function(*tensors), whose result `variable` stands for, if it is not None."""
+    """Plain PyTorch: function(*tensors), whose result is `variable`, if that is not None."""
 
     variable: int | None
     function: Callable[..., Any]

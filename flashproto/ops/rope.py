@@ -290,7 +290,7 @@ def _rotate_in_place(recipe, tensors, offset, count_up, interleaved):
 
 
 rope_inplace_op = kernel_op(
-    "flashproto::rope_",
+    "rope_",
     rotate_in_place,
     "(Tensor(a!) q, Tensor(b!)? k, Tensor cos, Tensor sin, Tensor? positions, SymInt offset, "
     "bool count_up, bool interleaved) -> ()",

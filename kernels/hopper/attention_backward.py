@@ -29,7 +29,8 @@ feed dV and dK from registers.  dS also goes to shared memory, where each warpgr
 wrote to make its half of dQ.  lse and delta are subtracted by products too: see `product_with_term`.
 At head_dim 128 half of the left operand of one product stays in registers: see consumer.  At 256
 registers allow only 64 keys: see wide_consumer.  At 64 they allow 256 in all: see
-attention_backward_pairs.py.
+attention_backward_pairs.py.  Where queries and keys have MORE columns than values, 192 and 128: see
+attention_backward_wider_keys.py.
 
 A buffer is full when its mbarrier has counted the bytes that TMA brought.  It is empty when both
 consumers have arrived at its named barrier.  The configuration lists the named barriers
@@ -94,6 +95,8 @@ from .attention_backward_work import (
     first_tile,
     key_tile,
     key_tiles,
+    listed_steps,
+    listed_tile,
     next_tile,
     numbered,
     rows_at,
@@ -107,27 +110,47 @@ from .warpgroups import bar_sync, exit_threads, static_sync
 
 
 @gluon.jit
-def load_rows(desc, b, h, row, stop, count, full, to, CFG: gl.constexpr):
-    """Fetch a head's rows from `row` on, with zeros past the end.
+def load_rows(desc, b, h, row, stop, count, full, to, CFG: gl.constexpr, COLUMN: gl.constexpr = 0):
+    """Fetch a head's rows from `row` on and columns from COLUMN on, with zeros past the end.
 
     Of sequences, rows are those of one, and its `count` rows end at token `stop`: see boxes_of_heads of
     ops/attention_hopper.py.
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.VARLEN:
-        tma_load(desc, [BOUND, stop, h, BOUND - count + row, 0], full, to)
+        tma_load(desc, [BOUND, stop, h, BOUND - count + row, COLUMN], full, to)
     else:
-        tma_load(desc, [b, h, row, 0], full, to)
+        tma_load(desc, [b, h, row, COLUMN], full, to)
 
 
 @gluon.jit
 def load_q(
-    q_desc, lse_delta_desc, b, h, m, stop, count, H, M, full, q, lse_delta, more, CFG: gl.constexpr
+    q_descs,
+    lse_delta_desc,
+    b,
+    h,
+    m,
+    stop,
+    count,
+    H,
+    M,
+    full,
+    qs,
+    slot,
+    lse_delta,
+    more,
+    CFG: gl.constexpr,
 ):
-    """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end."""
+    """Fetch the queries of one tile, and their lse and delta; a phantom of no bytes at the end.
+
+    q_descs, qs: pairs, of D columns and, with MORE, as many more.
+    """
     if more:
-        mbarrier.expect(full, CFG.BM * (CFG.D + COLUMNS) * 2)
-        load_rows(q_desc, b, h, m * CFG.BM, stop, count, full, q, CFG)
+        mbarrier.expect(full, CFG.BM * (CFG.D + CFG.MORE + COLUMNS) * 2)
+        load_rows(q_descs[0], b, h, m * CFG.BM, stop, count, full, qs[0].index(slot), CFG)
+        if CFG.MORE:
+            to = qs[1].index(slot)
+            load_rows(q_descs[1], b, h, m * CFG.BM, stop, count, full, to, CFG, CFG.D)
         tma_load(lse_delta_desc, [((b * H + h) * M + m) * CFG.BM, 0], full, lse_delta)
     else:
         mbarrier.expect(full, 0)
@@ -144,7 +167,7 @@ def load_do(do_desc, b, h, m, stop, count, full, do, more, CFG: gl.constexpr):
 
 @gluon.jit
 def load_keys(
-    k_desc,
+    k_descs,
     v_desc,
     t,
     r,
@@ -162,13 +185,16 @@ def load_keys(
     given,
     CFG: gl.constexpr,
 ):
-    """Fetch keys and values of item t, the program's r-th."""
+    """Fetch keys and values of item t, the program's r-th; k_descs, ks: pairs as in load_q."""
     at = r % CFG.KV
     if t < NB * BH:
         b, h, col, _, _, _ = key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG)
         b, _, _, stop, count = rows_at(b, given, CFG)
-        mbarrier.expect(k_full.index(at), CFG.BN * CFG.D * 2)
-        load_rows(k_desc, b, h, col, stop, count, k_full.index(at), ks.index(at), CFG)
+        mbarrier.expect(k_full.index(at), CFG.BN * (CFG.D + CFG.MORE) * 2)
+        load_rows(k_descs[0], b, h, col, stop, count, k_full.index(at), ks[0].index(at), CFG)
+        if CFG.MORE:
+            to = ks[1].index(at)
+            load_rows(k_descs[1], b, h, col, stop, count, k_full.index(at), to, CFG, CFG.D)
         mbarrier.expect(v_full.index(at), CFG.BN * CFG.D * 2)
         load_rows(v_desc, b, h, col, stop, count, v_full.index(at), vs.index(at), CFG)
     else:
@@ -195,7 +221,7 @@ def producer(args, CFG: gl.constexpr):
     leaves meanwhile.  In the two steps after the last item nothing comes.
     """
     (
-        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        q_descs, do_desc, k_descs, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
         lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
         BH, HG, offset, given,
     ) = args  # fmt: skip
@@ -205,7 +231,7 @@ def producer(args, CFG: gl.constexpr):
     KIND: gl.constexpr = CFG.KIND
     total = NB * BH
     make_mbarriers(k_full, v_full, q_full, do_full, CFG)
-    if CFG.KV_IN_REGS:
+    if CFG.SELECTOR:
         store_selector(selector)
     fence_async_shared()
     wait_for_launch_before()
@@ -245,9 +271,15 @@ def producer(args, CFG: gl.constexpr):
             if head1 >= 0:
                 count_item(turns_ptr, head1, PENDING, CFG)
             head, head1 = b * (H // GROUP) + hk, head
-        cnt = gl.where(more == 1, (m1 - m0) * GROUP, 2)
+        steps = (m1 - m0) * GROUP
+        if KIND.TABLE:
+            steps = listed_steps(b, h0, n, NB, M, GROUP, given)
+        cnt = gl.where(more == 1, steps, 2)
         for j in range(cnt):
             slot = g & 1
+            at = m
+            if KIND.TABLE:
+                at, m1 = listed_tile(b, h, n, m, NB, M, given)
             begins = gl.where((j == 0) & (g > 0), t, -1)
             item = begins if CFG.KV == 2 else began  # whose keys may come now
             if g >= 2:
@@ -256,7 +288,7 @@ def producer(args, CFG: gl.constexpr):
                     do_desc,
                     b,
                     h,
-                    m,
+                    at,
                     stop,
                     count,
                     do_full.index(slot),
@@ -272,17 +304,18 @@ def producer(args, CFG: gl.constexpr):
                 if CFG.DQ == 0:
                     release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
                 load_q(
-                    q_desc,
+                    q_descs,
                     lse_delta_desc,
                     b,
                     h,
-                    m,
+                    at,
                     stop,
                     count,
                     H,
                     M,
                     q_full.index(slot),
-                    qs.index(slot),
+                    qs,
+                    slot,
                     lse_deltas.index(slot),
                     more == 1,
                     CFG,
@@ -293,17 +326,18 @@ def producer(args, CFG: gl.constexpr):
                 if g == 0:
                     item = t
                 load_q(
-                    q_desc,
+                    q_descs,
                     lse_delta_desc,
                     b,
                     h,
-                    m,
+                    at,
                     stop,
                     count,
                     H,
                     M,
                     q_full.index(slot),
-                    qs.index(slot),
+                    qs,
+                    slot,
                     lse_deltas.index(slot),
                     more == 1,
                     CFG,
@@ -312,7 +346,7 @@ def producer(args, CFG: gl.constexpr):
                     do_desc,
                     b,
                     h,
-                    m,
+                    at,
                     stop,
                     count,
                     do_full.index(slot),
@@ -323,7 +357,7 @@ def producer(args, CFG: gl.constexpr):
             # The last step of an item gives back its keys with its queries.
             if item >= 0:
                 load_keys(
-                    k_desc,
+                    k_descs,
                     v_desc,
                     item,
                     r,
@@ -355,11 +389,13 @@ def producer(args, CFG: gl.constexpr):
             if CFG.DQ:
                 if g >= 2:
                     release_dq_turn(turns_ptr, tile2, dq_rank2, CFG)
-            tile1, tile2 = (b * H + h) * M + m, tile1
-            dq_rank1, dq_rank2 = dq_rank(m, n, up, NB, M, offset, CFG), dq_rank1
+            tile1, tile2 = (b * H + h) * M + at, tile1
+            dq_rank1, dq_rank2 = dq_rank(at, n, up, NB, M, offset, CFG), dq_rank1
             began = begins
             g += 1
             h, m = next_tile(h, m, h0, h1, m0, m1, start, up, GROUP, CFG)
+            if KIND.TABLE:  # whose list is read behind the last step too
+                h = gl.minimum(h, h0 + GROUP - 1)
         if more == 1:
             t = numbered(take_item(turns_ptr, not CFG.FIRST), total, NB, BH, CFG)
     if CFG.COUNTED:
@@ -372,7 +408,24 @@ def producer(args, CFG: gl.constexpr):
 
 # --- the main kernel -----------------------------------------------------------------------------
 
-VARYING = ("NB", "M", "H", "GROUP", "BH", "HG", "Sk", "offset", "s_b", "s_h", "s_s", "D_out")
+VARYING = (
+    "NB",
+    "M",
+    "H",
+    "GROUP",
+    "BH",
+    "HG",
+    "Sk",
+    "offset",
+    "s_b",
+    "s_h",
+    "s_s",
+    "D_out",
+    "v_b",
+    "v_h",
+    "v_s",
+    "D_v",
+)
 
 
 @gluon.jit(do_not_specialize=VARYING)
@@ -403,6 +456,12 @@ def attention_backward_kernel(
     scale_log2,  # of the scores, and times log2(e)
     given,  # of the variant, see scores.py
     CFG: gl.constexpr,  # HopperBackward
+    more_q_desc=None,
+    more_k_desc=None,  # boxes of 64 columns of q and k if MORE
+    v_b=None,
+    v_h=None,
+    v_s=None,
+    D_v=None,  # strides of dv and head_dim of values if MORE, else as those of dk
 ):
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -419,11 +478,20 @@ def attention_backward_kernel(
         dos = gl.allocate_shared_memory(dt, [2, 1, 1, BM, D], do_desc.layout)
         ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], k_desc.layout)
         vs = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, D], v_desc.layout)
+    more_qs = 0
+    more_ks = 0
+    if CFG.MORE:
+        if CFG.KIND.VARLEN:
+            more_qs = gl.allocate_shared_memory(dt, [2, 1, 1, 1, BM, CFG.MORE], more_q_desc.layout)
+            more_ks = gl.allocate_shared_memory(dt, [KV, 1, 1, 1, BN, CFG.MORE], more_k_desc.layout)
+        else:
+            more_qs = gl.allocate_shared_memory(dt, [2, 1, 1, BM, CFG.MORE], more_q_desc.layout)
+            more_ks = gl.allocate_shared_memory(dt, [KV, 1, 1, BN, CFG.MORE], more_k_desc.layout)
     lse_deltas = gl.allocate_shared_memory(gl.bfloat16, [2, BM, COLUMNS], lse_delta_desc.layout)
     dss = gl.allocate_shared_memory(
         dt, [CFG.TILES, BN, BM], gl.NVMMASharedLayout.get_default_for([BN, BM], dt)
     )
-    if CFG.KV_IN_REGS:
+    if CFG.SELECTOR:
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, COLUMNS], gl.bfloat16)
         selector = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLUMNS], L)
     else:
@@ -445,7 +513,8 @@ def attention_backward_kernel(
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     do_full = gl.allocate_shared_memory(gl.int64, [2, 1], ML)
     produce = (
-        q_desc, do_desc, k_desc, v_desc, lse_delta_desc, dq_desc, turns_ptr, qs, dos, ks, vs,
+        (q_desc, more_q_desc), do_desc, (k_desc, more_k_desc), v_desc, lse_delta_desc, dq_desc,
+        turns_ptr, (qs, more_qs), dos, (ks, more_ks), vs,
         lse_deltas, stages, selector, k_full, v_full, q_full, do_full, NB, M, H, GROUP,
         BH, HG, offset, given,
     )  # fmt: skip
@@ -455,6 +524,7 @@ def attention_backward_kernel(
         NB, M, H, GROUP, BH, HG, Sk, offset, s_b, s_h, s_s, D_out, scale, scale_log2,
         given,
     )  # fmt: skip
+    more = more_qs, more_ks, v_b, v_h, v_s, D_v
     if D == 256:
         gl.warp_specialize(
             [
@@ -479,8 +549,8 @@ def attention_backward_kernel(
         gl.warp_specialize(
             [
                 (producer, (produce, CFG)),
-                (consumer, (gl.constexpr(0), selector, stash0, consume, CFG)),
-                (consumer, (gl.constexpr(1), selector, stash1, consume, CFG)),
+                (consumer, (gl.constexpr(0), selector, stash0, consume, more, CFG)),
+                (consumer, (gl.constexpr(1), selector, stash1, consume, more, CFG)),
             ],
             [4, 4],
             [240, 240],

@@ -22,8 +22,10 @@ from .attention_backward_masks import (
     mask_if_needed,
     modify,
 )
-from .attention_backward_rows import DELTA, LSE, select_columns
+from .attention_backward_products import add_product, add_term, product_with_term
+from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
+from .attention_backward_wider_keys import wider_keys_loop
 from .attention_backward_work import (
     comes_first,
     first_tile,
@@ -31,6 +33,7 @@ from .attention_backward_work import (
     key_tile,
     keys_at,
     last_visible_key,
+    listed_step,
     loops,
     outer_step,
     stash_item,
@@ -48,73 +51,6 @@ from .warpgroups import (
     static_sync,
     wide_rows,
 )
-
-# --- the first two products ------------------------------------------------------------------------
-
-
-@gluon.jit
-def add_product(x, rows, queries, regs, REGS: gl.constexpr, USE_ACC: gl.constexpr):
-    """Begin to add rows [64, D] queries^T [D, BM] to x, or to put it there: an asynchronous product, or
-    two with the first REGS columns of rows in registers."""
-    D: gl.constexpr = queries.shape[1]
-    if REGS:
-        first = queries.slice(0, REGS, 1)
-        x = warpgroup_mma(regs, first.permute((1, 0)), x, use_acc=USE_ACC, is_async=True)
-        rows = rows.slice(REGS, D - REGS, 1)
-        x = warpgroup_mma(rows, queries.slice(REGS, D - REGS, 1).permute((1, 0)), x, is_async=True)
-    else:
-        x = warpgroup_mma(rows, queries.permute((1, 0)), x, use_acc=USE_ACC, is_async=True)
-    return x
-
-
-@gluon.jit
-def add_term(
-    x, lse_delta, TERM: gl.constexpr, LAYOUT: gl.constexpr, selector=0, SHARED: gl.constexpr = False
-):
-    """Begin to add to each column of x [64, BM] its query's term, LSE or DELTA of lse_delta [BM,
-    COLUMNS]: see product_with_term."""
-    if SHARED:
-        ones = selector.index(TERM // 3)
-    else:
-        ones = select_columns(TERM, left_operand(LAYOUT))
-    return warpgroup_mma(ones, lse_delta.permute((1, 0)), x, is_async=True)
-
-
-@gluon.jit
-def product_with_term(
-    rows,
-    queries,
-    lse_delta,
-    TERM: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    selector=0,
-    regs=0,
-    REGS: gl.constexpr = 0,
-    SHARED: gl.constexpr = False,
-    TERM_FIRST: gl.constexpr = False,
-):
-    """Begin rows [64, D] queries^T [D, BM], and add to each column its query's term, LSE or DELTA of
-    lse_delta [BM, COLUMNS], last or (TERM_FIRST) first: two asynchronous products, or three with the
-    first REGS columns of rows in registers.
-
-    The queries are the columns, so each thread would need lse and delta of a quarter of them: 32
-    registers, and a twelfth to a sixth of shared memory's bandwidth, as every warp reads them in every
-    step.  A product with ones in three columns takes a fourth of that.  The ones lie in four registers
-    or, where registers are short (SHARED), in shared memory (selector).  `probabilities` and
-    `score_gradient` then have nothing to subtract.
-    """
-    BM: gl.constexpr = lse_delta.shape[0]
-    x = gl.zeros([64, BM], gl.float32, LAYOUT)
-    if TERM_FIRST:
-        gl.static_assert(SHARED)
-        x = warpgroup_mma(
-            selector.index(TERM // 3), lse_delta.permute((1, 0)), x, use_acc=False, is_async=True
-        )
-    x = add_product(x, rows, queries, regs, REGS, TERM_FIRST)
-    if not TERM_FIRST:
-        x = add_term(x, lse_delta, TERM, LAYOUT, selector, SHARED)
-    return x
-
 
 # --- stores ----------------------------------------------------------------------------------------
 
@@ -157,7 +93,7 @@ def inner_loop(
 ):
     """The inner loop of a walk from index `begin` to `end`, a query tile a step.  MASK: what is known
     of its masks.  Returns dk, dv and what comes next: step and query tile."""
-    dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full = shared
+    dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full, _ = shared
     at, once_k, once_v, regs, limit = own
     BM: gl.constexpr = CFG.BM
     BN: gl.constexpr = CFG.BN
@@ -169,6 +105,9 @@ def inner_loop(
     A: gl.constexpr = left_operand(AC)
     dt: gl.constexpr = qs.dtype
     for index in range(begin, end, CFG.STEP):
+        place, to, clear = index, tile, 0
+        if KIND.TABLE:
+            place, to, clear = listed_step(index, last_key, tile, variables.head.listed, CFG)
         slot = it & 1
         q = matrix(qs.index(slot), BM, D)
         do = matrix(dos.index(slot), BM, D)
@@ -206,18 +145,19 @@ def inner_loop(
             # the derivative may be one of dP, before the scores give way to P.
             x, dp = warpgroup_mma_wait(0, deps=(x, dp))
             dp = modified_gradient(dp, x, scale_log2, variables, KIND)
-            x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
+            x = modify(x, last_visible_key(place, last_key, CFG), scale_log2, variables, KIND)
             x = add_term(x, lse_delta, LSE, ST, selector, CFG.KV_IN_REGS)
             x = warpgroup_mma_wait(0, deps=(x,))
         else:
             # Wait for all but the products that make dP.
             x = warpgroup_mma_wait(3 if CFG.V_IN_REGS else 2, deps=(x,))
             if not KIND.PLAIN:
-                x = modify(x, last_visible_key(index, last_key, CFG), scale_log2, variables, KIND)
+                x = modify(x, last_visible_key(place, last_key, CFG), scale_log2, variables, KIND)
         if MASK == ASKED:
-            x = mask_if_needed(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
+            at_query = last_visible_key(place, last_key, CFG)
+            x = mask_if_needed(x, limit, at_query, variables, KIND, clear)
         elif MASK == MASKED:
-            x = mask(x, limit, last_visible_key(index, last_key, CFG), variables, KIND)
+            x = mask(x, limit, last_visible_key(place, last_key, CFG), variables, KIND)
         p = probabilities(x, 0.0, unit_of(scale_log2, KIND))
         if KIND.CURVED:
             ds = score_gradient(p, dp, 0.0).to(dt)
@@ -250,7 +190,7 @@ def inner_loop(
         dk = warpgroup_mma(gl.convert_layout(ds, A), q, dk, is_async=True)
         dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
         bar_arrive(CFG.OB + slot, 384)
-        accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+        accumulate_dq(c, to, first, dq_ptr, stages, dq, CFG)
         it += 1
         # These waits also keep ptxas from waiting for dK before dQ leaves.
         mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)
@@ -294,6 +234,8 @@ def outer_loop(
             row = col + 64 * c
             head = as_seen_from(row, b, h0 + i, given, limit + 1 + row, offset, moved, NB, CFG)
             seen = Variables(given, head)
+        if KIND.TABLE:
+            end = gl.load(seen.head.listed)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -333,6 +275,10 @@ def outer_loop(
                 seen,
                 CFG,
             )
+        elif CFG.MORE:
+            dk, dv, it, tile = wider_keys_loop(
+                c, shared, own, dk, dv, it, tile, first, begin, end, last_key, M, scale_log2, seen, CFG
+            )
         else:
             dk, dv, it, tile = inner_loop(
                 c,
@@ -357,7 +303,7 @@ def outer_loop(
 
 
 @gluon.jit
-def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
+def consumer(c: gl.constexpr, selector, stash, args, more, CFG: gl.constexpr):
     """Warpgroup c, head_dim up to 128: keys 64 c ... 64 c + 63 of the tile.
 
     At head_dim 128 shared memory is the limit.  So half of the columns of its keys or its values stay
@@ -378,8 +324,11 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
     ST: gl.constexpr = accumulator(BM)
     AC: gl.constexpr = accumulator(D)
     AT: gl.constexpr = left_operand(ST)
+    MORE: gl.constexpr = CFG.MORE
     dt: gl.constexpr = qs.dtype
-    shared = dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full
+    more_qs, more_ks, v_b, v_h, v_s, D_v = more
+    more_columns = more_qs, more_ks
+    shared = dq_ptr, qs, dos, ks, vs, lse_deltas, dss, stages, selector, q_full, do_full, more_columns
     r = 0
     it = 0
     static_sync(CFG.OB, 384)
@@ -403,6 +352,8 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
             kc = 0
             vc = 0
         dk = gl.zeros([64, D], gl.float32, AC)
+        if CFG.MORE:
+            dk = dk, gl.zeros([64, MORE], gl.float32, accumulator(MORE))
         dv = gl.zeros([64, D], gl.float32, AC)
         # the last key there is; like last_key counted from this warpgroup's first
         limit = keys - 1 - row
@@ -505,10 +456,22 @@ def consumer(c: gl.constexpr, selector, stash, args, CFG: gl.constexpr):
         b, key, keys, _ = keys_at(b, Sk, offset, given, CFG)
         row = col + 64 * c
         base = (b.to(gl.int64) * s_b + hk.to(gl.int64) * s_h + (key + row).to(gl.int64) * s_s) * 8
-        store_rows(dv_ptr + base, dv.to(dt), keys - row, s_s, D_out, D)
-        if CFG.ITEM_IN_SMEM:
-            stash_item(stash, following)
-        store_rows(dk_ptr + base, (dk * scale).to(dt), keys - row, s_s, D_out, D)
+        if CFG.MORE:
+            # The compiler must not know that strides stay the same: it would keep what follows from
+            # them in registers over all items.
+            zero = opaque_zero()
+            at_v = b.to(gl.int64) * (v_b + zero) + hk.to(gl.int64) * (v_h + zero)
+            at_v = (at_v + (key + row).to(gl.int64) * (v_s + zero)) * 8
+            store_rows(dv_ptr + at_v, dv.to(dt), keys - row, v_s + zero, D_v + zero, D)
+            dk, more_dk = dk
+            to, more_dk = dk_ptr + base, (more_dk * scale).to(dt)
+            store_rows(to, (dk * scale).to(dt), keys - row, s_s + zero, D_out + zero, D)
+            store_rows(to + D, more_dk, keys - row, s_s + zero, D_out + zero - D, MORE)
+        else:
+            store_rows(dv_ptr + base, dv.to(dt), keys - row, s_s, D_out, D)
+            if CFG.ITEM_IN_SMEM:
+                stash_item(stash, following)
+            store_rows(dk_ptr + base, (dk * scale).to(dt), keys - row, s_s, D_out, D)
         r += 1
         mbarrier.wait(k_full.index(r % CFG.KV), (r // CFG.KV) & 1)
         t = stashed_item(stash) if CFG.ITEM_IN_SMEM else following
@@ -565,7 +528,12 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 h = hk * GROUP + i
                 head = as_seen_from(col, b, h, given, keys, diagonal, offset, NB, CFG)
                 seen = Variables(given, head)
+            if KIND.TABLE:
+                end = gl.load(seen.head.listed)
             for index in range(begin, end, CFG.STEP):
+                place, to, clear = index, tile, 0
+                if KIND.TABLE:
+                    place, to, clear = listed_step(index, last_key, tile, seen.head.listed, CFG)
                 slot = it & 1
                 ps = dss.index(slot)
                 k = matrix(ks.index(it >> 30), 64, D)
@@ -580,7 +548,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                         x = product_with_term(k, q, lse_deltas.index(slot), LSE, ST)
                     mbarrier.wait(do_full.index(slot), (it >> 1) & 1)
                     x = warpgroup_mma_wait(0, deps=(x,))
-                    place = last_visible_key(index, last_key, CFG)
+                    place = last_visible_key(place, last_key, CFG)
                     if KIND.CURVED:
                         ones = gl.full([64, BM], 1.0, gl.float32, ST)
                         slope = modified_gradient(ones, x, scale_log2, seen, KIND)
@@ -591,7 +559,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                         x = warpgroup_mma_wait(0, deps=(x,))
                     else:
                         x = modify(x, place, scale_log2, seen, KIND)
-                    x = mask_if_needed(x, limit, place, seen, KIND)
+                    x = mask_if_needed(x, limit, place, seen, KIND, clear)
                     ps.store(probabilities(x, 0.0, unit_of(scale_log2, KIND)).to(dt))
                     fence_async_shared()
                     static_sync(CFG.PS, 256)
@@ -617,7 +585,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 dk = warpgroup_mma(dsw, q.slice(N * c, N, 1), dk, is_async=True)
                 dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
                 bar_arrive(CFG.OB + slot, 384)
-                accumulate_dq(c, tile, first, dq_ptr, stages, dq, CFG)
+                accumulate_dq(c, to, first, dq_ptr, stages, dq, CFG)
                 it += 1
                 # This wait keeps ptxas from waiting for dK before the adds.
                 mbarrier.wait(q_full.index(it & 1), (it >> 1) & 1)

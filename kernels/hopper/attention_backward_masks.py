@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from ..schedule import clamp
-from ..scores import modified
-from .attention_backward_work import tile_of_intervals
+from ..scores import TILE, modified
+from .attention_backward_work import list_of, tile_of_intervals
 from .warpgroups import accumulator
 
 # What is known of the steps of a piece: none needs a mask (CLEAR); each gets one (MASKED); the first
@@ -23,9 +23,9 @@ CLEAR, MASKED, AHEAD, ASKED = (gl.constexpr(kind) for kind in range(4))
 
 
 @gluon.constexpr_function
-def along(layout, dim):
-    """The layout of one dimension of a six-dimensional tensor."""
-    for d in reversed(range(6)):
+def along(layout, dim, rank=6):
+    """The layout of one dimension of a tensor with `rank` of them."""
+    for d in reversed(range(rank)):
         if d != dim:
             layout = gl.SliceLayout(d, layout)
     return layout
@@ -43,7 +43,8 @@ class Seen(NamedTuple):
 
     first: a key.  begin, end [64]: places.  diagonal: what a key at a query's position is beyond its
     place.  whole_begin, whole_end: queries from one place on and before the other see all of the tile's
-    keys.
+    keys.  bits: where a query at place 0 would have those of the 64 keys, see ../mask_table.py; width:
+    words from one query to the next.  listed: see list_of.
     """
 
     first: Any
@@ -53,6 +54,9 @@ class Seen(NamedTuple):
     diagonal: Any
     whole_begin: Any
     whole_end: Any
+    bits: Any = 0
+    width: Any = 0
+    listed: Any = 0
 
 
 @gluon.jit
@@ -62,6 +66,7 @@ def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
     KIND: gl.constexpr = CFG.KIND
     first, slope, diagonal = 0, 0.0, 0
     begin, end, whole_begin, whole_end = 0, 0, 0, 0
+    bits, width, listed = 0, 0, 0
     if KIND.FIRST:
         first = given.first - row
     if KIND.ALIBI:
@@ -80,7 +85,14 @@ def as_seen_from(row, b, h, given, Sk, offset, moved, NB, CFG: gl.constexpr):
         line = (b * given.row_of_batch + h * given.row_of_head).to(gl.int64) * Sk
         begin = clamp(gl.load(given.begin + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
         end = clamp(gl.load(given.end + line + j, j < Sk, 0), 0, EVERYWHERE) + (offset - row)
-    return Seen(first, slope, begin, end, diagonal, whole_begin, whole_end)
+    if KIND.TABLE:
+        Sq = given.rows >> 1
+        listed = list_of(b, h, row // CFG.BN, NB, gl.cdiv(Sq, CFG.BM), given)
+        width = 4 * gl.cdiv(Sk, TILE)
+        line = (b * given.table_of_batch + h * given.table_of_head).to(gl.int64)
+        query = line * (gl.cdiv(Sq, TILE) * TILE) - (offset - row)
+        bits = given.bits + query * width + row // 32
+    return Seen(first, slope, begin, end, diagonal, whole_begin, whole_end, bits, width, listed)
 
 
 @gluon.jit
@@ -117,6 +129,23 @@ def of_keys(a, y):
 
 
 @gluon.jit
+def bits_of_keys(y, last_key, head):
+    """Which of y [warp, half, row, tile, lane, pair], keys and queries, a table shows."""
+    L: gl.constexpr = y.type.layout
+    Q: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, L))  # of [warp, tile, lane, pair]
+    tile = gl.arange(0, y.shape[3], along(Q, 1, 4))[None, :, None, None]
+    lane = gl.arange(0, 4, along(Q, 2, 4))[None, None, :, None]
+    pair = gl.arange(0, 2, along(Q, 3, 4))[None, None, None, :]
+    of_warp = gl.arange(0, 4, along(Q, 0, 4))[:, None, None, None] // 2
+    query = (last_key + lane * 2 + (tile * 8 + pair)).to(gl.int64)
+    words = gl.load(head.bits + query * head.width + of_warp)[:, None, None, :, :, :]
+    warp = gl.arange(0, 4, along(L, 0))[:, None, None, None, None, None]
+    half = gl.arange(0, 2, along(L, 1))[None, :, None, None, None, None]
+    row = gl.arange(0, 8, along(L, 2))[None, None, :, None, None, None]
+    return ((words >> (warp % 2 * 16 + row)) & (1 << (half * 8))) != 0
+
+
+@gluon.jit
 def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
     """x [64 keys, BM] with -inf where key > limit, and where a query's place or window does not let it
     see the key.
@@ -146,6 +175,8 @@ def mask_keys(x, limit, last_key, variables, KIND: gl.constexpr):
         to = last_key + lane * 2
         seen = seen & (tile * 8 + pair >= of_keys(variables.head.begin, y) - to)
         seen = seen & (tile * 8 + pair < of_keys(variables.head.end, y) - to)
+    if KIND.TABLE:
+        seen = seen & bits_of_keys(y, last_key, variables.head)
     y = gl.where(seen, y, -float("inf"))
     return gl.convert_layout(y.reshape([64, BM]), x.type.layout, assert_trivial=True)
 
@@ -156,7 +187,7 @@ def mask(x, limit, last_key, variables, KIND: gl.constexpr):
 
     limit: the last key there is; last_key: the place of the tile's first query.
     """
-    if KIND.CAUSAL or KIND.WINDOW or KIND.INTERVALS:
+    if KIND.CAUSAL or KIND.WINDOW or KIND.LISTS:
         return mask_keys(x, limit, last_key, variables, KIND)
     else:
         keys = gl.arange(0, 64, gl.SliceLayout(1, x.type.layout))
@@ -164,8 +195,8 @@ def mask(x, limit, last_key, variables, KIND: gl.constexpr):
 
 
 @gluon.jit
-def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
-    """`mask` in a uniform branch, as most tiles are whole."""
+def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr, clear=0):
+    """`mask` in a uniform branch, as most tiles are whole; clear: whether a table says that this is."""
     if KIND.CAUSAL:
         needed = gl.minimum(limit, last_key) < 63
     else:
@@ -175,6 +206,8 @@ def mask_if_needed(x, limit, last_key, variables, KIND: gl.constexpr):
     if KIND.INTERVALS:
         needed = needed | (last_key < variables.head.whole_begin)
         needed = needed | (last_key + x.shape[1] > variables.head.whole_end)
+    if KIND.TABLE:
+        needed = needed | (clear == 0)
     if needed:
         x = mask(x, limit, last_key, variables, KIND)
     return x

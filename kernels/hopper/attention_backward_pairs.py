@@ -21,8 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..scores import probabilities, score_gradient
-from .attention_backward_consumers import product_with_term, store_rows
+from .attention_backward_consumers import store_rows
 from .attention_backward_masks import mask_if_needed
+from .attention_backward_products import product_with_term
 from .attention_backward_rows import DELTA, LSE
 from .attention_backward_sums import accumulate_dq
 from .attention_backward_work import key_tile, last_visible_key, loops, outer_step

@@ -44,7 +44,7 @@ def rows_of_sequence(first, padded, given, BM: tl.constexpr):
     sequence)."""
     sequences, queries, _ = counts(given)
     s, tile = sequence_of(first // BM, given.cu_seqlens_q, sequences, BM)
-    token, length = tokens_of(s, given.cu_seqlens_q, sequences, queries, True)
+    token, length = tokens_of(s, given.cu_seqlens_q, given.seqused_q, sequences, queries, True)
     i = padded - first + (tile * BM + first % BM)
     return token + i, i < length, s == sequences
 
@@ -77,12 +77,14 @@ def preprocess_kernel(
     lse2_ptr=None, delta_ptr=None,
     given=(),  # of sequences, see scores.py
     VARLEN: tl.constexpr = False,
+    MORE: tl.constexpr = 0,
 ):  # fmt: skip
     """Write lse and delta of each query, see above, and zeros to the counters and to the sums of dQ of
     the first queries.  R rows a program.  PDL: the next launch is a dependent one.
 
     lse2, delta [B, H, Sq] float32: lse in base 2 and delta, for the gradients of sinks, or None.
-    VARLEN: what is padded to whole tiles is each sequence, see rows_of_sequence."""
+    VARLEN: what is padded to whole tiles is each sequence, see rows_of_sequence.
+    MORE: columns that dQ has beside D."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -105,8 +107,11 @@ def preprocess_kernel(
     o = tl.load(o_ptr + (b * so_b + h * so_h + rows * so_s) * 8 + d[None, :], mask, 0.0)
     do = tl.load(do_ptr + (b * sd_b + h * sd_h + rows * sd_s) * 8 + d[None, :], mask, 0.0)
     if first < zeroed:
-        sums = dq_ptr + pid.to(tl.int64) * (R * D)
+        sums = dq_ptr + pid.to(tl.int64) * (R * (D + MORE))
         tl.store(sums + tl.arange(0, R * D), tl.zeros([R * D], tl.float32))
+        if MORE:
+            more = sums + R * D + tl.arange(0, R * MORE)
+            tl.store(more, tl.zeros([R * MORE], tl.float32))
     tl.store(turns_ptr, 0, pid == 0)
     tile = (bh * Sp + first) // BM
     tl.store(turns_ptr + FIRST_TURN + tile, 0, first % BM == 0)

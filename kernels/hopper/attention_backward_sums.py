@@ -1,7 +1,8 @@
 """Attention backward on Hopper: the sums of dQ, how they are added to and in which order.
 
 Each query tile [BM, D] of float32 sums lies in memory as two chunks, one for each warpgroup: 64 rows
-and N columns in the accumulator's register order, which the postprocess undoes.  The configuration's
+and N columns in the accumulator's register order, which the postprocess undoes.  (With MORE there is a
+third, to which both add.)  The configuration's
 DQ says how a chunk leaves: 1, bulk adds by TMA from shared memory, issued by the producer; 0, vector
 atomics from the consumer's registers; 2, one warpgroup each way.
 
@@ -76,8 +77,8 @@ def register_offsets(N: gl.constexpr):
 
 @gluon.jit
 def accumulate_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.constexpr):
-    """Add warpgroup c's [64, N] accumulator to its chunk of query tile `tile`, four floats of a thread
-    at a time; first: whether no key tile has added to the tile before."""
+    """Add warpgroup c's [64, N] accumulator to the c-th chunk of query tile `tile`, four floats of
+    a thread at a time; first: whether no key tile has added to the tile before."""
     N: gl.constexpr = dq.shape[1]
     x = gl.reshape(dq, [4, 2, 8, N // 8, 4, 2])  # warp, half, row, tile, lane, pair
     x = gl.permute(x, [3, 0, 2, 4, 1, 5])  # tile, warp, row, lane, half, pair
@@ -87,7 +88,7 @@ def accumulate_dq(c: gl.constexpr, tile, first, dq_ptr, stages, dq, CFG: gl.cons
         stages.index(c).store(gl.reshape(x, [128, 32]))
         static_arrive(CFG.FULL + c, 256)
     else:
-        at = dq_ptr + (tile * 2 + c).to(gl.int64) * (64 * N) + register_offsets(N)
+        at = dq_ptr + (tile * CFG.CHUNKS + c).to(gl.int64) * (64 * N) + register_offsets(N)
         if CFG.FIRST:
             static_sync(CFG.EMPTY + c, CFG.TURN)
             if first:

@@ -124,12 +124,40 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 
 
 @gluon.jit
+def list_of(b, h, n, NB, M, given):
+    """Where columns_kernel lists the query tiles of query head h that key tile n visits, of M there
+    are: how many, then 2 tile, and 1 more for one that is clear."""
+    row = b * given.table_of_batch + h * given.table_of_head
+    return given.columns + (row * NB + n).to(gl.int64) * (1 + M)
+
+
+@gluon.jit
+def listed_tile(b, h, n, place, NB, M, given):
+    """The query tile at a place of that list, and how many there are."""
+    listed = list_of(b, h, n, NB, M, given)
+    return gl.load(listed + 1 + place) >> 1, gl.load(listed)
+
+
+@gluon.jit
+def listed_steps(b, h0, n, NB, M, GROUP, given):
+    """How many query tiles key tile n visits of all heads of the group from h0 on."""
+    steps = gl.load(list_of(b, h0, n, NB, M, given))
+    if given.table_of_head != 0:
+        for member in range(1, GROUP):
+            steps += gl.load(list_of(b, h0 + member, n, NB, M, given))
+    else:
+        steps *= GROUP
+    return steps
+
+
+@gluon.jit
 def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG: gl.constexpr):
     """Work item t as (batch, key head, first key, first query tile that sees it, end of these, 1 if its
     walk goes up and else 0).  Of sequences, instead of the batch, which of the slots in their order it
     is, for rows_at and keys_at.
 
-    Keys that no query sees get a query tile, fully masked, so that no item is empty.
+    Keys that no query sees get a query tile, fully masked, so that no item is empty.  Of a table the
+    query tiles are in lists, see list_of, and places in these take the place of numbers from 0 on.
     """
     KIND: gl.constexpr = CFG.KIND
     up = 0
@@ -165,6 +193,10 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG: gl.constexpr):
         col = gl.load(record + 1)
         m0 = gl.load(record + 7)
         m1 = m0 + gl.load(record)
+    elif KIND.TABLE:
+        b = bh // Hk
+        hk = bh - b * Hk
+        m0, m1 = 0, M
     else:
         m0, m1 = query_range(col, M * CFG.BM, offset, given, CFG.BM, KIND, CFG.BN)
         b = bh // Hk
@@ -302,18 +334,32 @@ def next_tile(h, m, h0, began, m0, m1, start, up, GROUP, CFG: gl.constexpr):
 # The outer loop runs over heads and the inner one over query tiles or, where CFG.DOWN, the other way
 # round.  `last_key` is the last key that a tile's first query sees, counted from the warpgroup's first
 # key; it lies between low and high.  `tile` numbers the query tiles of all heads.
+# Of a table the inner loop runs over the places of a head's list; `tile` and `last_key` are those of
+# the head's first query.
 
 
 @gluon.jit
 def loops(low, high, m0, m1, up, GROUP, CFG: gl.constexpr):
     """(steps of the outer loop, begin and end of the inner one, whose step is CFG.STEP, first
-    last_key)."""
+    last_key).  Of a table the end of the inner one is in a head's list."""
+    KIND: gl.constexpr = CFG.KIND
     if CFG.BOTH:
         return m1 - m0, 0, GROUP, gl.where(up == 1, low, high - CFG.BM)
     elif CFG.DOWN:
         return m1 - m0, 0, GROUP, high - CFG.BM
+    elif KIND.TABLE:
+        return GROUP, 0, m1, low
     else:
         return GROUP, low, high, low
+
+
+@gluon.jit
+def listed_step(index, last_key, tile, listed, CFG: gl.constexpr):
+    """Of the step at a place of a head's list: last_visible_key, the query tile, and 1 if it is
+    clear."""
+    marked = gl.load(listed + 1 + index)
+    m = marked >> 1
+    return last_key + m * CFG.BM, tile + m, marked & 1
 
 
 @gluon.jit
@@ -329,8 +375,11 @@ def last_visible_key(index, last_key, CFG: gl.constexpr):
 
 @gluon.jit
 def inner_step(tile, M, CFG: gl.constexpr):
+    KIND: gl.constexpr = CFG.KIND
     if CFG.DOWN:
         return tile + M
+    elif KIND.TABLE:  # the first tile of the head
+        return tile
     else:
         return tile + 1
 
@@ -341,6 +390,8 @@ def outer_step(tile, last_key, m0, m1, M, up, GROUP, CFG: gl.constexpr):
     if CFG.DOWN:
         by = 2 * up - 1
         return tile - GROUP * M + by, last_key + by * CFG.BM
+    elif KIND.TABLE:
+        return tile + M, last_key
     elif KIND.WINDOW or KIND.INTERVALS or KIND.VARLEN:
         return tile + (M - m1 + m0), last_key
     else:

@@ -2,6 +2,7 @@
 
     q [B, Hq, Sq, D], k, v [B, Hkv, Sk, D] -> out [B, Hq, Sq, D], lse [B, Hq, Sq]
     D: head_dim padded to 64, 128 or 256 (TMA fills with zeros), BM = 64 W query rows, BN keys a tile
+    with MORE, q and k [B, H, S, D + MORE] and v and out [B, H, S, D]: 192 and 128 columns
 
 Words of this folder:
 
@@ -75,6 +76,11 @@ between them.  It writes its own (out, lse), in float32, as if of more batch ent
 ../attention_merge.py joins the parts.  A part without key tiles visits one all the same, so that every
 loop and every ring has a tile for each item, and writes lse = -inf.
 
+Latent attention has 192 columns of queries and keys, and 128 of values.  Blocks of Gluon are powers of
+two, so a tile of queries or keys lies in shared memory as D = 128 columns and MORE = 64, under one
+mbarrier, and scores are two products (or three, of queries in registers) into one accumulator.
+Everything else is as at head_dim 128, registers too.
+
 Masks are `visible` of scores.py, written so that a thread compares with constants.  A tile needs no
 mask where key_ranges of schedule.py says so.  A consumer's rows may see nothing of a tile that other
 consumers need, or only its first half.  With SKIP, what they do not see takes no mask and no softmax.
@@ -133,6 +139,8 @@ def attention_forward_kernel(
     given,  # of the variant, see scores.py
     parts,  # of an item's key tiles if SPLIT, else None
     CFG: gl.constexpr,  # HopperForward
+    more_q_desc=None,
+    more_k_desc=None,  # boxes of 64 columns of q and k if MORE
 ):
     W: gl.constexpr = CFG.W
     D: gl.constexpr = CFG.D
@@ -146,6 +154,16 @@ def attention_forward_kernel(
         qs = gl.allocate_shared_memory(dt, [W, 1, 1, 64, D], q_desc.layout)
     ks = gl.allocate_shared_memory(dt, [KS, 1, 1, BN, D], k_desc.layout)
     vs = gl.allocate_shared_memory(dt, [VS, 1, 1, BN, D], v_desc.layout)
+    more_qs = 0
+    more_ks = 0
+    if CFG.MORE:
+        if CFG.PACK > 1:
+            more_qs = gl.allocate_shared_memory(
+                dt, [W, 1, 1, CFG.CQ, CFG.PACK, CFG.MORE], more_q_desc.layout
+            )
+        else:
+            more_qs = gl.allocate_shared_memory(dt, [W, 1, 1, 64, CFG.MORE], more_q_desc.layout)
+        more_ks = gl.allocate_shared_memory(dt, [KS, 1, 1, BN, CFG.MORE], more_k_desc.layout)
     ML: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [W, 1], ML)
     k_full = gl.allocate_shared_memory(gl.int64, [KS, 1], ML)
@@ -153,11 +171,12 @@ def attention_forward_kernel(
     produce = (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, given,
+        more_q_desc, more_k_desc, more_qs, more_ks,
     )  # fmt: skip
     consume = (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
-        scale_log2, given,
+        scale_log2, given, more_qs, more_ks,
     )  # fmt: skip
     # A producer of one warp shares its warpgroup with three warps that have nothing to do.
     if W == 1:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..online_softmax import LN2
 from ..schedule import key_ranges
-from ..scores import Variables, modified, of_head, unit_of
+from ..scores import TILE, Variables, modified, of_head, unit_of
 from .attention_forward_work import (
     advance,
     end_of_row,
@@ -59,9 +59,9 @@ from .warpgroups import (
 
 
 @gluon.constexpr_function
-def along(layout, dim):
-    """The layout of one dimension of a four-dimensional tensor."""
-    for d in reversed(range(4)):
+def along(layout, dim, rank=4):
+    """The layout of one dimension of a tensor with `rank` of them."""
+    for d in reversed(range(rank)):
         if d != dim:
             layout = gl.SliceLayout(d, layout)
     return layout
@@ -88,6 +88,30 @@ def of_rows(a, y):
     """a [64], one value for each row, in the layout of y [64, C / 8, 4, 2] and its shape."""
     a = gl.convert_layout(a, along(y.type.layout, 0), assert_trivial=True)
     return a[:, None, None, None]
+
+
+@gluon.jit
+def mask_by_bits(x, row, col, Sk, bits):
+    """x [64, BN], scores of queries from `row` on and keys from `col` on, -inf where a head's `bits` of
+    a mask are 0, see ../mask_table.py; keys that do not exist have none.
+
+    A thread loads the bits of its two rows, 64 keys at a time.  The lane's part of a column is a shift,
+    so that a bit is a constant.
+    """
+    WORDS: gl.constexpr = x.shape[1] // 64
+    y = x.reshape([64, WORDS, 8, 4, 2])  # row, word, tile, lane, pair
+    L: gl.constexpr = y.type.layout
+    W: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, L)))
+    i = (row + gl.arange(0, 64, gl.SliceLayout(1, W))).to(gl.int64)[:, None]
+    word = col // 64 + gl.arange(0, WORDS, gl.SliceLayout(0, W))[None, :]
+    at = bits.to(gl.pointer_type(gl.int64)) + i * (2 * gl.cdiv(Sk, TILE)) + word
+    words = gl.load(at)[:, :, None, None, None]
+    tile = gl.arange(0, 8, along(L, 2, 5))[None, None, :, None, None]
+    lane = gl.arange(0, 4, along(L, 3, 5))[None, None, None, :, None]
+    pair = gl.arange(0, 2, along(L, 4, 5))[None, None, None, None, :]
+    seen = (words >> (lane * 2)) & (gl.full([1, 1, 1, 1, 1], 1, gl.int64, L) << (tile * 8 + pair))
+    y = gl.where(seen != 0, y, -float("inf"))
+    return gl.convert_layout(y.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
 @gluon.jit
@@ -131,8 +155,9 @@ def mask_scores(
 def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.constexpr):
     """Scores of key tile j, masked if it is not among those that all rows see, in uniform branches.
 
-    ranges, of this consumer's rows, say so of the band, see key_ranges, and if KIND has INTERVALS
-    `clear` of these.  With SKIP they count half tiles, and halves from their end on stay as they are.
+    ranges, of this consumer's rows, say so of the band, see key_ranges, and if KIND has LISTS `clear`
+    of intervals or a table.  With SKIP they count half tiles, and halves from their end on stay as they
+    are.
     """
     _, clear_begin, whole, end, low = ranges
     if CFG.SKIP:
@@ -146,6 +171,12 @@ def mask_key_tile(x, j, clear, row, ranges, Sk, offset, variables, CFG: gl.const
                 b = mask_scores(b, row, j * CFG.BN + H, Sk, offset, low, variables, CFG)
             x = gl.join(a, b).permute((0, 2, 1)).reshape([64, 2 * H])
             x = gl.convert_layout(x, L, assert_trivial=True)
+    elif CFG.KIND.TABLE:
+        if clear == 0:
+            x = mask_by_bits(x, row, j * CFG.BN, Sk, variables.head.bits)
+        if CFG.KIND.CAUSAL or CFG.KIND.WINDOW:
+            if (j < clear_begin) | (j >= whole):
+                x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG)
     elif CFG.KIND.INTERVALS:
         if clear == 0:
             x = mask_scores(x, row, j * CFG.BN, Sk, offset, low, variables, CFG, True)
@@ -200,7 +231,7 @@ def take_scores(
     KIND: gl.constexpr = CFG.KIND
     _, _, _, end, _ = ranges
     clear = 0
-    if KIND.INTERVALS:
+    if KIND.LISTS:
         clear = j & 1
         j = j >> 1
     if KIND.MAX_SCORE:
@@ -235,8 +266,9 @@ def pingpong_signal(c: gl.constexpr, CFG: gl.constexpr):
 
 @gluon.jit
 def queries_in_registers(q, CFG: gl.constexpr):
-    """The first Q_IN_REGS columns of q [64, D] in registers, in two parts: 64 of them, and the
-    others."""
+    """The first Q_IN_REGS columns of q, a pair as in `scores`, in registers, in two parts: 64 of them,
+    and the others."""
+    q, _ = q
     S: gl.constexpr = accumulator(CFG.BN)
     A: gl.constexpr = left_operand(S)
     if CFG.Q_IN_REGS > 64:
@@ -249,7 +281,12 @@ def queries_in_registers(q, CFG: gl.constexpr):
 
 @gluon.jit
 def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
-    """Issue Q K^T of a tile; z [64, BN] zeros."""
+    """Issue Q K^T of a tile; z [64, BN] zeros.  q, ks: pairs of D columns and, with MORE, as many
+    more."""
+    q, more_q = q
+    ks, more_ks = ks
+    if CFG.MORE:
+        more_k = matrix(more_ks.index(slot), CFG.BN, CFG.MORE).permute((1, 0))
     k = matrix(ks.index(slot), CFG.BN, CFG.D)
     if CFG.Q_IN_REGS:
         first = k.slice(0, 64, dim=1).permute((1, 0))
@@ -261,9 +298,11 @@ def scores(q, q_regs, ks, slot, z, CFG: gl.constexpr):
             REST: gl.constexpr = CFG.D - CFG.Q_IN_REGS
             rest = k.slice(CFG.Q_IN_REGS, REST, dim=1).permute((1, 0))
             x = warpgroup_mma(q.slice(CFG.Q_IN_REGS, REST, dim=1), rest, x, is_async=True)
-        return x
     else:
-        return warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
+        x = warpgroup_mma(q, k.permute((1, 0)), z, use_acc=False, is_async=True)
+    if CFG.MORE:
+        x = warpgroup_mma(more_q, more_k, x, is_async=True)
+    return x
 
 
 @gluon.jit
@@ -451,7 +490,11 @@ def attend(
     shift, l, top = state
     R: gl.constexpr = gl.SliceLayout(1, z.type.layout)
     if KIND.SINKS and not CFG.SPLIT:  # of parts, the merge takes it in
-        lse, normaliser = softmax_with_sink(shift, l, variables.head.sink, R)
+        sink = variables.head.sink
+        if CFG.PACK > 1:
+            there = end_of_row(GROUP, 1, R, CFG) > 0
+            sink = gl.load(given.sinks + head_of_row(h, GROUP, R, CFG), there, 0.0).to(gl.float32)
+        lse, normaliser = softmax_with_sink(shift, l, sink, R)
     else:
         lse, normaliser = softmax_finish(shift, l, R)
     entry = b
@@ -526,12 +569,15 @@ def consumer(c: gl.constexpr, args, CFG: gl.constexpr):
     (
         o_ptr, lse_ptr, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sq, Sk, offset, so_b, so_h, so_s, D_out,
-        scale_log2, given,
+        scale_log2, given, more_qs, more_ks,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     S: gl.constexpr = accumulator(BN)
     z = gl.zeros([64, BN], gl.float32, S)
-    q = matrix(qs.index(c), 64, CFG.D)
+    q = matrix(qs.index(c), 64, CFG.D), 0
+    ks = ks, more_ks
+    if CFG.MORE:
+        q = q[0], matrix(more_qs.index(c), 64, CFG.MORE)
     if CFG.PRODUCERS == 1 and c == 0:
         make_mbarriers(q_full, k_full, v_full, CFG)
     static_sync(CFG.KB, CFG.ALL)

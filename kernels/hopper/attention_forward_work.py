@@ -56,7 +56,7 @@ def next_item(r, work_table, total, CFG: gl.constexpr):
 @gluon.jit
 def within(t, total, CFG: gl.constexpr):
     """t, or the last work item where there is none, if what tile_of reads of it is in memory."""
-    if CFG.KIND.INTERVALS or CFG.RECORDS:
+    if CFG.KIND.LISTS or CFG.RECORDS:
         return gl.minimum(t, total - 1)
     else:
         return t
@@ -102,13 +102,17 @@ def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0, low=
     """Which key tiles a work item with queries from `row` on visits, for tile_at.
 
     Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
-    key_ranges.  Of intervals: where the list of visits_kernel is, and nothing.  Behind these, with
-    SPLIT, how many of them are `skipped`, since they are in parts to the left.  low: of a cache, the
-    first key that counts.
+    key_ranges.  Of intervals or a table: where the list of visits_kernel is, and nothing.  Behind
+    these, with SPLIT, how many of them are `skipped`, since they are in parts to the left.  low: of a
+    cache, the first key that counts.
     """
     KIND: gl.constexpr = CFG.KIND
-    if KIND.INTERVALS:
-        line = (b * given.row_of_batch + h * given.row_of_head) * NT + row // CFG.BQ
+    if KIND.LISTS:
+        if KIND.TABLE:
+            line = b * given.table_of_batch + h * given.table_of_head
+        else:
+            line = b * given.row_of_batch + h * given.row_of_head
+        line = line * NT + row // CFG.BQ
         return given.work + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
     elif CFG.CACHE:
         begin, _, _, _ = key_ranges(row, Sk, offset, given, CFG.BQ, CFG.BN, KIND)
@@ -123,11 +127,11 @@ def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0, low=
 
 @gluon.jit
 def tile_at(s, walk, CFG: gl.constexpr):
-    """The key tile that has s visited ones to its left; of intervals as visits_kernel has it."""
+    """The key tile that has s visited ones to its left; in a list as visits_kernel has it."""
     KIND: gl.constexpr = CFG.KIND
     if CFG.SPLIT:
         s += walk[2]
-    if KIND.INTERVALS:
+    if KIND.LISTS:
         return gl.load(walk[0] + 1 + s)
     elif KIND.FIRST:
         first, jump, _ = walk
@@ -208,7 +212,7 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
     if CFG.SPLIT:
         entry = b
         b = 0 if CFG.CACHE else quotient(entry, parts)
-    if KIND.INTERVALS:
+    if KIND.LISTS:
         visits, _, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end = gl.load(visits)
     elif KIND.WINDOW and not CFG.RECORDS:
@@ -277,14 +281,37 @@ def make_mbarriers(q_full, k_full, v_full, CFG: gl.constexpr):
 
 
 @gluon.jit
-def load_tile(desc, b, h, col, keys, bar, buf, given, CFG: gl.constexpr):
-    """Fetch a tile of keys or values from key `col` on, of a sequence with so many keys.
+def part_at(buffers, slot, CFG: gl.constexpr):
+    """Of buffers with MORE columns the one in a slot, 0 where there are none."""
+    if CFG.MORE:
+        return buffers.index(slot)
+    else:
+        return 0
+
+
+@gluon.jit
+def load_tile(
+    desc,
+    b,
+    h,
+    col,
+    keys,
+    bar,
+    buf,
+    given,
+    CFG: gl.constexpr,
+    more_desc=0,
+    more=0,
+    MORE: gl.constexpr = 0,
+):
+    """Fetch a tile of keys or values from key `col` on, of a sequence with so many keys, and MORE
+    columns behind its D, to `more`.
 
     b: batch entry, or row of a cache or of its page table.  A tile in one page is one box.  Else a page
     is a box for each 64 columns, which is how they lie in shared memory; of a page without keys TMA
     brings zeros, since no tensor has a page of that number.
     """
-    mbarrier.expect(bar, CFG.BN * CFG.D * 2)
+    mbarrier.expect(bar, CFG.BN * (CFG.D + MORE) * 2)
     if CFG.ROLLS:
         room = given.room >> 1
         slot = col - quotient(col, room) * room
@@ -292,6 +319,8 @@ def load_tile(desc, b, h, col, keys, bar, buf, given, CFG: gl.constexpr):
         slot = col
     if CFG.CACHE <= 1:
         tma_load(desc, [b, h, slot, 0], bar, buf)
+        if MORE:
+            tma_load(more_desc, [b, h, slot, CFG.D], bar, more)
     else:
         PAGE: gl.constexpr = CFG.CACHE
         pages = given.pages + b.to(gl.int64) * (given.page_stride >> 1)
@@ -321,13 +350,18 @@ def load_v(v_desc, b, h, col, keys, loaded, vslot, vs, v_full, given, CFG: gl.co
 
 
 @gluon.jit
-def load_q(q_desc, b, h, row, bar, buf, CFG: gl.constexpr):
-    """Fetch a consumer's 64 rows, queries from `row` on."""
-    mbarrier.expect(bar, 64 * CFG.D * 2)
+def load_q(q_desc, b, h, row, bar, buf, more_desc, more, CFG: gl.constexpr):
+    """Fetch a consumer's 64 rows, queries from `row` on, and with MORE the columns behind their D to
+    `more`."""
+    mbarrier.expect(bar, 64 * (CFG.D + CFG.MORE) * 2)
     if CFG.PACK > 1:
         tma_load(q_desc, [b, h, row, 0, 0], bar, buf)
+        if CFG.MORE:
+            tma_load(more_desc, [b, h, row, 0, CFG.D], bar, more)
     else:
         tma_load(q_desc, [b, h, row, 0], bar, buf)
+        if CFG.MORE:
+            tma_load(more_desc, [b, h, row, CFG.D], bar, more)
 
 
 @gluon.jit
@@ -336,6 +370,7 @@ def producer(args, CFG: gl.constexpr):
     (
         q_desc, k_desc, v_desc, qs, ks, vs, q_full, k_full, v_full,
         work_table, total, NT, H, GROUP, BH, HG, parts, Sk, offset, given,
+        more_q_desc, more_k_desc, more_qs, more_ks,
     ) = args  # fmt: skip
     BN: gl.constexpr = CFG.BN
     W: gl.constexpr = CFG.W
@@ -366,12 +401,25 @@ def producer(args, CFG: gl.constexpr):
         for i in range(n):
             # K is one tile ahead of V, across work items too
             tile = tile_at(n - 1 - i, walk, CFG)
-            if CFG.KIND.INTERVALS:
+            if CFG.KIND.LISTS:
                 tile = tile >> 1
             col = key + tile * BN
             if loaded >= CFG.KS:
                 bar_sync(CFG.KB + kslot, CFG.ALL)
-            load_tile(k_desc, of_keys, hk, col, keys, k_full.index(kslot), ks.index(kslot), given, CFG)
+            load_tile(
+                k_desc,
+                of_keys,
+                hk,
+                col,
+                keys,
+                k_full.index(kslot),
+                ks.index(kslot),
+                given,
+                CFG,
+                more_k_desc,
+                part_at(more_ks, kslot, CFG),
+                CFG.MORE,
+            )
             kslot = gl.where(kslot == CFG.KS - 1, 0, kslot + 1)
             if loaded > 0:
                 vslot = load_v(v_desc, b_v, h_v, col_v, keys_v, loaded, vslot, vs, v_full, given, CFG)
@@ -381,7 +429,17 @@ def producer(args, CFG: gl.constexpr):
                 for c in gl.static_range(W):
                     if r > 1:
                         static_sync(CFG.QB + c, CFG.TWO)
-                    load_q(q_desc, b, h, token + row + CFG.CQ * c, q_full.index(c), qs.index(c), CFG)
+                    load_q(
+                        q_desc,
+                        b,
+                        h,
+                        token + row + CFG.CQ * c,
+                        q_full.index(c),
+                        qs.index(c),
+                        more_q_desc,
+                        part_at(more_qs, c, CFG),
+                        CFG,
+                    )
             loaded += 1
             b_v = of_keys
             h_v = hk
