@@ -190,6 +190,8 @@ class Attention(nn.Module):
         window, softcap: as flashproto.attention takes them: window=(1023, 0), softcap=30.0.
         sinks: a learned sink for each query head, the parameter `sinks` [Hq].  They begin at 0, which
             reset_parameters() sets, and are scores, not weights: keep them out of weight decay.
+        dropout: the share of attention's probabilities that is dropped while training, see
+            flashproto.attention; 0 after eval().
         alibi: ALiBi with the slopes of Press et al., "Train Short, Test Long" (2021), which are fixed,
             in the place of rope.  Blocks and models have no such option.
         impl: the backend by name, None chooses; of RoPE and QK norm too, which choose beside "hopper".
@@ -208,11 +210,13 @@ class Attention(nn.Module):
     - group: a process group.  x is this rank's shard of each sequence and `rope` the rows at its
       positions, as flashproto.distributed has them, mask is of the whole sequence, and ring_attention
       takes the place of attention.  Gradients of parameters, sinks too, are those of this rank's
-      tokens: sum them over the group, once.  No cu_seqlens, alibi and record_max_score beside it.
+      tokens: sum them over the group, once.  No cu_seqlens, alibi, record_max_score and, while
+      training, dropout beside it.
 
     - cache: one of nn.KVCache's layers, which has the keys before x and gets those of x.  `rope` then
       has rows for all positions that it has room for.  Call the KVCache's advance() behind the last
-      layer.  There is no gradient, and no group, mask, positions and record_max_score beside it.
+      layer.  There is no gradient, and no group, mask, positions, record_max_score and, while training,
+      dropout beside it.
 
     With the attribute record_max_score = True a call leaves the largest scaled score of each head, of
     the keys that are seen, in max_score [Hq], float32.
@@ -245,6 +249,7 @@ class Attention(nn.Module):
         window: Sequence[int | None] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        dropout: float = 0.0,
         alibi: bool = False,
         impl: str | None = None,
         device: torch.device | str | None = None,
@@ -256,7 +261,7 @@ class Attention(nn.Module):
         flags = {"bias": bias, "causal": causal, "qk_norm": qk_norm, "interleaved": interleaved}
         for name, flag in (flags | {"sinks": sinks, "alibi": alibi}).items():
             check_flag("Attention", name, flag)
-        check_options("Attention", window, softcap)
+        check_options("Attention", window, softcap, dropout)
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads
         self.head_dim = d_model // n_heads if head_dim is None else head_dim
@@ -264,6 +269,7 @@ class Attention(nn.Module):
         self.interleaved = interleaved
         self.window = None if window is None else tuple(window)
         self.softcap = softcap
+        self.dropout = dropout
         self.alibi = alibi
         self.impl = impl
         self.record_max_score = False
@@ -297,6 +303,22 @@ class Attention(nn.Module):
         positions: Tensor | None = None,
         cache: KVLayer | None = None,
     ) -> Tensor:
+        others = group, mask, cu_seqlens, positions, cache
+        return self._between(self.qkv, self.out, x, rope, *others)
+
+    def _between(
+        self,
+        qkv_of: Callable[[Tensor], Tensor],
+        out_of: Callable[[Tensor], Tensor],
+        x: Tensor,
+        rope: Rope | None,
+        group: ProcessGroup | None = None,
+        mask: masks.Mask | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | None = None,
+        cache: KVLayer | None = None,
+    ) -> Tensor:
+        """forward with other functions in the place of the two projections."""
         options: dict[str, Any] = {
             "causal": self.causal,
             "window": self.window,
@@ -305,6 +327,7 @@ class Attention(nn.Module):
             "mask": mask,
             "impl": self.impl,
         }
+        dropped = {"dropout_p": self.dropout} if self.dropout and self.training else {}
         more: dict[str, Any] = {}  # what attention_qkv does not take
         if self.alibi:
             if rope is not None:
@@ -316,7 +339,11 @@ class Attention(nn.Module):
         attend: Callable[..., Any] = F.attention
         tokens_alone = x.ndim == 2
         if cache is not None:
+            if not isinstance(cache, KVLayer):
+                takes, do = "a layer of an nn.KVCache", "Pass cache.layers[i] to layer i."
+                refuse("Attention", "cache", described(cache), takes, do, TypeError)
             others: dict[str, Any] = {"group": group, "mask": mask, "positions": positions}
+            others["dropout"] = dropped.get("dropout_p")
             refuse_beside("cache", others | {"record_max_score": self.record_max_score})
             if cu_seqlens is not None:
                 check_cu_seqlens("Attention", cu_seqlens)
@@ -327,13 +354,18 @@ class Attention(nn.Module):
             attend, rope = cache.attend, None
         elif group is not None:
             others = {"alibi": self.alibi, "record_max_score": self.record_max_score}
+            others["dropout"] = dropped.get("dropout_p")
             attend = of_shards(group, cu_seqlens=cu_seqlens, **others)
         elif cu_seqlens is not None:
             check_cu_seqlens("Attention", cu_seqlens)
             x, attend = as_packed(x), side_by_side(cu_seqlens)
             if rope is not None and positions is None:
                 positions = positions_of(cu_seqlens, x.shape[1])
-        qkv = self.qkv(x)
+        if positions is not None and rope is None:
+            takes, do = "None without rope, whose rows they are", "Pass rope, or leave it out."
+            refuse("Attention", "positions", described(positions), takes, do)
+        qkv = qkv_of(x)
+        options |= dropped
         as_it_is = rope is None and self.q_norm is None and self.k_norm is None
         if as_it_is and attend is F.attention and not more:
             y = F.attention_qkv(qkv, self.n_heads, self.n_kv_heads, **options)
@@ -342,7 +374,7 @@ class Attention(nn.Module):
         if self.record_max_score:
             y, largest = y
             self.max_score = largest.detach().amax((0, 2))
-        y = self.out(rearrange(y, "b h s d -> b s (h d)"))
+        y = out_of(rearrange(y, "b h s d -> b s (h d)"))
         return y.squeeze(0) if tokens_alone else y
 
     def _heads(
@@ -383,7 +415,7 @@ class Attention(nn.Module):
         return (
             f"n_heads={self.n_heads}, n_kv_heads={self.n_kv_heads}, head_dim={self.head_dim}, "
             f"causal={self.causal}, interleaved={self.interleaved}, window={self.window}, "
-            f"softcap={self.softcap}, alibi={self.alibi}, impl={self.impl!r}"
+            f"softcap={self.softcap}, dropout={self.dropout}, alibi={self.alibi}, impl={self.impl!r}"
         )
 
 
@@ -402,7 +434,8 @@ def refuse_beside(given: str, others: dict[str, Any]) -> None:
     """Refuse `others` that are there beside what is given."""
     for name, x in others.items():
         if x is not None and x is not False:
-            takes = f"{'False' if x is True else 'None'} where {given} is given"
+            none = "False" if x is True else "0.0 or eval()" if name == "dropout" else "None"
+            takes = f"{none} where {given} is given"
             refuse("Attention", name, described(x), takes, "Leave one of them out.")
 
 
@@ -440,8 +473,9 @@ def _one_pass(q_norm: RMSNorm, k_norm: RMSNorm) -> bool:
     )
 
 
-def check_options(name: str, window: Any, softcap: Any) -> None:
+def check_options(name: str, window: Any, softcap: Any, dropout: Any) -> None:
     """What attention would refuse at each call."""
+    check_number(name, "dropout", dropout, 0, 1, "a number from 0 to 1", "Pass 0.0 for none.")
     if window is not None:
         check_window(name, window)
     if softcap is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks
+from . import few_rows
 from .attention import Attention, Rope, beside_attention, check_heads
 from .kv_cache import KVLayer
 from .layers import given
@@ -36,7 +37,7 @@ class TransformerBlock(nn.Module):
     Args:
         d_model, n_heads, n_kv_heads, head_dim, causal: see Attention.
         d_ff: see MLP.
-        window, softcap, sinks: see Attention, whose alibi is its own.
+        window, softcap, sinks, dropout: see Attention, whose alibi is its own.
         norm: "layer" or "rms".
         mlp: "gelu", "swiglu" or "geglu": the kind of MLP.
         bias: whether the projections (and LayerNorm) have one.
@@ -74,6 +75,7 @@ class TransformerBlock(nn.Module):
         window: Sequence[int | None] | None = None,
         softcap: float | None = None,
         sinks: bool = False,
+        dropout: float = 0.0,
         eps: float = 1e-5,
         impl: str | None = None,
         device: torch.device | str | None = None,
@@ -86,6 +88,7 @@ class TransformerBlock(nn.Module):
         others = beside_attention(impl)
         self.norm1 = make_norm(norm, d_model, eps=eps, impl=others, **place)
         options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+        options["dropout"] = dropout
         self.attention = Attention(
             d_model, n_heads, n_kv_heads, head_dim, causal=causal, impl=impl, **options, **place
         )
@@ -104,6 +107,9 @@ class TransformerBlock(nn.Module):
         positions: Tensor | None = None,
         cache: KVLayer | None = None,
     ) -> tuple[Tensor, Tensor]:
+        others = group, mask, cu_seqlens, positions
+        if cache is not None and others == (None,) * 4 and few_rows.takes(self, x, residual):
+            return few_rows.step(self, x, residual, rope, cache)
         if residual is None:
             x, residual = self.norm1(x), x
         else:

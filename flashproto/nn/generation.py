@@ -292,7 +292,7 @@ def prefill(model: nn.Module, cache: KVCache, prompts: Sequence[Tensor]) -> Tens
 
 def wants_graph(model: nn.Module, cache: KVCache, asked: bool | None) -> bool:
     """Whether steps are replayed; an error where that was asked for and cannot be."""
-    if not asked:
+    if asked is False:
         return False
     reason = None
     if not cache.lengths.is_cuda:
@@ -303,10 +303,10 @@ def wants_graph(model: nn.Module, cache: KVCache, asked: bool | None) -> bool:
         reason = "modules have hooks, which a replay would not call"
     elif any(type(p) not in (nn.Parameter, Tensor) for p in model.parameters()):
         reason = "parameters are not plain tensors"
-    if reason is not None:
+    if reason is not None and asked:
         takes = f"None or False where {reason}"
         refuse("GPT.generate", "cuda_graph", True, takes, "Leave it out.")
-    return True
+    return reason is None
 
 
 def decoder_of(

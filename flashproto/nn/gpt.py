@@ -5,12 +5,9 @@ Legend: B batch, S tokens, C = d_model, V vocabulary; tokens [B, S] int64, logit
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
@@ -20,11 +17,8 @@ from torch import Tensor, nn
 from .. import masks
 from ..backends import autocast_dtype
 from ..checks import (
-    LARGEST,
-    SMALLEST,
     check_flag,
     check_integer,
-    check_number,
     described,
     is_integer,
     is_readable,
@@ -35,20 +29,16 @@ from ..checks import (
 from ..functional import cross_entropy, linear_cross_entropy
 from . import pretrained
 from .attention import (
-    RopeScaling,
     beside_attention,
     check_cu_seqlens,
-    check_heads,
-    check_options,
-    check_scaling,
     positions_of,
     rope_tables_at,
 )
 from .block import TransformerBlock
 from .generation import generated
+from .gpt_config import PRESETS, SHORT_NAMES, GPTConfig
 from .kv_cache import KVCache
 from .layers import Embedding, Linear, given, is_as_made, is_plain
-from .mlp import default_d_ff
 from .norm import make_norm, norm_before_linear
 from .sampling import Sampling, seeds_of
 
@@ -56,150 +46,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Tokens = TypeVar("Tokens", Tensor, "list[Tensor]")
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a GPT.
-
-    n_kv_heads=None is n_heads; d_ff=None is 4 d_model, or 8/3 of it with mlp="swiglu".  context is the
-    longest input; with positions="learned" it is also the length of the position table.
-
-    window=n lets a token see itself and the n tokens before it, as masks.window(n) does (a model of
-    transformers with sliding_window=n has window=n - 1).  window_pattern says in which layers, a letter
-    each, repeated over them: S has the window, L sees everything; "SSSL" is three layers with it and
-    one without.  None is every layer.  softcap and sinks are those of every layer: see Attention.
-
-    rope_scaling is an nn.RopeScaling, or a dict of its fields, for rotary positions; d_head=None, the
-    width of a head, is d_model / n_heads.
-
-    Raises: ValueError: its parts do not fit together; TypeError: a number or a flag is something else.
-
-    Example:
-        >>> config = nn.GPTConfig(vocab_size=256, context=128, n_layers=2, n_heads=4, d_model=64)
-        >>> config.head_dim, config.kv_heads, config.hidden
-        (16, 4, 256)
-        >>> nn.GPTConfig.preset("toy", window=31, window_pattern="SSSL").windows
-        [31, 31, 31, None]
-    """
-
-    vocab_size: int
-    context: int
-    n_layers: int
-    n_heads: int
-    d_model: int
-    n_kv_heads: int | None = None
-    d_ff: int | None = None
-    norm: str = "layer"  # or "rms"
-    mlp: str = "gelu"  # or "swiglu"
-    positions: str = "learned"  # or "rope"
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    bias: bool = True
-    tie_weights: bool = True
-    window: int | None = None
-    window_pattern: str | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    rope_scaling: RopeScaling | None = None
-    d_head: int | None = None
-
-    def __post_init__(self) -> None:
-        sizes = ("vocab_size", "context", "n_layers", "n_heads", "d_model")
-        for name in (*sizes, "n_kv_heads", "d_ff", "d_head", "window"):
-            value = getattr(self, name)
-            if value is None and name not in sizes:
-                continue
-            if not is_integer(value) or value < 1:
-                refuse("GPTConfig", name, described(value), "an integer of at least 1", "Pass one.")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in choices:
-                takes = " or ".join(map(repr, choices))
-                refuse("GPTConfig", name, described(value), takes, f"Pass {name}={choices[0]!r}.")
-        theta, eps, do = self.rope_theta, self.norm_eps, "Leave it out for what is usual."
-        check_number("GPTConfig", "rope_theta", theta, SMALLEST, LARGEST, "a positive number", do)
-        check_number("GPTConfig", "norm_eps", eps, 0.0, LARGEST, "a finite number, 0 or more", do)
-        for name in ("bias", "tie_weights", "sinks"):
-            check_flag("GPTConfig", name, getattr(self, name))
-        pattern = self.window_pattern
-        if pattern is not None and (self.window is None or not re.fullmatch("[SL]+", str(pattern))):
-            takes = "None without window" if self.window is None else "letters S and L"
-            do = "Pass window=127, say." if self.window is None else 'Pass "SL", say.'
-            refuse("GPTConfig", "window_pattern", described(pattern), takes, do)
-        check_options("GPTConfig", self.window and (self.window, 0), self.softcap)
-        do = "Change d_model or n_heads."
-        check_heads("GPTConfig", self.d_model, self.n_heads, self.kv_heads, self.d_head, do)
-        if isinstance(self.rope_scaling, dict):  # as a checkpoint's JSON has it
-            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
-        check_scaling("GPTConfig", "rope_scaling", self.rope_scaling)
-        if self.rope_scaling is not None and self.positions != "rope":
-            takes, do = "None with positions='learned'", "Leave it out, or use positions='rope'."
-            refuse("GPTConfig", "rope_scaling", "given", takes, do)
-        if self.positions == "rope" and self.head_dim % 2:
-            refuse(
-                "GPTConfig",
-                "head_dim",
-                f"{self.head_dim}" + " (d_model / n_heads)" * (self.d_head is None),
-                "an even number with positions='rope'",
-                "Change n_heads, or use learned positions.",
-            )
-
-    @property
-    def kv_heads(self) -> int:
-        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.n_heads if self.d_head is None else self.d_head
-
-    @property
-    def hidden(self) -> int:
-        """The MLP's inner width."""
-        return default_d_ff(self.d_model, self.mlp) if self.d_ff is None else self.d_ff
-
-    @property
-    def windows(self) -> list[int | None]:
-        """Of each layer its window, None for none."""
-        pattern = self.window_pattern or "S"
-        letters = (pattern[i % len(pattern)] for i in range(self.n_layers))
-        return [self.window if letter == "S" else None for letter in letters]
-
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> GPTConfig:
-        """The preset called `name`, one of PRESETS or of SHORT_NAMES ("124m" is "gpt2-124m"), with some
-        fields changed: any field by its name.
-
-        Raises: ValueError: there is no such preset; TypeError: there is no such field.
-
-        Example:
-            >>> nn.GPTConfig.preset("toy", n_layers=2).n_layers
-            2
-        """
-        found = PRESETS.get(SHORT_NAMES.get(name, name)) if isinstance(name, str) else None
-        if found is None:
-            names = ", ".join(map(repr, PRESETS))
-            refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
-        return dataclasses.replace(found, **changes)
-
-
-_CHOICES = {"norm": ("layer", "rms"), "mlp": ("gelu", "swiglu"), "positions": ("learned", "rope")}
-
-_LLAMA: dict[str, Any] = {"norm": "rms", "mlp": "swiglu", "positions": "rope", "bias": False}
-
-PRESETS = {
-    "toy": GPTConfig(256, 128, 4, 4, 128, positions="rope", bias=False),
-    "toy-llama": GPTConfig(256, 128, 4, 4, 128, n_kv_heads=2, **_LLAMA),
-    "gpt-oss-toy": GPTConfig(
-        256, 128, 4, 4, 128, n_kv_heads=2, window=31, window_pattern="SL", sinks=True, **_LLAMA
-    ),
-    "gpt2-124m": GPTConfig(50257, 1024, 12, 12, 768),
-    "gpt2-350m": GPTConfig(50257, 1024, 24, 16, 1024),
-    "llama-1b": GPTConfig(
-        128256, 8192, 16, 32, 2048, n_kv_heads=8, d_ff=8192, rope_theta=500000.0, **_LLAMA
-    ),
-}
-SHORT_NAMES = {"tiny": "toy", "124m": "gpt2-124m", "350m": "gpt2-350m", "1b": "llama-1b"}
 
 
 class GPT(nn.Module):
@@ -258,6 +104,7 @@ class GPT(nn.Module):
                 window=None if window is None else (window, 0),
                 softcap=c.softcap,
                 sinks=c.sinks,
+                dropout=c.dropout,
                 eps=c.norm_eps,
                 impl=impl,
                 **place,
@@ -332,9 +179,15 @@ class GPT(nn.Module):
           see flashproto.integrations.trees.  Not with a group, documents and cu_seqlens, nor in a model
           with windows, which count tokens of the row.
         """
+        if return_logits not in (True, False, "last"):
+            takes, do = "True, False or 'last'", "Leave it out for all of them."
+            refuse("GPT", "return_logits", described(return_logits), takes, do)
         if return_logits == "last" and targets is not None:
             takes, do = "True or False beside targets", "Leave targets out."
             refuse("GPT", "return_logits", "'last'", takes, do)
+        if return_logits == "last" and isinstance(tokens, Tensor) and 0 in tokens.shape[1:]:
+            takes = "at least one token where return_logits is 'last'"
+            refuse("GPT", "tokens", f"of shape {list(tokens.shape)}", takes, "Pass a prompt.")
         others: dict[str, Any] = {"group": group, "documents": documents}
         if cache is not None:
             others |= {"mask": mask, "positions": positions}
@@ -349,7 +202,7 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions(at)
         elif cache is not None:
-            rope = cache.rope
+            rope = self._tables_of(cache)
         else:
             rows = at
             if at.ndim == 2:
@@ -472,13 +325,17 @@ class GPT(nn.Module):
             takes = f"one of {len(self.blocks)} layers and room for at most context, {c.context}"
             refuse(name, "cache", repr(cache), takes, do)
         B = tokens.shape[0]
+        if cu_seqlens is not None:
+            check_cu_seqlens(name, cu_seqlens)
+            B = cu_seqlens.shape[0] - 1
+        if cache.batch != B:
+            do = "Make a cache for as many."
+            refuse(name, "cache", f"of {cache.batch} sequences", f"one for each of {B}", do)
         if cu_seqlens is None:
             cache.reserve(tokens.shape[1])
             at = torch.arange(tokens.shape[1], device=tokens.device).expand(B, -1)
             first = cache.lengths[:, None]
         else:
-            check_cu_seqlens(name, cu_seqlens)
-            B = cu_seqlens.shape[0] - 1
             own = cu_seqlens.diff().tolist()
             if tokens.shape[0] != 1 or sum(own) != tokens.shape[1]:
                 takes = f"[1, {sum(own)}], for the cu_seqlens given"
@@ -486,13 +343,16 @@ class GPT(nn.Module):
             cache.reserve(own)
             at = positions_of(cu_seqlens, tokens.shape[1])[None]
             first = cache.lengths.repeat_interleave(cu_seqlens.diff(), output_size=sum(own))[None]
-        if cache.batch != B:
-            do = "Make a cache for as many."
-            refuse(name, "cache", f"of {cache.batch} sequences", f"one for each of {B}", do)
-        if self.positions is None and cache.rope is None:
-            rows = torch.arange(cache.room, device=tokens.device)
-            cache.rope = rope_tables_at(rows, c.head_dim, c.rope_theta, c.rope_scaling)
         return at + first
+
+    def _tables_of(self, cache: KVCache) -> Any:
+        """RoPE's of this model for the positions in a cache, which keeps them: models may share it."""
+        c = self.config
+        key = c.head_dim, c.rope_theta, c.rope_scaling
+        if key not in cache.ropes:
+            rows = torch.arange(cache.room, device=cache.lengths.device)
+            cache.ropes[key] = rope_tables_at(rows, *key)
+        return cache.ropes[key]
 
     def make_cache(
         self,
@@ -616,8 +476,9 @@ class GPT(nn.Module):
           return True to end the sequence with it.
         - cache: what make_cache made, for as many sequences, which is reset; None makes one.  The room
           in it takes the place of `context`.
-        - cuda_graph: True: on a GPU one step is captured and then replayed, and kept with the cache
-          that is passed in.  It takes a model without hooks that is not sharded, and no autocast.
+        - cuda_graph: whether one step is captured and then replayed, and kept with the cache that is
+          passed in; None: on a GPU, where the model has no hooks and is not sharded, and without
+          autocast.  True raises where it cannot be.
 
         Raises ValueError for an argument out of range and TypeError for one of another type.
 
@@ -630,36 +491,51 @@ class GPT(nn.Module):
         """
         name = "GPT.generate"
         prompts = self._prompts(tokens)
-        do = "Pass how many to add."
-        check_integer(name, "max_new_tokens", max_new_tokens, 0, sys.maxsize, "0 or more", do)
+        takes, do = "an integer of 0 or more", "Pass how many to add."
+        most = check_integer(name, "max_new_tokens", max_new_tokens, 0, sys.maxsize, takes, do)
         how = Sampling(temperature, top_k, top_p, min_p, repetition_penalty).checked(name)
-        takes, do = "0 to 15", "Pass 0 for none."
-        check_integer(name, "prompt_lookup", prompt_lookup, 0, 15, takes, do)
+        takes, do = "an integer from 0 to 15", "Pass 0 for none."
+        lookup = check_integer(name, "prompt_lookup", prompt_lookup, 0, 15, takes, do)
+        takes, last = f"ids from 0 to {self._vocabulary - 1}", self._vocabulary - 1
         stop: Any = [stop_tokens] if is_integer(stop_tokens) else stop_tokens
-        for i in stop:
-            takes = f"ids from 0 to {self._vocabulary - 1}"
-            check_integer(name, "stop_tokens", i, 0, self._vocabulary - 1, takes, "Pass ids.")
+        if not isinstance(stop, Iterable) or isinstance(stop, Tensor):
+            refuse(name, "stop_tokens", described(stop), takes, "Pass a list of ids.", TypeError)
+        stop = {check_integer(name, "stop_tokens", i, 0, last, takes, "Pass ids.") for i in stop}
         B, device = len(prompts), next(self.parameters()).device
-        if seeds is not None and (generator is not None or len(seeds) != B):
+        if seeds is not None:
             takes = f"{B} numbers, a seed for each sequence, without generator"
-            refuse(name, "seeds", f"of {len(seeds)} numbers", takes, "Pass one of the two.")
+            if not isinstance(seeds, Sized) or isinstance(seeds, Tensor):
+                refuse(name, "seeds", described(seeds), takes, "Pass range(B), say.", TypeError)
+            if generator is not None or len(seeds) != B:
+                refuse(name, "seeds", f"of {len(seeds)} numbers", takes, "Pass one of the two.")
+        if not (generator is None or isinstance(generator, torch.Generator)):
+            takes, do = "a torch.Generator, or None", "Pass seeds, or torch.Generator(device)."
+            refuse(name, "generator", described(generator), takes, do, TypeError)
+        if not (on_token is None or callable(on_token)):
+            takes, do = "a function of (b, token), or None", "Pass print, say."
+            refuse(name, "on_token", described(on_token), takes, do, TypeError)
+        cuda_graph = None if cuda_graph is None else check_flag(name, "cuda_graph", cuda_graph)
         if cache is not None and (not isinstance(cache, KVCache) or cache.batch != B):
             takes, do = f"a KVCache of {B} sequences", "model.make_cache(B) makes one."
-            refuse(name, "cache", described(cache), takes, do)
-        if not B or not max_new_tokens:
+            got = repr(cache) if isinstance(cache, KVCache) else described(cache)
+            refuse(name, "cache", got, takes, do)
+        if cache is not None and cache.rolls and lookup >= cache.chunk:
+            takes = f"less than chunk of the cache, {cache.chunk}"
+            refuse(name, "prompt_lookup", lookup, takes, "Make the cache with a larger chunk.")
+        if not B or not most:
             return tokens
         if cache is None:
-            room = max(x.shape[0] for x in prompts) + max_new_tokens + prompt_lookup
+            room = max(x.shape[0] for x in prompts) + most + lookup
             cache = self.make_cache(B, min(room, self.config.context))
         new = generated(
             self,
             prompts,
-            max_new_tokens,
+            most,
             how,
             vocabulary=self._vocabulary,
-            stop={*stop},
+            stop=stop,
             seeds=seeds_of(name, seeds, B, generator, device),
-            lookup=prompt_lookup,
+            lookup=lookup,
             on_token=on_token,
             cache=cache,
             cuda_graph=cuda_graph,

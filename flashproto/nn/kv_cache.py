@@ -7,9 +7,9 @@ Legend: B sequences, S tokens, Hq and Hkv heads, D head_dim; a layer's keys [B, 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from .. import functional as F
 from ..checks import FLOATS, check_integer, described, is_integer, is_readable, refuse
 
 EIGHT_BITS = torch.float8_e4m3fn
+COUNTERS = 1024  # of few_rows.py, all 0 between launches
 
 
 class KVCache:
@@ -91,14 +92,22 @@ class KVCache:
             if size is not None or name not in ("page_size", "pages"):
                 low = 0 if name in ("batch", "n_layers") else 1
                 takes = f"an integer of at least {low}"
-                check_integer("KVCache", name, size, low, sys.maxsize, takes, "Pass one.")
+                sizes[name] = check_integer("KVCache", name, size, low, sys.maxsize, takes, "Pass one.")
+        batch, room, n_layers, n_kv_heads, head_dim, chunk, page_size, pages = cast(Any, sizes.values())
         if not isinstance(dtype, torch.dtype) or dtype not in (*FLOATS, EIGHT_BITS):
             takes = "float16, bfloat16, float32, float64 or float8_e4m3fn"
             refuse("KVCache", "dtype", described(dtype), takes, "Pass torch.bfloat16, say.", TypeError)
+        takes, do = f"one for each of {n_layers} layers", "Pass None for a layer without."
+        if windows is not None and not isinstance(windows, Iterable):
+            refuse("KVCache", "windows", described(windows), takes, do, TypeError)
         windows = [None] * n_layers if windows is None else list(windows)
         if len(windows) != n_layers:
-            takes, do = f"one for each of {n_layers} layers", "Pass None for a layer without."
             refuse("KVCache", "windows", f"of length {len(windows)}", takes, do)
+        takes = "integers of 0 or more, or None"
+        windows = [
+            None if w is None else check_integer("KVCache", "windows", w, 0, sys.maxsize, takes, do)
+            for w in windows
+        ]
         if pages is not None and page_size is None:
             refuse("KVCache", "pages", pages, "None without page_size", "Pass page_size=16, say.")
         self.batch, self.room, self.chunk, self.page_size, self.dtype = (
@@ -116,32 +125,35 @@ class KVCache:
         self.nbytes = sum(a * b * c for a, b, c in shapes) * a_key
         self._described = f"{n_layers} layers of {n_kv_heads} heads of {head_dim}, {dtype}"
 
-        self.counts = [0] * batch
         self.page_table: Tensor | None = None
-        self.rope: Any = None  # GPT's tables for the positions in the room
+        self.ropes: dict[Any, Any] = {}  # GPT's tables for the positions in the room, of each kind
         self.decoder: tuple[Any, Any] = None, None  # GPT.generate's CUDA graphs, which read this memory
         self._new: int | list[int] | None = None  # tokens that reserve found room for
-        self._written = [0] * batch  # since the last reset
-        self._pages: list[list[int]] = [[] for _ in range(batch)]
-        self._free = list(reversed(range(self.pages)))
+        torch.empty(0, device=device)  # a device that is not there is another error than the next
         try:
-            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-            if page_size is not None:
-                self.page_table = torch.zeros(batch, a_sequence, dtype=torch.int32, device=device)
-            self._layers: list[tuple[Any, ...]] = [
-                (
-                    w,
-                    None if w is not None else self.page_table,
-                    *(torch.empty(*shape, head_dim, dtype=dtype, device=device) for _ in "kv"),
-                    *(torch.empty(shape, device=device) if eight else None for _ in "kv"),
-                )
-                for w, shape in zip(short, shapes, strict=True)
-            ]
+            with torch.inference_mode(False):  # whose tensors could not be written outside of it
+                self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+                self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+                if page_size is not None:
+                    self.page_table = torch.zeros(batch, a_sequence, dtype=torch.int32, device=device)
+                self._layers: list[tuple[Any, ...]] = [
+                    (
+                        w,
+                        None if w is not None else self.page_table,
+                        *(torch.empty(*shape, head_dim, dtype=dtype, device=device) for _ in "kv"),
+                        *(torch.empty(shape, device=device) if eight else None for _ in "kv"),
+                    )
+                    for w, shape in zip(short, shapes, strict=True)
+                ]
         except RuntimeError as error:  # torch.OutOfMemoryError on a GPU
             raise torch.OutOfMemoryError(
                 f"{self!r} is memory that could not be had. Make batch, room or pages smaller, or pass "
                 "dtype=torch.float8_e4m3fn."
             ) from error
+        self.counts = [0] * batch
+        self._written = [0] * batch  # that layers may have, since the last reset
+        self._pages: list[list[int]] = [[] for _ in range(batch)]
+        self._free = list(reversed(range(self.pages)))
 
     @property
     def layers(self) -> list[KVLayer]:
@@ -172,7 +184,7 @@ class KVCache:
 
         Raises: ValueError: there is no room, or no page is left.
         """
-        new = int(new) if is_integer(new) else list(new)  # type: ignore[arg-type]
+        new = int(new) if is_integer(new) else integers("KVCache", "new", new)  # type: ignore[arg-type]
         if new == self._new:
             return
         each = [new] * self.batch if isinstance(new, int) else new
@@ -187,9 +199,12 @@ class KVCache:
             if self.rolls and n > self.chunk:
                 got, takes = f"{n} tokens for sequence {b}", f"at most chunk, {self.chunk}"
                 refuse("KVCache", "new", got, takes, "Pass the tokens in several calls.")
+        counts = [count + n for count, n in zip(self.counts, each, strict=True)]
         if self.page_size is not None:
-            self._hand_out([count + n for count, n in zip(self.counts, each, strict=True)])
+            self._hand_out(counts)
         self._new = new
+        # Now, and not when they are counted: a call that fails on the way has written some of them.
+        self._written = list(map(max, self._written, counts))
 
     def advance(self) -> None:
         """Count the tokens of the call that all layers have made now.
@@ -218,7 +233,6 @@ class KVCache:
         new, self._new = self._new, None
         each = [new] * self.batch if isinstance(new, int) else new or []
         self.counts = [count + n for count, n in zip(self.counts, each, strict=True)]
-        self._written = list(map(max, self._written, self.counts))
 
     # --- tokens that go ---------------------------------------------------------------------------
 
@@ -228,6 +242,7 @@ class KVCache:
         Raises: ValueError: a sequence has fewer; or layers with windows have forgotten what those
         tokens see, which they have behind `chunk` tokens.
         """
+        lengths = integers("KVCache.truncate", "lengths", lengths)
         if len(lengths) != self.batch:
             got, do = f"of {len(lengths)} numbers", "Pass how many to keep of each sequence."
             refuse("KVCache.truncate", "lengths", got, f"{self.batch} numbers", do)
@@ -239,7 +254,7 @@ class KVCache:
                 got = f"{n} of sequence {b}, which has had {written}"
                 takes = f"0, or at least {written - self.chunk}: layers with windows forget"
                 refuse("KVCache.truncate", "lengths", got, takes, "Reset it, and prefill again.")
-        self.counts, self._new = list(lengths), None
+        self.counts, self._new = lengths, None
         self._written = [w if n else 0 for n, w in zip(lengths, self._written, strict=True)]
         self._set_lengths()
         if self.page_size is not None:
@@ -249,8 +264,7 @@ class KVCache:
 
     def reset(self, sequences: Sequence[int] | None = None) -> None:
         """Forget all tokens, or those of some sequences, and take back their pages."""
-        gone = range(self.batch) if sequences is None else sequences
-        self._check_sequences("sequences", gone)
+        gone = self._sequences("sequences", range(self.batch) if sequences is None else sequences)
         self.truncate([0 if b in gone else count for b, count in enumerate(self.counts)])
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
@@ -258,16 +272,17 @@ class KVCache:
 
         Raises: ValueError: a number that is no sequence, or twice a target; no page is left.
         """
-        self._check_sequences("source", source)
-        self._check_sequences("target", target)
+        source, target = self._sequences("source", source), self._sequences("target", target)
         if len(source) != len(target) or len({*target}) != len(target):
-            got, takes = described(list(target)), f"{len(source)} sequences, each once"
+            got, takes = described(target), f"{len(source)} sequences, each once"
             refuse("KVCache.copy", "target", got, takes, "Pass a target for each source.")
-        counts, rows = list(self.counts), [self._pages[b] for b in source]
+        counts = list(self.counts)
         for b, a in zip(target, source, strict=True):
             counts[b] = self.counts[a]
-        index: tuple[Any, Any] = list(target), list(source)
+        index: tuple[Any, Any] = target, source
         if self.page_size is not None:
+            # Not those beside, which reserve has handed out for tokens that have not come.
+            rows = [self._pages[a][: -(-self.counts[a] // self.page_size)] for a in source]
             kept = sum(len(own) for b, own in enumerate(self._pages) if b not in target)
             self._check_pages(sum(map(len, rows)), self.pages - kept)
             for b in target:
@@ -279,7 +294,7 @@ class KVCache:
             to, of = (target, source) if layer.page_table is None else index
             for x in layer.memory:
                 bits = x.view(torch.uint8) if x.dtype == EIGHT_BITS else x
-                bits[list(to)] = bits[list(of)]
+                bits[to] = bits[of]
         written = [self._written[a] for a in source]
         for b, w in zip(target, written, strict=True):
             self._written[b] = w
@@ -289,10 +304,12 @@ class KVCache:
     def _set_lengths(self) -> None:
         self.lengths.copy_(torch.tensor(self.counts, dtype=torch.int32))
 
-    def _check_sequences(self, name: str, given: Sequence[int]) -> None:
+    def _sequences(self, name: str, given: Sequence[int]) -> list[int]:
+        given = integers("KVCache", name, given)
         if any(not 0 <= b < self.batch for b in given):
             takes = f"numbers from 0 to {self.batch - 1}"
-            refuse("KVCache", name, described(list(given)), takes, "Pass numbers of sequences.")
+            refuse("KVCache", name, described(given), takes, "Pass numbers of sequences.")
+        return given
 
     # --- pages --------------------------------------------------------------------------------------
 
@@ -387,6 +404,15 @@ class KVLayer:
             got, takes = "on a GPU, where it is not read", "lengths that cache.reserve has been told"
             do = "Call cache.reserve(lengths of the new tokens) before the first layer."
             refuse("Attention", "cu_seqlens", got, takes, do)
+
+
+def integers(name: str, argument: str, given: Any) -> list[int]:
+    """A list of Python's integers, of any numbers that are some; a tensor is read."""
+    given = given.tolist() if isinstance(given, Tensor) else given
+    takes, do = "integers, one for a sequence", "Pass a list of them."
+    if not isinstance(given, Iterable):
+        refuse(name, argument, described(given), takes, do, TypeError)
+    return [check_integer(name, argument, x, -sys.maxsize, sys.maxsize, takes, do) for x in given]
 
 
 def is_capturing(x: Tensor) -> bool:

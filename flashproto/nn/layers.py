@@ -42,19 +42,27 @@ def is_plain(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     parametrizations make one.  Its forward is its class's.  Its parameters are plain (or tensors, from
     functional_call), not DTensors or quantized, and weight is one of them, not made by a hook.
     """
-    parameters = module._parameters
+    return "weight" in module._parameters and has_plain_call(module, *kinds)
+
+
+def has_plain_call(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """is_plain of a module that need not have a weight, as of modules in it."""
     return (
         type(module) in kinds
         and "forward" not in module.__dict__
-        and "weight" in parameters
-        and all(p is None or type(p) in (nn.Parameter, Tensor) for p in parameters.values())
+        and all(p is None or type(p) in (nn.Parameter, Tensor) for p in module._parameters.values())
     )
 
 
 def is_as_made(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a fusion may stand in for a call of `module`: it is plain, nothing compiled it by itself,
     and no hook, its own or a global one, waits for the call."""
-    return is_plain(module, *kinds) and not (
+    return is_plain(module, *kinds) and is_unwatched(module)
+
+
+def is_unwatched(module: nn.Module) -> bool:
+    """Whether nothing compiled `module` by itself, and no hook waits for its call."""
+    return not (
         module._forward_pre_hooks
         or module._forward_hooks
         or module._backward_pre_hooks

@@ -225,7 +225,7 @@ def read_config(values: dict[str, Any]) -> tuple[str, dict[str, Any], torch.dtyp
 
 
 def read_rope(config: Values) -> dict[str, Any]:
-    """rope_theta and rope_scaling, which stand by themselves or, since transformers 5, together in
+    """rope_theta and rope_scaling, which are by themselves or, since transformers 5, together in
     rope_parameters."""
     found: dict[str, Any] = {}
     theta = config.take("rope_theta")
@@ -236,7 +236,7 @@ def read_rope(config: Values) -> dict[str, Any]:
         for inner, x in part.items():
             inner = "rope_type" if inner == "type" else inner
             if found.setdefault(inner, x) != x:
-                takes = f"what stands there too, {described(found[inner])}"
+                takes = f"what is there too, {described(found[inner])}"
                 config.refuse(key, f"{inner} {described(x)}", takes, ANOTHER)
     inner = Values(found)
     kind = inner.take("rope_type", "default")

@@ -51,10 +51,9 @@ def seeds_of(
     """int64 [B], those given or drawn."""
     if seeds is None:
         return torch.randint(2**63 - 1, (B,), generator=generator, device=device)
-    for seed in seeds:
-        takes, do = "integers of 64 bits", "Pass range(B), say."
-        check_integer(name, "seeds", seed, -(2**63), 2**63 - 1, takes, do)
-    return torch.tensor(list(map(int, seeds)), dtype=torch.int64, device=device)
+    takes, do = "integers of 64 bits", "Pass range(B), say."
+    numbers = [check_integer(name, "seeds", seed, -(2**63), 2**63 - 1, takes, do) for seed in seeds]
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def sample(logits: Tensor, seeds: Tensor, index: Tensor, how: Sampling, seen: Tensor | None) -> Tensor:
