@@ -3,7 +3,7 @@
     from flashproto.integrations.flash_attn import flash_attn_func  # was: from flash_attn import ...
 
 Tensors lie as there, [B, S, H, D], and [T, H, D] where sequences lie side by side.  More is taken than
-there: float32, any head_dim up to 256, and on a CPU.  What is not taken is refused by its name;
+there: float32, any head_dim up to 512, and on a CPU.  What is not taken is refused by its name;
 docs/doors.md has the list.  flash_attn_4.py has the functions of flash-attn-4.
 """
 
@@ -27,6 +27,7 @@ from .flash_attn_options import (
     window_of,
     with_infinity,
 )
+from .refusals import refuse_not_yet
 
 Made = Tensor | tuple[Tensor, Tensor, None]
 
@@ -44,13 +45,16 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    num_splits: int = 0,
 ) -> Made:
-    """flash_attn.flash_attn_func.  Query i stands at position i + Sk - Sq.
+    """flash_attn.flash_attn_func.  Query i is at position i + Sk - Sq.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32; k: [B, Sk, Hkv, D], where Hkv divides Hq; v:
             [B, Sk, Hkv, Dv].
-        dropout_p: 0.0.
+        dropout_p: the share of probabilities that are dropped, by a seed of torch's generator; the
+            others are divided by 1 - dropout_p.
         softmax_scale: 1 / sqrt(D) where it is None.
         causal: a query sees the keys up to its position.
         window_size: (left, right): the keys from position - left to position + right, both included;
@@ -59,6 +63,8 @@ def flash_attn_func(
         alibi_slopes: [Hq], float32: -slope * |position - j| is added to the score of key j.
         deterministic: gradients of this call are the same bits every time.
         return_attn_probs: also return lse, and None in the place of probabilities.
+        num_splits: of version 3: into how many parts keys are split at most; 1: never; 0 lets
+            flashproto choose.
 
     Returns: out [B, Sq, Hq, Dv]; or (out, lse, None) with lse [B, Hq, Sq], float32, which is +inf for a
         query that sees no key, whose out is 0.  lse has a gradient, unlike there.
@@ -72,9 +78,8 @@ def flash_attn_func(
         torch.Size([2, 8, 4, 16])
     """
     name = "flash_attn_func"
-    options = _options(
-        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+    own = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    options = _options(name, *own, num_splits)
     check_layout(name, "BSHD", q=q, k=k, v=v)
     return _dense(name, (q, k, v), options, deterministic)
 
@@ -165,6 +170,10 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    num_splits: int = 0,
 ) -> Made:
     """flash_attn.flash_attn_varlen_func: flash_attn_func of sequences side by side.
 
@@ -173,9 +182,13 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 [n + 1]: sequence s has the tokens from cu_seqlens[s] to
             cu_seqlens[s + 1] - 1.
         max_seqlen_q, max_seqlen_k: results do not depend on them, and they are not read.
-        dropout_p, ... return_attn_probs: as flash_attn_func, for each sequence by itself.
+        dropout_p, ... return_attn_probs, num_splits: as flash_attn_func, for each sequence by itself;
+            keys that are not in pages are never split.
         block_table: int32 [n, m]: the pages of each sequence, where k is [pages, page_size, Hkv, D] and
-            v alike; pages of any size.  There is no gradient then.
+            v alike; pages of any size.  There is no gradient and no dropout then.
+        seqused_q, seqused_k: of version 3: int32 [n], how many of each sequence's tokens count; those
+            behind them are not read, and their out and gradients are 0.  Beside block_table seqused_k
+            is how many keys a sequence has, and seqused_q None.
 
     Returns: out [T, Hq, Dv]; or (out, lse, None) with lse [Hq, T].
     Raises: as flash_attn_func.
@@ -186,22 +199,29 @@ def flash_attn_varlen_func(
         torch.Size([12, 4, 16])
     """
     name = "flash_attn_varlen_func"
-    options = _options(
-        name, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
-    )
+    own = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs
+    options = _options(name, *own, num_splits)
     check_layout(name, "THD", q=q)
     if block_table is None:
+        options |= {"seqused_q": seqused_q, "seqused_k": seqused_k}
         return _varlen(name, (q, k, v), cu_seqlens_q, cu_seqlens_k, options, deterministic)
+    if seqused_q is not None:
+        takes = "None beside block_table"
+        refuse(name, "seqused_q", seqused_q, takes, "Pack the queries.")
+    if "dropout_p" in options:
+        refuse_not_yet(name, "dropout_p", dropout_p, "dropout_of_a_cache")
     check_layout(name, "PSHD", k=k, v=v)
     check_int32(name, "cu_seqlens_q", cu_seqlens_q, (None,), q.device)
     n = cu_seqlens_q.shape[0]
     check_int32(name, "cu_seqlens_k", cu_seqlens_k, (n,), q.device)
     check_int32(name, "block_table", block_table, (n - 1, None), q.device)
+    if seqused_k is not None:
+        check_int32(name, "seqused_k", seqused_k, (n - 1,), q.device)
     made = attention_with_kv_cache(
         q,
         k,
         v,
-        lengths=cu_seqlens_k.diff(),
+        lengths=cu_seqlens_k.diff() if seqused_k is None else seqused_k,
         page_table=block_table,
         cu_seqlens_q=cu_seqlens_q,
         **options,
@@ -289,6 +309,7 @@ def _options(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_attn_probs: bool,
+    num_splits: int = 0,
 ) -> dict[str, Any]:
     return options_of(
         operator,
@@ -300,6 +321,7 @@ def _options(
         alibi_slopes=alibi_slopes,
         return_lse=return_attn_probs,
         return_name="return_attn_probs",
+        num_splits=num_splits,
     )
 
 

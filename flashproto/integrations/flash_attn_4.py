@@ -9,8 +9,10 @@ is refused by its name; docs/doors.md has the list.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..checks import check_flag, refuse
@@ -56,7 +58,7 @@ def flash_attn_func(
     gather_bwd_recompute_p: bool = False,
     gather_bwd_token_chunk: int | None = None,
 ) -> Made:
-    """flash_attn.cute.flash_attn_func.  Query i stands at position i + Sk - Sq.
+    """flash_attn.cute.flash_attn_func.  Query i is at position i + Sk - Sq.
 
     Args:
         q: [B, Sq, Hq, D], float16, bfloat16 or float32; k: [B, Sk, Hkv, D], where Hkv divides Hq; v:
@@ -156,7 +158,10 @@ def flash_attn_varlen_func(
             gradient then.
         max_seqlen_q, max_seqlen_k, min_seqlen_k, pack_gqa, scheduler_metadata,
             disable_scheduler_metadata: have no part in the result, and are not read.
-        seqused_q, and seqused_k without a page_table: None.  Others: as flash_attn_func.
+        seqused_q, seqused_k: int32 [n], how many of each sequence's tokens count, of [B, S, H, D] too;
+            those behind them are not read, and their out and gradients are 0.  Beside page_table
+            seqused_q is None.
+        Others: as flash_attn_func.
 
     Returns: (out, lse): out [T, Hq, Dv]; lse [Hq, T], or None without return_lse.
     Raises: as flash_attn_func.
@@ -173,8 +178,6 @@ def flash_attn_varlen_func(
     check_not_taken(
         name,
         qv=qv,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k if page_table is None else None,
         gather_kv_indices=gather_kv_indices,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
@@ -192,17 +195,40 @@ def flash_attn_varlen_func(
     deterministic = check_flag(name, "deterministic", deterministic)
     check_layout(name, "BSHD" if cu_seqlens_q is None else "THD", q=q)
     if page_table is not None:
+        if seqused_q is not None:
+            takes = "None beside page_table"
+            refuse(name, "seqused_q", seqused_q, takes, "Pack the queries.")
         check_layout(name, "PSHD", k=k, v=v)
         return _paged(name, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, options)
     if (cu_seqlens_q is None) != (cu_seqlens_k is None):
         missing = "cu_seqlens_q" if cu_seqlens_q is None else "cu_seqlens_k"
         do = "Put the tokens of all sequences side by side."
         refuse(name, missing, None, "int32 [n + 1] beside the other", do)
-    if cu_seqlens_q is None or cu_seqlens_k is None:
-        check_layout(name, "BSHD", k=k, v=v)
-        return attend(q, k, v, options | {"deterministic": deterministic})
+    options["deterministic"] = deterministic
+    if cu_seqlens_q is not None and cu_seqlens_k is not None:
+        return _varlen((q, k, v, cu_seqlens_q, cu_seqlens_k), seqused_q, seqused_k, options)
+    check_layout(name, "BSHD", k=k, v=v)
+    if seqused_q is None and seqused_k is None:
+        return attend(q, k, v, options)
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    for x in q, k:
+        starts = torch.arange(x.shape[0] + 1, dtype=torch.int32, device=q.device)
+        packed.append(starts * x.shape[1])
+    out, lse = _varlen(packed, seqused_q, seqused_k, options)
+    lse = None if lse is None else lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return out.unflatten(0, q.shape[:2]), lse
+
+
+def _varlen(
+    packed: Sequence[Tensor],
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    options: dict[str, Any],
+) -> Made:
+    """packed: q, k, v and cu_seqlens."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k = packed
     made: Any = attention_varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, deterministic=deterministic, **options
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, **options
     )
     out, lse = made if options["return_lse"] else (made, None)
     return out.contiguous(), lse

@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, check_integer, matches, refuse, refuse_shape
+from ..checks import (
+    check_flag,
+    check_integer,
+    described,
+    is_readable,
+    matches,
+    refuse,
+    refuse_shape,
+)
 from ..functional import attention_with_kv_cache, rope
 from .flash_attn_options import (
     Window,
@@ -19,6 +27,7 @@ from .flash_attn_options import (
     window_of,
     with_infinity,
 )
+from .refusals import refuse_not_yet
 
 NAME = "flash_attn_with_kvcache"
 
@@ -44,6 +53,10 @@ def flash_attn_with_kvcache(
     alibi_slopes: Tensor | None = None,
     num_splits: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: Any = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash_attn.flash_attn_with_kvcache: new keys and values are written into the cache in place, and
     queries see all that is there then.
@@ -64,10 +77,13 @@ def flash_attn_with_kvcache(
         rotary_interleaved: pair i is dimensions (2i, 2i + 1); otherwise (i, i + R).
         num_splits: into how many parts keys are split at most; 1: never; 0 lets flashproto choose.
         return_softmax_lse: also return lse.
+        cu_seqlens_q: of version 3: int32 [B + 1], where the tokens of each sequence begin that lie side
+            by side, q [T, Hq, D], and k and v [T, Hkv, D] of the same tokens: cu_seqlens_k_new is the
+            same tensor.  max_seqlen_q is not read.
 
-    Returns: out [B, Sq, Hq, D]; with return_softmax_lse (out, lse) with lse [B, Hq, Sq], which is +inf
-        for a query that sees no key.  There is no gradient: tensors that are differentiated are
-        refused.
+    Returns: out as q lies; with return_softmax_lse (out, lse) with lse [B, Hq, Sq], or [Hq, T], which
+        is +inf for a query that sees no key.  There is no gradient: tensors that are differentiated
+        are refused.
     Raises: TypeError, ValueError: an argument does not fit; NotImplementedError: it is not taken.
     Source: flash-attn 2.8, https://github.com/Dao-AILab/flash-attention.
 
@@ -95,13 +111,22 @@ def flash_attn_with_kvcache(
         num_splits=num_splits,
     )
     interleaved = check_flag(NAME, "rotary_interleaved", rotary_interleaved)
-    check_layout(NAME, "BSHD", q=q, k_cache=k_cache, v_cache=v_cache)
-    B, Sq = q.shape[:2]
+    dims = "BSHD" if cu_seqlens_q is None else "THD"
+    check_layout(NAME, dims, q=q)
+    check_layout(NAME, "BSHD", k_cache=k_cache, v_cache=v_cache)
+    if cu_seqlens_q is not None:
+        check_int32(NAME, "cu_seqlens_q", cu_seqlens_q, (None,), q.device)
+        if not cu_seqlens_q.shape[0]:
+            refuse(NAME, "cu_seqlens_q", "empty", "int32 [B + 1]", "Begin it with 0.")
+    B = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k_new is not None:
+        _check_same(cu_seqlens_k_new, cu_seqlens_q, B)
     if k is not None or v is not None:
-        check_layout(NAME, "BSHD", k=k, v=v)
+        check_layout(NAME, dims, k=k, v=v)
         assert k is not None and v is not None
-        _check_new("k", k, (B, k.shape[1], *k_cache.shape[2:]))
-        _check_new("v", v, (B, k.shape[1], *v_cache.shape[2:]))
+        tokens = (B, k.shape[1]) if cu_seqlens_q is None else (q.shape[0],)
+        _check_new("k", k, (*tokens, *k_cache.shape[2:]))
+        _check_new("v", v, (*tokens, *v_cache.shape[2:]))
     for argument, x in (("cache_batch_idx", cache_batch_idx), ("cache_leftpad", cache_leftpad)):
         if x is not None:
             check_int32(NAME, argument, x, (B,), q.device)
@@ -109,16 +134,26 @@ def flash_attn_with_kvcache(
         rows = B if cache_batch_idx is None else None
         check_int32(NAME, "block_table", block_table, (rows, None), q.device)
     pages = 1 if block_table is None else block_table.shape[1]
-    lengths = _lengths(cache_seqlens, k, q, k_cache.shape[1] * pages)
-    q = q.transpose(1, 2)
-    k_new, v_new = (None if x is None else x.transpose(1, 2) for x in (k, v))
-    tables = _tables(rotary_cos, rotary_sin, k)
+    lengths = _lengths(cache_seqlens, k, B, q.device, k_cache.shape[1] * pages)
+    tables, k_new, v_new = _tables(rotary_cos, rotary_sin, k), k, v
+    is_apart = options["causal"] or window is not None  # each query at a position of its own
+    if cu_seqlens_q is not None and tables is not None:
+        at = _places(lengths, cu_seqlens_q, q.shape[0])
+        q = _turned(q, at[0] + at[1] if is_apart else at[0], tables, interleaved)
+        k_new = _turned(k, at[0] + at[1], tables, interleaved)
+        tables = None
+    elif cu_seqlens_q is None:
+        q = q.transpose(1, 2)
+        k_new, v_new = (None if x is None else x.transpose(1, 2) for x in (k, v))
     if k_new is not None and tables is not None:
-        apart = options["causal"] or window is not None or Sq == 1
-        if not apart or k_new.shape[2] != Sq or cache_leftpad is not None:
+        Sq = q.shape[2]
+        is_apart = is_apart or Sq == 1
+        if not is_apart or k_new.shape[2] != Sq or cache_leftpad is not None:
             # Positions are not those of attention_with_kv_cache's own rope.
-            at: Any = {"offset": lengths} if apart else {"positions": lengths[:, None].expand(B, Sq)}
-            q = rope(q, None, *tables, interleaved=interleaved, **at)
+            where: Any = {"offset": lengths}
+            if not is_apart:
+                where = {"positions": lengths[:, None].expand(B, Sq)}
+            q = rope(q, None, *tables, interleaved=interleaved, **where)
             k_new = rope(k_new, None, *tables, interleaved=interleaved, offset=lengths)
             tables = None
     made: Any = attention_with_kv_cache(
@@ -131,13 +166,40 @@ def flash_attn_with_kvcache(
         page_table=block_table,
         cache_index=cache_batch_idx,
         starts=cache_leftpad,
+        cu_seqlens_q=cu_seqlens_q,
         rope=tables,
         interleaved=interleaved,
         **options,
     )
-    if not options["return_lse"]:
-        return tokens_first(made)
-    return tokens_first(made[0]), with_infinity(made[1])
+    out, lse = made if options["return_lse"] else (made, None)
+    out = out.contiguous() if cu_seqlens_q is not None else tokens_first(out)
+    return out if lse is None else (out, with_infinity(lse))
+
+
+def _check_same(new: Tensor, queries: Tensor | None, B: int) -> None:
+    """New keys are of the same tokens as queries; the numbers are compared where that is no waiting."""
+    argument = "cu_seqlens_k_new"
+    if queries is None:
+        do = "Pass both, or tokens [B, n, Hkv, D]."
+        refuse(NAME, argument, described(new), "None without cu_seqlens_q", do)
+    check_int32(NAME, argument, new, (B + 1,), queries.device)
+    if new is not queries and not (is_readable(new) and torch.equal(new, queries)):
+        refuse_not_yet(NAME, argument, described(new), "new_keys_apart")
+
+
+def _places(lengths: Tensor, cu_seqlens: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """Of each token [T] how many keys its sequence has before the call, and its number among the new
+    ones; 0 behind the last sequence."""
+    token = torch.arange(T, device=lengths.device, dtype=torch.int32)
+    sequence = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    before = torch.cat([lengths, lengths.new_zeros(1)])[sequence]
+    return before, (token - cu_seqlens[sequence]) * (sequence < len(lengths))
+
+
+def _turned(x: Any, positions: Tensor, tables: Any, interleaved: bool) -> Tensor:
+    """x [T, H, D] by RoPE."""
+    heads = x.transpose(0, 1)[None]
+    return rope(heads, None, *tables, interleaved=interleaved, positions=positions)[0].transpose(0, 1)
 
 
 def _check_new(argument: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -146,10 +208,10 @@ def _check_new(argument: str, x: Tensor, shape: tuple[int, ...]) -> None:
         refuse_shape(NAME, argument, x, lambda: str(list(shape)), do)
 
 
-def _lengths(given: Any, k: Tensor | None, q: Tensor, capacity: int) -> Tensor:
+def _lengths(given: Any, k: Tensor | None, B: int, device: torch.device, capacity: int) -> Tensor:
     """cache_seqlens as int32 [B]."""
     if isinstance(given, Tensor):
-        check_int32(NAME, "cache_seqlens", given, (q.shape[0],), q.device)
+        check_int32(NAME, "cache_seqlens", given, (B,), device)
         return given
     if given is None and k is not None:
         do = "Pass how many keys there are before."
@@ -160,7 +222,7 @@ def _lengths(given: Any, k: Tensor | None, q: Tensor, capacity: int) -> Tensor:
 
     n = capacity if given is None else given
     check_integer(NAME, "cache_seqlens", n, 0, capacity, takes, "Make a longer cache.")
-    return torch.full((q.shape[0],), n, dtype=torch.int32, device=q.device)
+    return torch.full((B,), n, dtype=torch.int32, device=device)
 
 
 def _tables(cos: Tensor | None, sin: Tensor | None, k: Tensor | None) -> Any:

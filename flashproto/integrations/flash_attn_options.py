@@ -38,10 +38,7 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
     "q_descale": (None, "descale"),
     "k_descale": (None, "descale"),
     "v_descale": (None, "descale"),
-    "seqused_q": (None, "seqused_k"),
-    "seqused_k": (None, "seqused_k"),
     "attention_chunk": (0, "chunks"),
-    "num_splits": (1, "splits_of_version_2"),
     "seqlen_k_per_split": (None, "keys_of_a_part"),
     "gather_kv_indices": (None, "chosen_keys"),
     "gather_bwd_recompute_p": (False, "chosen_keys"),
@@ -53,9 +50,6 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
     "mask_mod": (None, "user_functions"),
     "aux_tensors": (None, "user_functions"),
     "aux_scalars": (None, "user_functions"),
-    "cu_seqlens_q": (None, "side_by_side"),
-    "cu_seqlens_k_new": (None, "side_by_side"),
-    "max_seqlen_q": (None, "side_by_side"),
     "rotary_seqlens": (None, "rotary_seqlens"),
     "num_heads_q": (None, "grouped_heads"),
 }
@@ -91,14 +85,16 @@ def check_not_taken(operator: str, **given: Any) -> None:
 def with_own_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """The function, whose errors have its name and those of its arguments where what it calls refuses
     one."""
-    operator, known = function.__name__, tuple(inspect.signature(function).parameters)
-
-    def renamed(found: re.Match[str]) -> str:
-        names = (name for name in OWN_NAMES.get(found[1], ()) if name in known)
-        return f"{operator}: {next(names, found[1])} is "
+    operator, signature = function.__name__, inspect.signature(function)
 
     @functools.wraps(function)
     def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        def renamed(found: re.Match[str]) -> str:
+            given = signature.bind(*args, **options).arguments
+            names = [name for name in OWN_NAMES.get(found[1], ()) if name in signature.parameters]
+            names.sort(key=lambda name: given.get(name) is None)  # of several the one that is given
+            return f"{operator}: {(*names, found[1])[0]} is "
+
         try:
             return function(*args, **options)
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -111,14 +107,18 @@ def with_own_names(function: Callable[Parameters, Result]) -> Callable[Parameter
 
 
 def taking_later_names(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """A function of version 2 that also takes the keywords of version 3, whose defaults are no change;
-    others are refused by their names."""
-    operator, known = function.__name__, tuple(inspect.signature(function).parameters)
+    """A function of version 2 that also takes the keywords of version 3: those that it has itself by
+    keyword alone, which are not in its signature; others at their defaults, which are no change.  What
+    else there is of version 3 is refused by its name."""
+    operator, signature = function.__name__, inspect.signature(function)
     own = with_own_names(function)
+    parameters = signature.parameters.values()
+    listed = [p for p in parameters if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    known = [p.name for p in listed]
 
     @functools.wraps(function)
     def door(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
-        for argument in [name for name in options if name not in known]:
+        for argument in [name for name in options if name not in signature.parameters]:
             x, name = options.pop(argument), RENAMED.get(argument)
             if name in known and name not in options:
                 options[name] = x
@@ -129,6 +129,7 @@ def taking_later_names(function: Callable[Parameters, Result]) -> Callable[Param
                 raise TypeError(f"{operator}() got {got}; it takes {', '.join(known)}")
         return own(*args, **options)
 
+    door.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
     return door
 
 
@@ -153,8 +154,6 @@ def options_of(
     if num_splits is not None:
         takes, do = "0, to let flashproto choose, or how many at most", "Pass 1 for no parts."
         num_splits = check_integer(operator, "num_splits", num_splits, 0, 2**31 - 1, takes, do) or None
-    if dropout_p != 0:
-        refuse_not_yet(operator, "dropout_p", dropout_p, "dropout_p")
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2:
         got = f"of shape {list(alibi_slopes.shape)}"
         refuse_not_yet(operator, "alibi_slopes", got, "slopes_by_batch")
@@ -176,7 +175,8 @@ def options_of(
         "return_lse": check_flag(operator, return_name, return_lse),
         "num_splits": num_splits,
     }
-    return made
+    # Where there is none it is left out: a cache has no such option.
+    return made if dropout_p == 0 else made | {"dropout_p": dropout_p}
 
 
 def window_of(operator: str, window_size: Any) -> Window | None:

@@ -6,6 +6,7 @@ out = flashproto.attention(q, k, v, mask=mask, **flex_attention.score_mod("softc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .. import masks
 from ..checks import check_integer, described, refuse
+from ..mask_values import Places, Rule
 from .refusals import refuse_not_yet
 
 NAME = "from_block_mask"
@@ -23,20 +25,20 @@ FAR = 2**30
 
 
 def from_block_mask(block_mask: BlockMask) -> masks.Mask:
-    """A BlockMask as masks.intervals: for each key the queries that see it, which have to be one run.
+    """A BlockMask as a mask of this library: masks.intervals where one run of queries sees each key,
+    else a table of tiles, which the first call makes.
 
     Blocks that its table calls full are taken from there, those that it calls partial are looked at by
-    its mask_mod, others not at all.  That a key's queries are one run is proven by counting them.  This
-    reads the mask on the host: make it once for each mask, and not inside of torch.compile.
+    its mask_mod.  That a key's queries are one run is proven by counting them.  This reads the mask on
+    the host: make it once for each mask, and not inside of torch.compile.
 
     Args:
         block_mask: of torch.nn.attention.flex_attention.create_block_mask.  One with a batch or a
             number of heads of 1 is the same for all, as its table is.
 
-    Returns: a value of flashproto.masks for Sq queries and Sk keys, with tensors [B, H, Sk].  It says
-        all that block_mask does: causal=True is not needed beside it.
-    Raises: TypeError, ValueError: no such mask.  NotImplementedError: a key is seen by two runs of
-        queries; the error says which one, in which batch entry and head, and between which queries.
+    Returns: a value of flashproto.masks for Sq queries and Sk keys, with tensors [B, H, Sk], or with a
+        bit for each pair.  It says all that block_mask does: causal=True is not needed beside it.
+    Raises: TypeError, ValueError: no such mask.
     Source: https://docs.pytorch.org/docs/stable/nn.attention.flex_attention.html.
 
     Example:
@@ -60,14 +62,25 @@ def from_block_mask(block_mask: BlockMask) -> masks.Mask:
         begin[..., keys] = torch.minimum(begin[..., keys], first)
         end[..., keys] = torch.maximum(end[..., keys], last)
         count[..., keys] += seen.sum(2)
-    holes = ((count > 0) & (end - begin != count)).nonzero()
-    if holes.numel():
-        b, h, key = holes[0].tolist()
-        top, behind, n = (int(x[b, h, key]) for x in (begin, end, count))
-        seen_by = f"{n} of the queries {top} to {behind - 1}"
-        got = f"one where {seen_by} see key {key} of batch entry {b}, head {h}"
-        refuse_not_yet(NAME, "block_mask", got, "two_runs")
+    if ((count > 0) & (end - begin != count)).any():
+        Sq, Sk = block_mask.seq_lengths
+        seen_by = functools.partial(_pairs, partial, full, block_mask)
+        words = f"from_block_mask({getattr(block_mask.mask_mod, '__name__', 'mask_mod')})"
+        return masks.Mask(rule=Rule(words, seen_by, (partial, full), queries=Sq, keys=Sk))
     return masks.intervals(begin.where(count > 0, 0).int(), end.int())
+
+
+def _pairs(partial: Tensor, full: Tensor, block_mask: BlockMask, at: Places) -> Tensor:
+    """Which of these pairs see each other, [B, H, n, m]; a table of 1 is the same for all."""
+    rows, columns = (x.flatten() // n for x, n in zip((at.i, at.j), block_mask.BLOCK_SIZE, strict=True))
+    some, all_ = (x[:, :, rows][..., columns] for x in (partial, full))
+
+    def mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return block_mask.mask_mod(b, h, q + at.queries.start, kv + at.keys.start)
+
+    B, H, n, m = some.shape
+    seen = create_mask(mod, B, H, n, m, device=str(partial.device))
+    return all_ | (some & seen)
 
 
 def _blocks(block_mask: BlockMask) -> tuple[Tensor, Tensor]:

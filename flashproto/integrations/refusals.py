@@ -8,13 +8,8 @@ from ..checks import refuse
 
 # What it is, what is taken, and what to do; by flashproto's names.
 NOT_YET = {
-    "dropout_p": ("0.0: attention has no dropout here yet", "Pass 0.0, or use another attention."),
-    "splits_of_version_2": (
-        "version 3's default: functions of version 2 have no such argument",
-        "Call the function of flash_attn_4, or flash_attn_with_kvcache.",
-    ),
+    "dropout_of_a_cache": ("0.0 beside block_table: a cache is read without dropout", "Pass 0.0."),
     "keys_of_a_part": ("None: parts are of equal numbers of keys", "Pass num_splits."),
-    "seqused_k": ("None: sequences have no gaps between them", "Pack the tokens, or pass a mask."),
     "slopes_by_batch": (
         "[H], a slope for each head, the same for all batch entries",
         "Call it for each batch entry, or pass slopes [H].",
@@ -32,9 +27,9 @@ NOT_YET = {
         "None: what changes scores here is softcap, sinks, ALiBi, bands and masks",
         "Pass these, or use FlexAttention.",
     ),
-    "side_by_side": (
-        "None: sequences side by side are for the varlen functions",
-        "Call flash_attn_varlen_func, with a block_table where there is a cache.",
+    "new_keys_apart": (
+        "cu_seqlens_q itself, or None: new keys are those of the queries' tokens",
+        "Pass the same tensor as both, or put the keys into the cache before.",
     ),
     "rotary_seqlens": ("None: new keys begin at cache_seqlens", "Turn q and k before the call."),
     "grouped_heads": (
@@ -44,10 +39,6 @@ NOT_YET = {
     "chunks": (
         "its default: there are no chunks of positions here",
         "Pass flashproto.attention a mask.",
-    ),
-    "two_runs": (
-        "a mask in which one run of queries sees each key",
-        "Use the attention of the library that made it.",
     ),
 }
 

@@ -1,12 +1,14 @@
 """PyTorch's own functions of attention on this library's kernels, without a change of the model:
-scaled_dot_product_attention, varlen_attn and nested tensors, where they take torch's flash backend.
+scaled_dot_product_attention, and varlen_attn and nested tensors, where they take torch's flash backend.
 
     from flashproto.integrations import torch as torch_attention
     torch_attention.activate()
 
 It is an implementation in torch's registry of them (torch.nn.attention), whose operators lie below
 autograd: each is a plain forward or backward.  A call that this library does not take goes on to the
-kernel that torch had; forward and backward decide by the same function, `takes`.
+kernel that torch had; forward and backward decide by the same function, `takes`.  What torch sends to
+its other backends, such as masks, is taken before it chooses: scaled_dot_product_attention itself is an
+operator, made of others.
 """
 
 from __future__ import annotations
@@ -15,22 +17,28 @@ import contextlib
 import functools
 import math
 import operator
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import attention as torch_attention
 
 from .. import backends
-from ..checks import refuse
-from ..functional import attention, attention_varlen
+from ..checks import refuse, transforms_active
+from ..functional import attention, attention_varlen, scaled_dot_product_attention
 from ..functional.attention_gradients import attention_gradients
 from ..functional.autocast import without_autocast
+from ..variant import LARGEST_HEAD_DIM
 
 NAME = "flashproto"
 DEVICE = "cuda"
+FLASH_DTYPES = torch.float16, torch.bfloat16  # that torch's flash backend takes
+PLAIN = Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor  # others know what becomes of them
 
 # Of torch, what an activation needs.
 NEEDED = (
@@ -43,6 +51,7 @@ NEEDED = (
     "torch._C._get_sdp_priority_order",
     "torch._C._set_sdp_priority_order",
     "torch.compiler.config.cache_key_tag",
+    "torch.ops.aten.scaled_dot_product_attention.default._dispatch_cache",
     "torch.ops.aten._flash_attention_forward",
     "torch.ops.aten._flash_attention_backward",
     "torch.ops.aten._scaled_dot_product_flash_attention",
@@ -75,10 +84,11 @@ def activate() -> Activation:
     """Make torch's flash backend this library's, and the first that torch tries.
 
     torch.nn.functional.scaled_dot_product_attention, torch.nn.attention.varlen.varlen_attn, modules
-    made of them and nested tensors then run here, forward and backward, eager and compiled.  Calls with
-    dropout, Dv other than D, seqused_k, block_table, alibi_slopes or a negative scale run on the kernel
-    that torch had.  Masks and float32 never come to torch's flash backend.  A function
-    that was compiled and called before keeps the backend that it was compiled for.
+    made of them and nested tensors then run here, forward and backward, eager and compiled.  The first
+    one does with masks, dropout and all that torch takes; float64, tensors of subclasses, transforms of
+    torch.func and what sdpa_kernel keeps from flash go on to torch.  So do, of the others, calls with
+    dropout, Dv other than D, block_table, alibi_slopes or a negative scale.  A function that
+    was compiled and called before keeps the backend that it was compiled for.
 
     Choose the current GPU first (torch.cuda.set_device): torch is asked there for its order of
     backends.
@@ -145,12 +155,15 @@ class Registration:
     """
 
     def __init__(self) -> None:
-        self.library: torch.library.Library | None = torch.library.Library(
-            "aten", "IMPL", DEVICE.upper()
-        )
+        key = DEVICE.upper()
+        # Autograd's first: beside a kernel for the device its own one is no longer torch's composition.
+        self.libraries = {x: torch.library.Library("aten", "IMPL", x) for x in (f"Autograd{key}", key)}
+        for at, library in self.libraries.items():
+            override(library, "scaled_dot_product_attention", sdpa, at)
         for name, function in OPERATORS.items():
             if is_there(f"torch.ops.aten.{name}"):
-                override(self.library, name, function)
+                override(self.libraries[key], name, function, key)
+        forget_dispatch()
         self.order_before = order_of_backends()
         flash = torch_attention.SDPBackend.FLASH_ATTENTION.value
         self.order = [flash, *(x for x in self.order_before if x != flash)]
@@ -160,7 +173,8 @@ class Registration:
         torch.compiler.config.cache_key_tag = self.tag
 
     def remove(self) -> None:
-        self.library = None
+        self.libraries.clear()
+        forget_dispatch()
         if torch.compiler.config.cache_key_tag == self.tag:
             torch.compiler.config.cache_key_tag = self.tag_before
         if torch._C._get_sdp_priority_order() == self.order:  # else someone else chose since
@@ -176,9 +190,9 @@ def order_of_backends() -> list[int]:
     return torch._C._get_sdp_priority_order()
 
 
-def override(library: torch.library.Library, name: str, function: Callable[..., Any]) -> None:
+def override(library: torch.library.Library, name: str, function: Callable[..., Any], key: str) -> None:
     """function(...) at the dispatcher; where it gives None, the kernel that is there now."""
-    own = torch.library.get_kernel(f"aten::{name}", DEVICE.upper())
+    own = torch.library.get_kernel(f"aten::{name}", key)
 
     def run(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
         made = function(*args, **options)
@@ -186,7 +200,15 @@ def override(library: torch.library.Library, name: str, function: Callable[..., 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the override is meant
-        library.impl(name, run, DEVICE.upper(), with_keyset=True, allow_override=True)
+        library.impl(name, run, key, with_keyset=True, allow_override=True)
+
+
+def forget_dispatch() -> None:
+    """What the operators that torch.compile traced before keep, in Python: which key's kernel they ran,
+    the composition for one."""
+    for name in ("scaled_dot_product_attention", *OPERATORS):
+        if is_there(f"torch.ops.aten.{name}"):
+            getattr(torch.ops.aten, name).default._dispatch_cache.clear()
 
 
 # --- which calls ----------------------------------------------------------------------------------
@@ -202,7 +224,7 @@ def takes(
         q.ndim == k.ndim == (3 if starts else 4)
         and k.shape == v.shape
         and k.shape[-1] == D
-        and 0 < D <= 256
+        and 0 < D <= LARGEST_HEAD_DIM
         and (bool(starts) or q.shape[0] == k.shape[0])
         and k.shape[1] > 0
         and q.shape[1] % k.shape[1] == 0
@@ -274,6 +296,56 @@ def random_state(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return state, offset, query.new_empty(0)
 
 
+# --- scaled_dot_product_attention, before torch chooses a backend ---------------------------------
+
+inside = threading.local()  # while it runs, where this library may send it back to torch
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
+    """What this library takes and torch's flash backend does not; else None."""
+    given = query, key, value, *([] if attn_mask is None else [attn_mask])
+    if (
+        getattr(inside, "runs", False)
+        or transforms_active()
+        or not all(type(x) in PLAIN for x in given)
+    ):
+        return None
+    if not torch.backends.cuda.flash_sdp_enabled() or not runs_on(query.device, backends.get_default()):
+        return None
+    if attn_mask is None and by_flash(query, key, value, dropout_p, is_causal, scale):
+        return None
+    inside.runs = True
+    try:
+        options = attn_mask, dropout_p, is_causal, scale, enable_gqa
+        return scaled_dot_product_attention(query, key, value, *options)
+    except (TypeError, ValueError, NotImplementedError, backends.BackendError):
+        return None  # torch takes it, or says in its own words what is wrong
+    finally:
+        inside.runs = False
+
+
+def by_flash(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> bool:
+    """Whether it comes here by torch's flash backend."""
+    return (
+        q.dtype in FLASH_DTYPES
+        and takes(q, k, v, dropout_p, scale, ())
+        and (not is_causal or q.shape[2] == k.shape[2])
+        and all(x.shape[2] > 0 and x.stride(3) == 1 for x in (q, k, v))
+    )
+
+
 # --- the operators, by torch's names of their arguments -------------------------------------------
 
 
@@ -341,14 +413,17 @@ def flash_forward(
     num_splits: int | None = None,
 ) -> tuple[Any, ...] | None:
     """query [B, Sq, Hq, D], or [T, Hq, D] with cum_seq_q and cum_seq_k."""
-    others = seqused_k, alibi_slopes, block_table
-    if return_debug_mask or any(x is not None for x in others):
+    if return_debug_mask or alibi_slopes is not None or block_table is not None:
         return None
     q, k, v, starts = arranged(cum_seq_q, cum_seq_k, query, key, value)
     if not takes(q, k, v, dropout_p, scale, starts):
         return None
     options = options_of(is_causal, window_size_left, window_size_right, scale)
     options["num_splits"] = num_splits or None
+    if seqused_k is not None:  # of sequences, and int32 for each
+        if not starts or seqused_k.dtype != torch.int32 or seqused_k.shape != starts[0][1:].shape:
+            return None
+        options["seqused_k"] = seqused_k
     out, lse = forward(q, k, v, starts, options)
     out = out if starts else out.transpose(1, 2)
     return laid(out, query), lse, *random_state(query)

@@ -28,7 +28,7 @@ NONE = -100  # cross_entropy's ignore_index
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PackedTree:
-    """Rollouts as trees in one row, made by pack.  The row of a token stands for every rollout that
+    """Rollouts as trees in one row, made by pack.  The row of a token is that of every rollout that
     begins with the tokens up to it.  Nothing predicts a root's token, the first one of a rollout.
 
     Attributes:
@@ -102,7 +102,7 @@ class PackedTree:
         transpose of by_rollout.
 
         What weighs a token's loss in each rollout (an advantage; 0 in the prompt) becomes one weight:
-        (w * by_rollout(logprobs)).sum() is (by_token(w) * logprobs).sum().  What stands behind the end
+        (w * by_rollout(logprobs)).sum() is (by_token(w) * logprobs).sum().  What is behind the end
         of a rollout is left out.
         Raises: TypeError, ValueError: no such tensor.
 
@@ -150,7 +150,7 @@ def pack(
 
     Args:
         sequences: the token ids of each rollout: lists, or integer tensors [length], of any lengths.
-        pad_to: T, at least as many as there are tokens; None for as many.  Padding stands at the end
+        pad_to: T, at least as many as there are tokens; None for as many.  Padding is at the end
             and sees itself alone.
         device: of the result; None is the CPU, or that of the first sequence if it is a tensor.
 

@@ -3,7 +3,7 @@
     from flashproto.integrations.transformers import patch, register
 
     model.set_attn_implementation(register())  # attention
-    patch(model)  # norms, MLPs, RoPE and the loss
+    patch(model)  # norms, MLPs, RoPE, position biases and the loss
 
 See docs/doors.md.
 """
@@ -27,9 +27,9 @@ def register(name: str = "proto") -> str:
 
     Causal masks, windows to one side or both, padding, packed sequences (position_ids that begin
     again), chunks, blocks of images and static caches are bands and intervals for the kernels: no mask
-    of queries times keys is made.  softcap, sinks (s_aux) and the model's scale go along.  A position
-    bias, attention dropout in training, and masks that are neither go to PyTorch's operator, with a
-    mask tensor.
+    of queries times keys is made.  Any other mask is a tensor, as with sdpa, of which the kernels make
+    bits and a table of tiles.  softcap, sinks (s_aux), a position bias, attention dropout in training
+    and the model's scale go along.
 
     Args:
         name: what to call it; without "flash" and "/", which mean other things to transformers.
@@ -37,8 +37,7 @@ def register(name: str = "proto") -> str:
     Raises:
         ValueError: a name with them, or of another implementation.
         NotImplementedError: when a model runs, by what would change its result and is not taken: chosen
-            keys (indices, block_indices), sinks that are keys, head_mask, cu_seq_lens_q; beside softcap
-            or s_aux also a position bias, dropout, and masks that are no intervals.
+            keys (indices, block_indices), sinks that are keys, head_mask, cu_seq_lens_q.
 
     Example:
         >>> from flashproto.integrations.transformers import register

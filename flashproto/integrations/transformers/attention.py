@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
 from ... import functional, masks
 from ...checks import described, refuse
-from ..refusals import refuse_not_yet
+from ...functional.mask_tables import can_be_kept
 from .cache import layer_of, refuse_keys
 from .masks import DO_CACHE, OPERATOR, Carrier, Given, Padding, refuse_layers
+from .positions import relative
+from .reading import FAR
 
 # What models pass beside the arguments of `attend`, and what would be another result without it.
 REFUSED = {
@@ -47,7 +51,8 @@ def attend(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk,
-    Dv]; a mask of make_mask, or the user's own of 4 dimensions.
+    Dv]; a mask of make_mask, or the user's own of 4 dimensions, boolean or what is added to scores;
+    position_bias, which is added to scores too.
 
     Returns: (out [B, Sq, Hq, Dv], None), as sdpa without the weights.
     """
@@ -72,37 +77,33 @@ def attend(
     if isinstance(attention_mask, Given):
         refuse_layers(module, options.get("sliding_window"))
     Sq, Sk = query.shape[2], key.shape[2]
-    mask, dense = mask_of(attention_mask, Sq, Sk)
+    mask, bias = mask_of(attention_mask, Sq, Sk)
     if attention_mask is None:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     else:
         causal = mask is not None and mask.form in (TOP_LEFT, *([CAUSAL] if Sq == Sk else []))
     causal, mask = causal and Sq > 1, None if causal else mask
+    table, position_bias = relative(position_bias)
+    if position_bias is not None:
+        bias = position_bias if bias is None else position_bias + bias
     if causal and Sk > Sq:  # the first tokens in a static cache
         key, value = (x[:, :, :Sq] for x in (key, value))
-        position_bias = None if position_bias is None else position_bias[..., :Sq]
+        bias = bias if bias is None or bias.shape[-1] == 1 else bias[..., :Sq]
     if query.shape[0] != key.shape[0]:  # queries that are learned
         query = query.expand(key.shape[0], -1, -1, -1)
-    curved = softcap is not None or s_aux is not None
-    if dense is not None and curved:
-        mask, dense = intervals_of(dense), None
-    if not dropout and dense is None and position_bias is None:
-        out = functional.attention(
-            query, key, value, causal=causal, mask=mask, softcap=softcap, sinks=s_aux, scale=scaling
-        )
-        return out.transpose(1, 2).contiguous(), None
-    if curved and dropout:
-        refuse_not_yet(OPERATOR, "dropout", dropout, "dropout_p")
-    if curved:
-        takes, do = "None beside softcap and s_aux (sinks)", DO_OTHER
-        refuse(OPERATOR, "position_bias", described(position_bias), takes, do, NotImplementedError)
-    if mask is not None:
-        dense = mask.visible(Sq, Sk)
-        dense = dense[None, None] if dense.ndim == 2 else dense
-    if position_bias is not None:
-        dense, causal = biased(position_bias, dense, causal), False
-    out = functional.scaled_dot_product_attention(
-        query, key, value, dense, dropout, causal, scaling, enable_gqa=True
+    out = functional.attention(
+        query,
+        key,
+        value,
+        causal=causal,
+        softcap=softcap,
+        sinks=s_aux,
+        bias=bias,
+        relative_bias=table,
+        relative_offset=0 if table is None else table.shape[1] - key.shape[2],
+        dropout_p=dropout,
+        mask=mask,
+        scale=scaling,
     )
     return out.transpose(1, 2).contiguous(), None
 
@@ -110,7 +111,7 @@ def attend(
 def mask_of(
     given: Carrier | Tensor | None, Sq: int, Sk: int
 ) -> tuple[masks.Mask | None, Tensor | None]:
-    """(mask, dense): one of this library, None for no mask, or a tensor."""
+    """(mask, bias): one of this library, or what is added to scores; None for none."""
     if isinstance(given, Padding):
         refuse_keys()
     if isinstance(given, Carrier):
@@ -120,32 +121,32 @@ def mask_of(
             refuse(OPERATOR, "the mask", got, takes, DO_OTHER, NotImplementedError)
         form = given.mask.form
         return (None if form == EVERYTHING or (form == CAUSAL and Sq == 1) else given.mask), None
-    if given is not None and given.dtype == torch.int32 and given.shape[2] == 2:
+    if given is None or given.is_floating_point():
+        return None, given
+    if given.dtype == torch.int32 and given.shape[2] == 2:
         return masks.intervals(given[:, :, 0], given[:, :, 1]), None
-    return None, given
+    found = intervals_of(given)
+    return masks.boolean(given) if found is None else found, None
 
 
-def intervals_of(dense: Tensor) -> masks.Mask:
-    """A boolean tensor [B | 1, H | 1, Sq, Sk] in which one run of queries sees each key."""
-    if torch.compiler.is_compiling() or dense.dtype != torch.bool:
-        refuse_not_yet(OPERATOR, "attention_mask", described(dense), "two_runs")
-    count = dense.sum(-2)
-    begin = dense.int().argmax(-2)
-    end = begin + count
-    i = torch.arange(dense.shape[-2], device=dense.device)[:, None]
-    runs = (begin[..., None, :] <= i) & (i < end[..., None, :])
-    if not torch.equal(runs, dense):
-        refuse_not_yet(OPERATOR, "attention_mask", described(dense), "two_runs")
-    return masks.intervals(begin, end)
+runs_of: MutableMapping[Tensor, tuple[int, masks.Mask | None]] = WeakTensorKeyDictionary()
 
 
-def biased(position_bias: Tensor, seen: Tensor | None, causal: bool) -> Tensor:
-    """A bias, with the least number where a query does not see a key."""
-    if seen is not None and seen.dtype != torch.bool:
-        return position_bias + seen
-    if causal:
-        Sq, Sk = position_bias.shape[-2:]
-        seen = torch.ones(Sq, Sk, dtype=torch.bool, device=position_bias.device).tril()
-    if seen is None:
-        return position_bias
-    return torch.where(seen, position_bias, torch.finfo(position_bias.dtype).min)
+def intervals_of(seen: Tensor) -> masks.Mask | None:
+    """A boolean tensor [B | 1, H | 1, Sq | 1, Sk] as masks.intervals, if one run of queries sees each
+    key.  It waits for the device, so all layers of a model ask once; where nothing can be kept, none
+    does."""
+    if seen.shape[2] == 1:
+        end = torch.where(seen[:, :, 0], FAR, 0)
+        return masks.intervals(torch.zeros_like(end), end)
+    if seen.dtype != torch.bool or seen.numel() == 0 or not can_be_kept((seen,), seen.device):
+        return None
+    version, found = runs_of.get(seen, (None, None))
+    if version != seen._version:
+        bits = seen.view(torch.uint8)
+        begin, count = bits.argmax(2), seen.sum(2)
+        last = seen.shape[2] - 1 - bits.flip(2).argmax(2)
+        in_one = ((last - begin + 1 == count) | (count == 0)).all()
+        found = masks.intervals(begin, begin + count) if bool(in_one) else None
+        runs_of[seen] = seen._version, found
+    return found

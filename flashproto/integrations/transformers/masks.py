@@ -11,7 +11,7 @@ from transformers import masking_utils
 
 from ... import masks
 from ...checks import check_integer, refuse
-from ...mask_values import Band
+from ...mask_values import Band, joined_rule, rule_of_tensor
 from .reading import FAR, Keys, Seen, Unreadable, read
 
 OPERATOR = "flashproto in transformers"
@@ -40,11 +40,7 @@ class Carrier(masking_utils.BlockMask):
         """Itself with its tensors on a device; other arguments, such as non_blocking, do nothing."""
         if device is None:
             return self
-        parts = [
-            part._replace(**{name: getattr(part, name).to(device) for name in part.held})
-            for part in self.mask.parts
-        ]
-        return type(self)(masks.Mask(self.mask.bands, tuple(parts)), self.four)
+        return type(self)(moved(self.mask, device), self.four)
 
     def unknown(self, *others: object) -> Any:
         do = "Use attn_implementation='eager' for this model."
@@ -59,6 +55,21 @@ class Carrier(masking_utils.BlockMask):
         return f"Carrier({self.mask!r})"
 
     __str__ = __repr__
+
+
+def moved(mask: masks.Mask, device: Any) -> masks.Mask:
+    """A mask with its tensors on a device; what a function of the user's reads stays where it is."""
+    parts = [
+        part._replace(**{name: getattr(part, name).to(device) for name in part.held})
+        for part in mask.parts
+    ]
+    rule = mask.rule
+    if rule is not None and rule.dense is not None:
+        rule = rule_of_tensor(rule.dense.to(device))
+    elif rule is not None and rule.masks:
+        joined: Any = rule.seen
+        rule = joined_rule(rule.words, joined.args[0], *(moved(x, device) for x in rule.masks))
+    return masks.Mask(mask.bands, tuple(parts), rule)
 
 
 class Given(Carrier):

@@ -10,6 +10,7 @@ from torch import nn
 
 from ...checks import check_flag, refuse, shortened
 from .loss import looks_like_model, loss_forward, loss_of, why_not
+from .positions import MAKES, bias_forward, bias_of, looks_like_biased
 from .probing import (
     Left,
     likeness,
@@ -26,7 +27,7 @@ LABEL = "flashproto_runs"  # an attribute of what is bound
 
 
 class Row(NamedTuple):
-    """One module. runs: what computes it now, None for its own forward; why: what stands against it."""
+    """One module. runs: what computes it now, None for its own forward; why: what is against it."""
 
     name: str
     kind: str
@@ -58,13 +59,14 @@ class Patched:
         modules = dict(self.model.named_modules())
         for row in self.replaced:
             module = modules.get(row.name)
-            if module is not None and "forward" in module.__dict__ and label_of(module) is None:
+            if module is not None and labels_of(module) and label_of(module) is None:
                 got = f"the forward of {row.name or 'the model'}, which was replaced again since"
                 takes, do = "forwards as patch left them", "Undo what came later first."
                 refuse("patch", "undo", got, takes, do, RuntimeError)
         for module in modules.values():
-            if label_of(module) is not None:
-                del module.__dict__["forward"]
+            for name, label in labels_of(module).items():
+                if label is not None:
+                    del module.__dict__[name]
 
     def __repr__(self) -> str:
         count: dict[tuple[str, ...], int] = {}
@@ -78,26 +80,41 @@ class Patched:
         return "\n".join("  ".join(x.ljust(n) for x, n in line).rstrip() for line in padded)
 
 
+def labels_of(module: nn.Module) -> dict[str, str | None]:
+    """Of the methods that a module has of its own, in the place of its class's: what of this library
+    each is, None for something else."""
+    own = (name for name in ("forward", MAKES) if name in module.__dict__)
+    functions = ((name, getattr(module.__dict__[name], "__func__", None)) for name in own)
+    return {name: getattr(function, LABEL, None) for name, function in functions}
+
+
 def label_of(module: nn.Module) -> str | None:
     """What of this library computes a module, None for nothing."""
-    function = getattr(module.__dict__.get("forward"), "__func__", None)
-    return getattr(function, LABEL, None)
+    return next((label for label in labels_of(module).values() if label is not None), None)
 
 
 def patch(
-    model: nn.Module, *, norms: bool = True, mlps: bool = True, rope: bool = True, loss: bool = True
+    model: nn.Module,
+    *,
+    norms: bool = True,
+    mlps: bool = True,
+    rope: bool = True,
+    loss: bool = True,
+    position_bias: bool = True,
 ) -> Patched:
-    """Let a model's norms, gated MLPs, RoPE and loss run on this library.
+    """Let a model's norms, gated MLPs, RoPE, position biases and loss run on this library.
 
     No list of models: a module is replaced where its own forward, on a small random input, gives what a
     function here gives: in 16 bits too, which tells the roundings of norms apart.  What is not the same
-    is left, and the result says why.  Replaced is forward alone, on each module itself: classes, other
+    is left, and the result says why.  Replaced is one method, on each module itself: classes, other
     models, parameters, hooks and state_dict stay as they are.  More calls find nothing new to do.
 
     - RMSNorm (QK norms too) and LayerNorm: rms_norm, layer_norm
     - SwiGLU, GeGLU and ReGLU: one operator between the model's own layers, so that LoRA and quantized
       weights stay
     - RoPE: rope, in the attention's own forward
+    - position biases of distances (T5's): attention's relative_bias, while attention is register()'s;
+      no tensor of queries times keys is made
     - the loss, in training with labels: linear_cross_entropy, with the model's softcap and
       num_items_in_batch.  Logits are then None.  Each call looks at the head: where it has adapters or
       hooks, or its weight is sharded, quantized or elsewhere, the model computes its own loss, and a
@@ -108,8 +125,8 @@ def patch(
     Args:
         model: of transformers, or a PeftModel; in any dtype, on any device, meta included, in training
             or not.  Wrap it later: accelerate, FSDP, DDP, torch.compile.
-        norms, mlps, rope, loss: False leaves all of that kind; loss=False where logits are read in
-            training.
+        norms, mlps, rope, loss, position_bias: False leaves all of that kind; loss=False where logits
+            are read in training.
 
     Returns: a Patched, whose text is a table, with undo().
 
@@ -125,7 +142,7 @@ def patch(
     """
     if not isinstance(model, nn.Module):
         refuse("patch", "model", model, "a torch.nn.Module", "Pass the model itself.", TypeError)
-    wanted = {"norms": norms, "mlps": mlps, "rope": rope, "loss": loss}
+    wanted = {"norms": norms, "mlps": mlps, "rope": rope, "loss": loss, "position_bias": position_bias}
     kinds = [kind for kind in KINDS if check_flag("patch", kind.argument, wanted[kind.argument])]
     known: dict[Any, Any] = {}
     found = (patch_one(name, module, kinds, known) for name, module in model.named_modules())
@@ -134,7 +151,8 @@ def patch(
 
 class Kind(NamedTuple):
     """A kind of module: patch's argument for it, which look like one, what tells what it is, the
-    forward for that, and what modules have in common that share it."""
+    method for that (forward, or the one that it `binds`), and what modules have in common that share
+    it."""
 
     argument: str
     looks_like: Callable[[nn.Module], bool]
@@ -146,6 +164,7 @@ class Kind(NamedTuple):
 KINDS = [
     Kind("loss", looks_like_model, loss_of, loss_forward, id),
     Kind("norms", looks_like_norm, norm_of, norm_forward),
+    Kind("position_bias", looks_like_biased, bias_of, bias_forward),
     Kind("rope", looks_like_attention, rotary_of, rotary_forward, type),
     Kind("mlps", looks_like_mlp, mlp_of, mlp_forward),
 ]
@@ -159,7 +178,7 @@ def patch_one(name: str, module: nn.Module, kinds: list[Kind], known: dict[Any, 
     kind = next((kind for kind in kinds if kind.looks_like(module)), None)
     if kind is None:
         return None
-    if "forward" in module.__dict__:
+    if labels_of(module):
         return Row(name, what, None, "another forward was bound to it before")
     key = kind.probe, kind.alike(module)
     if key not in known:
@@ -173,7 +192,7 @@ def patch_one(name: str, module: nn.Module, kinds: list[Kind], known: dict[Any, 
             known[key] = shortened(f"its forward on a small input: {type(error).__name__}: {error}")
     if isinstance(known[key], str):
         return Row(name, what, None, known[key])
-    module.forward = MethodType(known[key], module)
+    setattr(module, getattr(known[key], "binds", "forward"), MethodType(known[key], module))
     return Row(name, what, label_of(module), note_of(module))
 
 

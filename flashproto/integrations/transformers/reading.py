@@ -326,8 +326,8 @@ class Either(Part):
 class Seen(Recorder):
     """What a mask function gives: all its parts hold.
 
-    moved: a part of it compares positions out of a table, which stand for tokens only within documents
-    with positions one behind the other.  packed: documents are kept apart.
+    moved: a part of it compares positions out of a table, which are tokens' only within documents with
+    positions one behind the other.  packed: documents are kept apart.
     """
 
     device = None
