@@ -6,7 +6,7 @@ FLOPs are 4 B H S^2 D forward (half of it when causal) and 2.5 times that backwa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -25,6 +25,9 @@ TOKENS = 16384
 WIDTH = 2048
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 PIECE = 2**26  # scores of the exact result that are in memory at once
+OF_THE_MEAN = 0.02  # that much of the exact result may be missing, or too much
+LEARNED = ("sinks", "bias", "relative_bias")  # whose gradients are sums over the batch
+OF_QUERIES = ("out", "dq", "max_score")
 
 
 @dataclass(frozen=True)
@@ -98,21 +101,24 @@ def conclusion(data: dict[str, Any]) -> str:
 
 
 class Sampled:
-    """The exact result of the first and the last key head's group, in float32, to check against; of all
-    heads where there are sinks, whose gradients are sums that may cancel in one head.
+    """The exact result of the first and the last key head's group, in float32, to check against: of the
+    first and the last entry of the batch, of a bias of all; where there are sinks, whose gradients are
+    sums that may cancel in one head, of all heads too.
 
-    variant: see `exact`; sinks and alibi_slopes are of all heads, begin and end [B | 1, 1, S].
+    variant: see `exact`; LEARNED and alibi_slopes of all heads, begin, end and bits [B | 1, 1, ...].
     """
 
     def __init__(self, p: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, **variant: Any) -> None:
         self.p, self.variant = p, variant
+        self.learned = next((name for name in LEARNED if name in variant), None)
         self.given = [t.detach() for t in (q, k, v, grad)]
         group = p.Hq // p.Hkv
-        ends = [(0, 0), (p.B - 1, p.Hkv - 1)]
-        every = [(b, h) for b in range(p.B) for h in range(p.Hkv)]
+        heads = [*range(p.Hkv)] if self.learned == "sinks" else [*dict.fromkeys((0, p.Hkv - 1))]
+        ends = dict.fromkeys([(0, 0), (p.B - 1, p.Hkv - 1)])
+        every = [(b, h) for b in range(p.B) for h in heads]
         self.parts = [
             (slice(b, b + 1), slice(h * group, (h + 1) * group), slice(h, h + 1))
-            for b, h in (every if "sinks" in variant else dict.fromkeys(ends))
+            for b, h in (every if self.learned else ends)
         ]
 
     @cached_property
@@ -122,6 +128,7 @@ class Sampled:
             exact(
                 *(q[b, hq], k[b, hkv], v[b, hkv], grad[b, hq]),
                 self.p.causal,
+                b.start * self.p.Hq + hq.start,
                 **{name: self._part(name, x, b, hq) for name, x in self.variant.items()},
             )
             for b, hq, hkv in self.parts
@@ -130,29 +137,60 @@ class Sampled:
     @staticmethod
     def _part(name: str, x: Any, b: slice, hq: slice) -> Any:
         """Of one entry of the batch and a group of heads."""
-        if name in ("begin", "end"):
+        if name in ("begin", "end", "bits"):
             return x[b] if x.shape[0] > 1 else x
-        return x.detach()[hq] if isinstance(x, Tensor) else x
+        return x.detach()[hq] if name in (*LEARNED, "alibi_slopes") else x
 
-    def check(self, out: Tensor, grads: Sequence[Tensor] | None) -> str | None:
-        """What is wrong with out and (dq, dk, dv), all [B, H, S, D], with sinks also dsinks [Hq]; None
-        if nothing."""
-        names = ("dq", "dk", "dv", "dsinks")[: 4 if "sinks" in self.variant else 3]
+    def check(
+        self, out: Tensor, grads: Sequence[Tensor] | None, max_score: Tensor | None = None
+    ) -> str | None:
+        """What is wrong with out, with (dq, dk, dv), behind which one of LEARNED has its gradient, and
+        with max_score [B, H, S]; None if nothing."""
+        names = ("dq", "dk", "dv", *([f"d{self.learned}"] if self.learned else []))
         got = {"out": out} if grads is None else dict(zip(names, grads, strict=True))
+        if max_score is not None:
+            got["max_score"] = max_score
         for name, value in got.items():
             if not bool(value.isfinite().all()):
                 return f"wrong result: {name} is not finite"
-        dsinks = got.pop("dsinks", None)
-        for (b, hq, hkv), want in zip(self.parts, self.want, strict=True):
-            part = {n: t[b, hq if n in ("out", "dq") else hkv] for n, t in got.items()}
+        learned = got.pop(f"d{self.learned}", None)
+        for part, want in self._pairs(got):
             complaint = compare(part, want, {"dq": want["rounding"]})
             if complaint:
                 return complaint
-        if dsinks is None:
-            return None
-        by_entry = torch.cat([want["dsinks"] for want in self.want]).view(self.p.B, -1)
+        return None if learned is None else self._check_learned(f"d{self.learned}", learned)
+
+    def _pairs(self, got: dict[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+        """The parts of what is got, and what is wanted there."""
+        for (b, hq, hkv), want in zip(self.parts, self.want, strict=True):
+            yield {n: t[b, hq if n in OF_QUERIES else hkv] for n, t in got.items()}, want
+
+    def _check_learned(self, name: str, got: Tensor) -> str | None:
+        by_heads: dict[int, list[Tensor]] = {}
+        for (_, hq, _), want in zip(self.parts, self.want, strict=True):
+            by_heads.setdefault(hq.start, []).append(want[name])
+        exact = torch.cat([torch.stack(parts).sum(0) for parts in by_heads.values()])
+        group = self.p.Hq // self.p.Hkv
+        got = torch.cat([got[h : h + group] for h in by_heads])
         # They are sums in float32 of what is rounded to the tensors' dtype.
-        return compare({"dsinks": dsinks.to(self.given[0].dtype)}, {"dsinks": by_entry.sum(0)})
+        return compare({name: got.to(self.given[0].dtype)}, {name: exact})
+
+    def check_mean(self, out: Tensor, grads: Sequence[Tensor] | None) -> str | None:
+        """The same of what has random zeros and is right in the mean: by how much of the exact result
+        it has, within OF_THE_MEAN and five standard errors, rows being independent.  The first ones
+        count for nothing, whose few probabilities have no mean."""
+        got = {"out": out} if grads is None else dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        for part, want in self._pairs(got):
+            for name, value in part.items():
+                rows = slice(value.shape[2] // 8, None)
+                exact = want[name][:, :, rows]
+                own = (value.detach()[:, :, rows].float() * exact).sum(-1)
+                whole = exact.square().sum(-1)
+                share = own.sum() / whole.sum()
+                deviation = (own - share * whole).norm() / whole.sum()
+                if not abs(share - 1) <= OF_THE_MEAN + 5 * deviation:
+                    return f"wrong result: {name} has {share:.3f} of the exact one in the mean"
+        return None
 
 
 def rounding_of_dq(
@@ -181,56 +219,79 @@ def rounding_of_dq(
 
 
 def exact(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, **variant: Any
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, number: int = 0, **variant: Any
 ) -> dict[str, Tensor]:
-    """out, dq [1, group, S, D], dk, dv [1, 1, S, D] and rounding [1, group, S] of one group of query
-    heads, in float32 and in pieces of the queries; with sinks also dsinks [group].
+    """out [1, group, S, Dv], dq [1, group, S, D], dk, dv [1, 1, S, ...], max_score and rounding
+    [1, group, S] of one group of query heads, in float32 and in pieces of the queries; of one of
+    LEARNED also its gradient.
 
-    variant: left, softcap, sinks and alibi_slopes [group], begin and end [1, 1, S] of
-    reference.attention.
+    number: that of the first head among all of the batch, which dropout goes by.
+    variant: left, softcap, sinks and alibi_slopes [group], bias [group, S, S], relative_bias
+    [group, R], relative_offset, begin and end [1, 1, S], bits [1, 1, ...], dropout_p and dropout_seed
+    of reference.attention.
     """
     S = q.shape[2]
     k, v = k.float(), v.float()
     like_q = torch.empty(q.shape, device=q.device)
     want = {
-        "out": like_q,
+        "out": like_q.new_empty(grad.shape),
         "dq": torch.empty_like(like_q),
         "rounding": like_q.new_empty(q.shape[:3]),
+        "max_score": like_q.new_empty(q.shape[:3]),
         "dk": torch.zeros_like(k),
         "dv": torch.zeros_like(v),
     }
-    if "sinks" in variant:
-        want["dsinks"] = torch.zeros_like(variant["sinks"])
-    step = max(1, PIECE // S)
+    learned = [name for name in LEARNED if name in variant]
+    want |= {f"d{name}": torch.zeros_like(variant[name], dtype=torch.float32) for name in learned}
+    step = S if "dropout_p" in variant else max(1, PIECE // S)  # dropout counts queries from 0
     for h in range(q.shape[1]):
         for start in range(0, S, step):
             piece = slice(h, h + 1), slice(start, min(start + step, S))
             seen = piece[1].stop if causal else S
             dout = grad[:, *piece].float()
-            leaves = [
+            queries, keys, values = (
                 t.requires_grad_()
                 for t in (q[:, *piece].float(), k[:, :, :seen].detach(), v[:, :, :seen].detach())
-            ]
-            of_piece = dict(variant)
-            for name, x in variant.items():
-                if name in ("begin", "end"):
-                    of_piece[name] = x[..., :seen] - start
-                elif isinstance(x, Tensor):
-                    of_piece[name] = x[piece[0]].detach().requires_grad_(name == "sinks")
-            out, _ = reference.attention(*leaves, causal=causal, causal_offset=start, **of_piece)
-            sinks = [of_piece["sinks"]] if "sinks" in variant else []
-            dq, dk, dv, *dsinks = torch.autograd.grad(out, [*leaves, *sinks], dout)
+            )
+            of_piece = {n: part_of(n, x, h, piece[1], seen) for n, x in variant.items()}
+            dropout = {n: of_piece.pop(n) for n in ("dropout_p", "dropout_seed") if n in of_piece}
+            added = [of_piece[name].requires_grad_() for name in learned]
+            out, _, max_score, _ = reference.attention(
+                queries,
+                keys,
+                values,
+                causal=causal,
+                causal_offset=start,
+                sequence=number + h,
+                return_aux=True,
+                **of_piece,
+                **dropout,
+            )
+            dq, dk, dv, *dadded = torch.autograd.grad(out, [queries, keys, values, *added], dout)
             with torch.no_grad():
-                queries, keys, _ = leaves
                 want["rounding"][:, *piece] = rounding_of_dq(
                     queries, keys, out, dout, q.dtype, causal, start, **of_piece
                 )
             want["out"][:, *piece], want["dq"][:, *piece] = out.detach(), dq
+            want["max_score"][:, *piece] = max_score.detach()
             want["dk"][:, :, :seen] += dk
             want["dv"][:, :, :seen] += dv
-            if dsinks:
-                want["dsinks"][piece[0]] += dsinks[0]
+            for name, gradient in zip(learned, dadded, strict=True):
+                part_of(name, want[f"d{name}"], h, piece[1], seen).add_(gradient)
     return want
+
+
+def part_of(name: str, x: Any, h: int, rows: slice, seen: int) -> Any:
+    """Of an entry of `variant` what these queries of head h and the first `seen` keys have."""
+    if name in ("begin", "end"):
+        return x[..., :seen] - rows.start
+    if name == "bits":
+        return x[..., rows, :]
+    if name == "bias":
+        x = x[:, rows, :seen]
+    if name == "relative_offset":  # there the last query is at the last key's position
+        return x + rows.stop - seen
+    return x[h : h + 1].float().detach() if name in (*LEARNED, "alibi_slopes") else x
 
 
 def contenders(

@@ -1,6 +1,6 @@
 """Decoding, GB/s of keys and values read: one to sixteen queries on long keys, with a cache of this
 library's and without, beside peers; chunked prefill, TFLOP/s; and what pages, 8 bits, appending, room
-in the cache and a shared prefix cost.
+in the cache and a shared prefix cost.  FlashAttention-3 is the forward that PyPI has.
 
 Every query sees all keys, for peers align a causal mask in other ways.  The ceiling of a cell is a copy
 of as many bytes, in the same run.
@@ -20,7 +20,7 @@ import flashproto
 
 from .. import reference
 from .measure import OURS, Prepared, Work, compare
-from .peers import attention_peers
+from .peers import attention_peers, flash_attn_3_cached, has_flash_attn_3
 
 # B, query heads, key heads, keys
 SHAPES = (
@@ -34,14 +34,17 @@ SHAPES = (
 )
 QUERIES = (1, 2, 4, 8, 16)
 PREFILLS = ((1, 64, 8, 131072), (1, 16, 2, 131072), (1, 8, 1, 131072))
+CHUNKS = (512, 64, 4096)  # queries of a prefill, the others on the first shape alone
 FEATURES = ((1, 32, 8, 131072), (16, 32, 8, 8192), (64, 32, 8, 8192))
+PAGED = ((1, 32, 8, 131072), (16, 32, 8, 8192), (1, 32, 32, 16384), (128, 32, 8, 1024))
+PAGES = (16, 64)
 ROOM = 131072  # of the cache in which a sequence is short
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Problem:
-    """kind: "decode", "prefill", "cache" (with pages, 8 bits, appending), "room" or "prefix", whose
+    """kind: "decode", "prefill", "cache" (with 8 bits, appending), "pages", "room" or "prefix", whose
     length is P."""
 
     kind: str
@@ -69,7 +72,10 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
     if device.type != "cuda":
         made = [
             Problem(kind, 2, 4, 2, 128, Sq, 16, torch.float32, P)
-            for kind, Sq, P in (("decode", 1, 0), ("decode", 4, 0), ("cache", 1, 0), ("prefix", 1, 64))
+            for kind, Sq, P in (
+                *(("decode", 1, 0), ("decode", 4, 0), ("pages", 4, 0)),
+                *(("cache", 1, 0), ("prefix", 1, 64)),
+            )
         ]
         return made[:1] if quick else made
     if quick:
@@ -77,7 +83,9 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
     half = 128, torch.bfloat16
     return [
         *(Problem("decode", *shape, Sq, *half) for shape in SHAPES for Sq in QUERIES),
-        *(Problem("prefill", *shape, 512, *half) for shape in PREFILLS),
+        *(Problem("prefill", *shape, CHUNKS[0], *half) for shape in PREFILLS),
+        *(Problem("prefill", *PREFILLS[0], Sq, *half) for Sq in CHUNKS[1:]),
+        *(Problem("pages", *shape, Sq, *half) for shape in PAGED for Sq in (1, 4, 16)),
         *(Problem("cache", *shape, 1, *half) for shape in FEATURES),
         *(Problem("room", B, 32, 8, 1024, 1, *half) for B in (1, 8)),
         Problem("prefix", 64, 32, 8, 256, 1, *half, 8192),
@@ -138,7 +146,7 @@ class Sampled:
 def contenders(
     p: Problem, device: torch.device, impls: Sequence[str], with_compile: bool
 ) -> dict[str, Callable[[], Prepared]]:
-    """Ours with a cache; where the kind is "decode" or "prefill" also without, and peers."""
+    """Ours with a cache, and FlashAttention-3's; but for "pages" also without, and peers."""
     q = torch.randn(p.B, p.Hq, p.Sq, p.D, device=device, dtype=p.dtype)
     k, v = (torch.randn(p.B, p.S, p.Hkv, p.D, device=device, dtype=p.dtype) for _ in range(2))
     sampled = Sampled(p, q, k, v)
@@ -154,16 +162,52 @@ def contenders(
             )
         )
 
-    with_cache = [impl for impl in impls if impl in ("triton", "reference")]
+    def fa3(page_size: int) -> Prepared:
+        heads = q.transpose(1, 2)
+        lengths = torch.full((p.B,), p.S, dtype=torch.int32, device=device)
+        caches: Sequence[Tensor] = (k, v)
+        table = None
+        if page_size:
+            caches, table = in_pages((k, v), page_size)
+        function = flash_attn_3_cached(heads.shape, caches[0], lengths, table)
+        return Prepared(
+            lambda: function(heads, *caches),
+            (q,),
+            None,
+            lambda out, grads: sampled.check(out.transpose(1, 2), grads),
+        )
+
+    def paged(impl: str, page_size: int) -> Prepared:
+        lengths = torch.full((p.B,), p.S, dtype=torch.int32, device=device)
+        caches, table = in_pages((k, v), page_size)
+        given: dict[str, Any] = {"lengths": lengths, "page_table": table, "causal": False, "impl": impl}
+        return prepared(partial(flashproto.attention_with_kv_cache, q, *caches, **given))
+
+    with_cache = [impl for impl in impls if impl in ("hopper", "triton", "reference")]
     if p.kind == "cache":
         return cache_contenders(p, q, k, v, with_cache, prepared)
     if p.kind == "room":
         return room_contenders(p, q, k, v, with_cache, prepared)
     if p.kind == "prefix":
-        return prefix_contenders(p, q, k, v, with_cache)
+        with_prefix = [impl for impl in with_cache if impl != "hopper"]  # which takes none
+        return prefix_contenders(p, q, k, v, with_prefix)
+    if p.kind == "prefill" and p.Sq > CHUNKS[0]:
+        with_cache = [impl for impl in with_cache if impl != "triton"]  # it takes a second a call
     made: dict[str, Callable[[], Prepared]] = {
         f"{OURS}[{impl}]": partial(cached, impl) for impl in with_cache
     }
+    if p.kind in ("pages", "prefill"):
+        made |= {
+            f"{OURS}[{impl}]-pages{size}": partial(paged, impl, size)
+            for impl in with_cache
+            for size in PAGES
+        }
+    if has_flash_attn_3(device):
+        made["fa3"] = partial(fa3, 0)
+        if p.kind != "decode":
+            made |= {f"fa3-pages{size}": partial(fa3, size) for size in PAGES}
+    if p.kind == "pages":
+        return made
 
     def plain(make: Callable[[], Callable[..., Any]], layout: str) -> Prepared:
         function = make()
@@ -192,11 +236,23 @@ def contenders(
 Made = dict[str, Callable[[], Prepared]]
 
 
+def in_pages(tensors: Sequence[Tensor], size: int) -> tuple[list[Tensor], Tensor]:
+    """Tensors [B, S, H, D] in pages of `size`, in random order, and the table [B, S / size]."""
+    B, S, H, D = tensors[0].shape
+    order = torch.randperm(B * S // size, device=tensors[0].device)
+    caches = []
+    for x in tensors:
+        cache = torch.empty(len(order), size, H, D, dtype=x.dtype, device=x.device)
+        cache[order] = x.view(-1, size, H, D)
+        caches.append(cache)
+    return caches, order.view(B, -1).int()
+
+
 def cache_contenders(
     p: Problem, q: Tensor, k: Tensor, v: Tensor, impls: Sequence[str], prepared: Callable[..., Prepared]
 ) -> Made:
-    """In one row of memory; in pages of 16 and 64, in random order; 8 bits with scales by head and by
-    token; and with the last token appended, and turned, in the same call."""
+    """In one row of memory; in pages; 8 bits with scales by head and by token; and with the last token
+    appended, and turned, in the same call."""
     device = q.device
     lengths = torch.full((p.B,), p.S, dtype=torch.int32, device=device)
 
@@ -208,14 +264,7 @@ def cache_contenders(
         return prepared(attend(impl, (k, v)))
 
     def paged(impl: str, size: int) -> Prepared:
-        pages = p.B * p.S // size
-        order = torch.randperm(pages, device=device)
-        caches = []
-        for x in (k, v):
-            cache = torch.empty(pages, size, p.Hkv, p.D, dtype=p.dtype, device=device)
-            cache[order] = x.view(pages, size, p.Hkv, p.D)
-            caches.append(cache)
-        table = order.view(p.B, -1).int()
+        caches, table = in_pages((k, v), size)
         return prepared(attend(impl, caches, page_table=table))
 
     def eight(impl: str, by_token: bool) -> Prepared:
@@ -251,11 +300,13 @@ def cache_contenders(
     for impl in impls:
         name = f"{OURS}[{impl}]"
         made[name] = partial(plain, impl)
-        for size in (16, 64):
+        for size in PAGES:
             made[f"{name}-pages{size}"] = partial(paged, impl, size)
+        made[f"{name}-append"] = partial(appending, impl)
+        if impl == "hopper":
+            continue  # it takes no cache of 8 bits
         made[f"{name}-e4m3"] = partial(eight, impl, False)
         made[f"{name}-e4m3-token"] = partial(eight, impl, True)
-        made[f"{name}-append"] = partial(appending, impl)
     return made
 
 
@@ -350,6 +401,9 @@ def goals(data: dict[str, Any]) -> str:
     def over(a: float | None, b: float | None) -> float | None:
         return a / b if a and b else None
 
+    def best_of(found: dict[str, dict[str, Any]], end: str) -> float | None:
+        return max((r["value"] for n, r in found.items() if n.endswith(end)), default=None)
+
     for problem in problems(False, torch.device("cuda")):
         p, key = problem, problem.key
         if key not in cells:
@@ -357,7 +411,11 @@ def goals(data: dict[str, Any]) -> str:
         found, mib = timed(key), problem.nbytes / MIB
         ours = best(key, True)
         ceiling = cells[key].get("ceiling")
-        by_name = {n.partition("]")[2]: r for n, r in found.items() if n.startswith(f"{OURS}[triton]")}
+        by_name: dict[str, dict[str, Any]] = {}
+        for n, r in found.items():
+            end = n.partition("]")[2]
+            if n.startswith(OURS) and r["value"] > by_name.get(end, {}).get("value", 0.0):
+                by_name[end] = r
         alone = by_name.get("", {}).get("value")
         if p.kind == "decode":
             line(f"{key}: of the best peer", over(ours, best(key, False)), 0.98)
@@ -369,11 +427,20 @@ def goals(data: dict[str, Any]) -> str:
                 rows = p.Hq // p.Hkv * p.Sq
                 goal = 0.75 if rows > 64 else 0.92 if mib >= 256 else 0.85
                 line(f"{key}: of Sq 1", over(ours, one), goal)
-        elif p.kind == "prefill" and p.Hq == 64:
-            cudnn = found.get("sdpa-cudnn", {}).get("value")
-            line(f"{key}: of cuDNN", over(ours, cudnn), 0.97)
-        elif p.kind == "prefill":
-            line(f"{key}: TFLOP/s", ours, 550.0 if p.Hq == 16 else 500.0)
+        elif p.kind == "prefill" and p.Sq == CHUNKS[0]:
+            attention = best_of(found, "-attention")
+            line(f"{key}: contiguous, of attention", over(best_of(found, "]"), attention), 0.95)
+            for size, goal in ((64, 1.0), (16, 0.9)):
+                value = over(best_of(found, f"]-pages{size}"), best_of(found, f"fa3-pages{size}"))
+                line(f"{key}: pages of {size}, of FlashAttention-3's", value, goal)
+        elif p.kind == "pages":
+            for end in ("", *(f"-pages{size}" for size in PAGES)):
+                value = over(best_of(found, f"]{end}"), best_of(found, f"fa3{end}"))
+                line(
+                    f"{key}: {end[1:] or 'contiguous'}, of FlashAttention-3's",
+                    value,
+                    0.98 if end else 1.0,
+                )
         elif p.kind == "cache":
             for size in (16, 64):
                 value = by_name.get(f"-pages{size}", {}).get("value")

@@ -1,6 +1,6 @@
 """What the documentation says by itself: docs/speed.md, its pictures and README's table from the result
 files in docs/results, docs/api.md from the docstrings, the tables of docs/attention.md from what calls
-take, and its pictures from the masks.
+take, those of docs/determinism.md from what is claimed of calls, and pictures from the masks.
 
     python -m flashproto.bench docs             # write them all, in a checkout
     python -m flashproto.bench docs --check     # write nothing; exit code 1 where a text is stale
@@ -12,11 +12,12 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import api, features, plots, report, speed
+from . import api, determinism, features, plots, report, speed
 from .measure import OURS
 from .plots import title
 from .speed import Results, best_peer, card, machines, markdown, month, ratios
@@ -112,13 +113,13 @@ def filled(page: str, table: str, begin: str = BEGIN, end: str = END) -> str | N
     return f"{before}{begin}\n{table}\n{end}{after}" if begin and end else None
 
 
-def filled_with_features(page: str) -> str:
-    """The page with each table of features in its block."""
-    for name, table in features.TABLES.items():
-        begin, end = (line.replace("speed table", name) for line in (BEGIN, END))
+def filled_with(page: str, tables: dict[str, Callable[[], str]], name: str) -> str:
+    """The page of this name with each table in its block."""
+    for what, table in tables.items():
+        begin, end = (line.replace("speed table", what) for line in (BEGIN, END))
         made = filled(page, f"\n{table()}\n", begin, end)
         if made is None:
-            raise ValueError(f"docs/attention.md lacks the lines {begin} and {end}")
+            raise ValueError(f"docs/{name} lacks the lines {begin} and {end}")
         page = made
     return page
 
@@ -127,7 +128,7 @@ def filled_with_features(page: str) -> str:
 
 
 class Picture(NamedTuple):
-    """Some cells of a subject, by what stands below their bars, and the peers beside ours."""
+    """Some cells of a subject, by what is written below their bars, and the peers beside ours."""
 
     heading: str
     subject: str
@@ -215,17 +216,28 @@ def draw(found: Sequence[Results], folder: Path) -> list[Path]:
 # --- the command ---------------------------------------------------------------------------------
 
 
+def tables_of(found: Sequence[Results]) -> dict[str, dict[str, Callable[[], str]]]:
+    """Of each page that is not written by its tables alone."""
+    bits: dict[str, Callable[[], str]] = {
+        "table of bits": determinism.table,
+        "table of costs": partial(determinism.costs, found),
+    }
+    return {"attention.md": features.TABLES, "determinism.md": bits}
+
+
 def texts(root: Path) -> dict[Path, str | None]:
     """Each file that is written, with its text; README's is None where it has no block."""
     found = machines(root)
-    readme, attention = root / "README.md", root / "docs" / "attention.md"
+    readme = root / "README.md"
     made = {
         root / "docs" / "speed.md": speed.page(found, shown(found)),
         root / "docs" / "api.md": api.page(),
         readme: filled(readme.read_text(), readme_table(found[0])),
     }
-    if attention.exists():
-        made[attention] = filled_with_features(attention.read_text())
+    for name, tables in tables_of(found).items():
+        path = root / "docs" / name
+        if path.exists():
+            made[path] = filled_with(path.read_text(), tables, name)
     return made
 
 

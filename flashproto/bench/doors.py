@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,6 +29,7 @@ from flashproto import masks
 
 from . import report
 from .timing import make_timer
+from .workers import in_process
 
 PARTS = ("intervals", "train", "generate")
 # Attention's implementation, what is patched, and whether torch.compile is used.
@@ -252,19 +251,6 @@ def generate(contender: str, batch: int, options: argparse.Namespace) -> dict[st
     }
 
 
-def in_process(part: str, contender: str, batch: int, arguments: Sequence[str], limit: float) -> Any:
-    """What a worker says, or its error."""
-    work = json.dumps([part, contender, batch])
-    command = [sys.executable, "-m", "flashproto.bench", "doors", *arguments, "--worker", work]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took longer than {limit:.0f} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 # --- the run --------------------------------------------------------------------------------------
 
 
@@ -307,16 +293,16 @@ def main(arguments: Sequence[str]) -> None:
     for part in options.parts.split(","):
         found: dict[str, Any] = {}
         if part == "intervals":
-            found = in_process(part, "", 0, arguments, options.seconds)
+            found = in_process("doors", [part, "", 0], arguments, options.seconds)
             found = {part: found} if "error" in found else found
         elif part == "train":
             for name in filter(chosen.__contains__, TRAIN):
-                found[name] = in_process(part, name, 0, arguments, options.seconds)
+                found[name] = in_process("doors", [part, name, 0], arguments, options.seconds)
                 print(text(part, {name: found[name]}), flush=True)
         elif part == "generate":
             for batch in map(int, options.prompts.split(",")):
                 for name in filter(chosen.__contains__, GENERATE):
-                    made = in_process(part, name, batch, arguments, options.seconds)
+                    made = in_process("doors", [part, name, batch], arguments, options.seconds)
                     found[f"{name}, {batch} prompts"] = made
                     print(text(part, {f"{name}, {batch} prompts": made}), flush=True)
         else:

@@ -18,13 +18,15 @@ import torch
 
 from .. import masks
 from ..backends import texts
-from ..functional import attention, attention_varlen, scaled_dot_product_attention
+from ..functional import attention, attention_varlen
 from ..functional.attention_request import Request
-from ..masks import check_bands
 from ..variant import (
+    BY_DISTANCE,
     BY_HEAD,
+    BY_PAIR,
     DIFFERENTIABLE,
     FUNCTIONS,
+    SHARE,
     STATISTIC,
     Kind,
     Number,
@@ -77,14 +79,31 @@ def of_scores() -> Iterator[Feature]:
             yield Feature(name, written, kind, {"return_aux": (name,)})
         elif isinstance(row.what, Number):
             yield Feature(name, written, kind, {row.option: min(max(1.0, row.what.low), row.what.high)})
+        elif row.what == SHARE:
+            seed = torch.zeros(1, dtype=torch.int64)
+            yield Feature(name, written, kind, {row.option: 0.5, "dropout_seed": seed})
         elif row.what == BY_HEAD:
             yield Feature(name, written, kind, {row.option: torch.ones(2)})
-        if row.gradients and "hopper" not in row.gradients:
+        elif row.what == BY_PAIR:
+            yield Feature(name, written, kind, {row.option: torch.ones(8)})
+        elif row.what == BY_DISTANCE:
+            yield Feature(name, written, kind, {row.option: torch.ones(2, 3)})
+        if (
+            row.variables
+            and "hopper" in row.forward
+            and row.gradients
+            and "hopper" not in row.gradients
+        ):
             leaf = {row.option: torch.ones(2, requires_grad=True)}
             yield Feature(f"{name}_gradient", f"{written} with a gradient", kind, leaf)
 
 
+def even(b: torch.Tensor, h: torch.Tensor, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+    return (i - j) % 2 == 0
+
+
 CAUSAL, WINDOW, INTERVALS = Kind(True), Kind(True, True), Kind(INTERVALS=True)
+TABLE = Kind(TABLE=True)
 KEYS, PARENTS = torch.arange(8), torch.tensor([-1, 0, 1, 2, 0, 4, 5, 6])
 FEATURES = (
     Feature("full", "no mask"),
@@ -99,6 +118,12 @@ FEATURES = (
     mask("prefix", "prefix(lengths)", INTERVALS, masks.prefix(KEYS[5:6])),
     mask("tree", "tree(parents)", INTERVALS, masks.tree(PARENTS)),
     mask("intervals", "intervals(begin, end)", INTERVALS, masks.intervals(KEYS, KEYS + 3)),
+    mask("chunks", "chunks(size)", INTERVALS, masks.chunks(3)),
+    mask("global_tokens", "global_tokens(n)", INTERVALS, masks.global_tokens(2)),
+    mask("boolean", "boolean(x)", TABLE, masks.boolean(KEYS < 5)),
+    mask("from_function", "from_function(f)", TABLE, masks.from_function(even)),
+    Feature("either", "`a \\| b`, `~a`", TABLE, {"mask": masks.window(2) | masks.global_tokens(1)}),
+    mask("dilated", "dilated(window, step)", TABLE, masks.dilated(6, 2)),
     *of_scores(),
     Feature("grouped", "Hkv < Hq", sizes={"Hq": 4}),
     Feature("lengths", "Sq != Sk", sizes={"Sq": 170}),
@@ -113,11 +138,11 @@ BY_NAME = {feature.name: feature for feature in FEATURES}
 
 
 def refusal(feature: Feature, column: str) -> str:
-    """The error with which attention_varlen refuses a mask on every backend; "" where there is none."""
-    if column == "varlen" and "mask" in feature.options:
+    """The error with which attention_varlen refuses it on every backend; "" where there is none."""
+    if column == "varlen":
         try:
-            check_bands("attention_varlen", feature.options["mask"])
-        except ValueError as error:
+            call((feature,), varlen=True)
+        except (TypeError, ValueError) as error:
             return str(error)
     return ""
 
@@ -193,32 +218,17 @@ def call(features: tuple[Feature, ...], varlen: bool = False) -> None:
         attention(q, k, k, **options, impl="reference")
 
 
-def gradient_of_a_statistic() -> None:
-    q = torch.zeros(1, 2, 8, 16, requires_grad=True)
-    attention(q, q, q, return_aux=("entropy",), impl="reference")[1].sum().backward()
-
-
-def causal_beside_a_mask() -> None:
-    q = torch.zeros(1, 2, 8, 16)
-    scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), is_causal=True)
-
-
 Together = tuple[str, str, Callable[[], None]]
-OTHERS: tuple[Together, ...] = (
-    ("`return_aux`", "a gradient of it", gradient_of_a_statistic),
-    ("`attn_mask` that differs by query", "`is_causal=True`", causal_beside_a_mask),
-)
 
 
 def together() -> Iterator[Together]:
-    """All pairs of features but two values of one argument, each with `attention_varlen` too, and
-    OTHERS: two names, and their call."""
+    """All pairs of features but two values of one argument, each with `attention_varlen` too: two
+    names, and their call."""
     for one, other in itertools.combinations(FEATURES, 2):
         if one.options.keys() & other.options.keys() <= {"mask", "return_aux"}:
             yield one.written, other.written, functools.partial(call, (one, other))
     for one in FEATURES:
         yield one.written, "`attention_varlen`", functools.partial(call, (one,), varlen=True)
-    yield from OTHERS
 
 
 def refused() -> list[tuple[str, str, str]]:
@@ -265,6 +275,14 @@ PICTURES = {
     "prefix": (masks.prefix(torch.tensor([9])), 24, 24),
     "tree": (masks.causal() & masks.tree(BRANCHES), 24, 24),
     "intervals": (masks.intervals(torch.arange(24) // 2, torch.arange(24) // 3 + 12), 24, 24),
+    "chunks": (masks.causal() & masks.chunks(8), 24, 24),
+    "global-tokens": (masks.global_tokens(3), 24, 24),
+    "union": (masks.window(4, 4) | masks.global_tokens(3), 24, 24),
+    "dilated": (masks.dilated(12, 3), 24, 24),
+    "block-diffusion": (masks.block_diffusion(4), 24, 24),
+    "neighbourhood": (masks.neighbourhood(4, 6, 3), 24, 24),
+    "boolean": (masks.boolean(torch.arange(24)[:, None] * torch.arange(24) % 7 < 4), 24, 24),
+    "from-function": (masks.from_function(even), 24, 24),
 }
 
 

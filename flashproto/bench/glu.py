@@ -1,4 +1,4 @@
-"""What stands beside the matrix products of a block, GB/s: gated linear units, GELU, RoPE, QK norm.
+"""What a block has beside its matrix products, GB/s: gated linear units, GELU, RoPE, QK norm.
 
 Counted is what the operators have to move: each input read once, each result written once (in the
 backward pass of rope the gradients alone; of the others the inputs of the forward pass too).  "qkv"

@@ -1,12 +1,12 @@
-"""What stands before a kernel: import time, the first call's, and the host time of later calls.
+"""What comes before a kernel: import time, the first call's, and the host time of later calls.
 
 Limits, on the processor that drives an H200: microseconds of a later call (LIMITS), seconds of the
 first one of the Hopper kernels, compilation included (FIRST_LIMITS).  Such processors differ, and one
 does from hour to hour where it is shared.  So the microseconds are also given as on the one for which
 the limits were set, which is known by what torch's own calls took there (TORCH_THERE).
 
-The calls of attention's variants, of sequences of any length and of a cache stand beside attention of
-as many tokens, and beside torch's call where it has one: it has none for a cache, nor has
+The calls of attention's variants, of sequences of any length and of a cache are compared with attention
+of as many tokens, and beside torch's call where it has one: it has none for a cache, nor has
 FlexAttention.
 """
 

@@ -7,9 +7,10 @@ Attention peers take q, k, v in the layout they are made for; norms take (x, wei
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def attention_peers(
         return lambda: sdpa(backend, is_causal=causal, enable_gqa=gqa)
 
     def flex() -> Function:
-        return flex_attention(is_before if causal else None, None, None, length, gqa, device)
+        mods = is_before if causal else None, lambda: None
+        return flex_attention(*mods, None, length, gqa, device)
 
     if device.type != "cuda":
         peers = {"sdpa": (plain(SDPBackend.FLASH_ATTENTION), "BHSD")}
@@ -62,11 +64,15 @@ def attention_peers(
 
 
 def sdpa(backend: SDPBackend | None, **options: Any) -> Function:
-    """f(q, k, v) by one of torch's backends, None for the one that torch chooses."""
+    """f(q, k, v), or f(q, k, v, bias [H, S, S]), by one of torch's backends, None for the one that
+    torch chooses."""
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None) -> Tensor:
+        given = dict(options)
+        if bias is not None:
+            given["attn_mask"] = bias.expand(len(q), *bias.shape)
         with sdpa_kernel(backend) if backend is not None else contextlib.nullcontext():
-            return F.scaled_dot_product_attention(q, k, v, **options)
+            return F.scaled_dot_product_attention(q, k, v, **given)
 
     return call
 
@@ -78,13 +84,18 @@ def is_before(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 def flex_attention(
     mask_mod: Function | None,
-    score_mod: Function | None,
+    score_mod_of: Callable[..., Function | None],
     batch: int | None,
     length: int,
     gqa: bool,
     device: torch.device,
+    **options: Any,
 ) -> Function:
-    """f(q, k, v), compiled; the block mask is made here.  batch: None if its entries share the mask."""
+    """f(q, k, v, what is learned), compiled; the block mask is made here.
+
+    score_mod_of: makes the score_mod, of what is learned; once, for torch.compile to know it again.
+    batch: None if its entries share the mask.
+    """
     from torch.nn.attention import flex_attention
 
     mask = None
@@ -93,11 +104,21 @@ def flex_attention(
             mask_mod, batch, None, length, length, device=str(device)
         )
     flex = compiled(flex_attention.flex_attention)
-    return lambda q, k, v: flex(q, k, v, score_mod=score_mod, block_mask=mask, enable_gqa=gqa)
+    score_mod = functools.cache(score_mod_of)
+    given = {"block_mask": mask, "enable_gqa": gqa, **options}
+    return lambda q, k, v, *learned: flex(q, k, v, score_mod=score_mod(*learned), **given)
 
 
 def has_flash_attn_4(device: torch.device) -> bool:
     return device.type == "cuda" and is_importable("flash_attn.cute")
+
+
+def has_flex_flash(device: torch.device) -> bool:
+    """Whether FlexAttention may be asked for flash-attn-4's kernels."""
+    from torch.nn.attention import flex_attention
+
+    options = getattr(flex_attention, "FlexKernelOptions", None)
+    return has_flash_attn_4(device) and "BACKEND" in getattr(options, "__annotations__", {})
 
 
 def flash_attn_4(**options: Any) -> Function:
@@ -127,6 +148,46 @@ def flash_attn_4_varlen(cu_seqlens: Tensor, longest: int, **options: Any) -> Fun
             **options,
         )
         return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def has_flash_attn_3(device: torch.device) -> bool:
+    """Whether its forward is there: the operators of PyPI's tokenspeed-fa3, which have no backward."""
+    return device.type == "cuda" and is_importable("flash_attn_3._C")
+
+
+def flash_attn_3_cached(
+    shape: Sequence[int],
+    k: Tensor,
+    lengths: Tensor | None,
+    table: Tensor | None = None,
+    causal: bool = False,
+) -> Function:
+    """f(q, k, v): q of this shape [B, S, H, D], with a cache k [B, S, Hkv, D], or pages of it with an
+    int32 table [B, n].  The order of work is made here, as once for all layers of a model."""
+    importlib.import_module("flash_attn_3._C")
+    ops, scale = torch.ops.flash_attn_3, shape[-1] ** -0.5
+    B, Sq, Hq, D = shape
+    given: dict[str, Any] = {"is_causal": causal, "num_splits": 0}
+    metadata = None
+    if lengths is not None:
+        page = k.shape[1] if table is not None else None
+        room = k.shape[1] if table is None else table.shape[1] * k.shape[1]
+        sizes = B, Sq, room, Hq, k.shape[2], D, D, k.dtype, lengths
+        metadata = ops.get_scheduler_metadata(*sizes, page_size=page, **given)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ops.fwd(
+            q,
+            k,
+            v,
+            seqused_k=lengths,
+            page_table=table,
+            softmax_scale=scale,
+            scheduler_metadata=metadata,
+            **given,
+        )[0]
 
     return call
 

@@ -18,6 +18,7 @@ TITLES = {
     "sdpa-cudnn": "cuDNN",
     "sdpa-efficient": "SDPA efficient",
     "flex": "FlexAttention",
+    "flex-flash": "FlexAttention by flash-attn-4",
     "fa4": "flash-attn-4",
     "fa4-packed": "flash-attn-4, packed gradient",
     "torch": "PyTorch",
@@ -93,7 +94,7 @@ def heights(results: dict[str, Any], unit: str) -> dict[str, float]:
 
 def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = str) -> None:
     """Panels for each pass: the contenders' bars in each cell, as many cells in a row as are legible at
-    the width of a page.  label: what stands below the bars of a cell."""
+    the width of a page.  label: what is written below the bars of a cell."""
     import matplotlib
 
     matplotlib.use("Agg")

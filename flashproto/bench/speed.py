@@ -41,6 +41,7 @@ SECTIONS = {
 WITH_MEMORY = ("linear_cross_entropy", "block", "gpt")
 PACKAGES = {  # of contenders, as a run's environment names them
     "fa4": "flash_attn.cute",
+    "fa3": "flash_attn_3._C",
     "quack": "quack",
     "liger": "liger_kernel",
     "cut-cross-entropy": "cut_cross_entropy",
@@ -201,13 +202,14 @@ def prose(module: Any) -> str:
 
 def section(subject: str, data: dict[str, Any]) -> Iterator[str]:
     cells = data["cells"]
-    unit = next(iter(cells.values()))["unit"]
-    less = "less" if unit == "ms" else "more"
     yield f"## {SECTIONS.get(subject, subject)}: `{subject}`"
     yield prose(import_module(f".{subject}", __package__))
     yield provenance(data["runs"], report.contenders(cells))
-    yield f"{unit}, {' / '.join(report.passes(cells))}; {less} is better."
-    yield cells_table(cells)
+    for unit in dict.fromkeys(cell["unit"] for cell in cells.values()):
+        of_unit = {key: cell for key, cell in cells.items() if cell["unit"] == unit}
+        less = "less" if unit == "ms" else "more"
+        yield f"{unit}, {' / '.join(report.passes(of_unit))}; {less} is better."
+        yield cells_table(of_unit)
     yield "\n".join(summary(cells))
     if subject in WITH_MEMORY:
         yield "Memory at the peak of a pass, beyond what was there before it:"

@@ -1,4 +1,4 @@
-"""Attention as it stands in a block, TFLOP/s: q, k and v are views of one projection [B, S, 3, H, D].
+"""Attention as a block calls it, TFLOP/s: q, k and v are views of one projection [B, S, 3, H, D].
 
 Causal, head_dim 128; the output is [B, S, H D] and the gradient one tensor [B, S, 3, H, D], as the
 projections on both sides want them: whatever copies a contender needs for that are counted.  FLOPs as

@@ -1,4 +1,5 @@
-"""How many pairs of a query and a key a mask shows, counted on the host by an interval for each key."""
+"""How many pairs of a query and a key a mask shows, counted on the host: by an interval for each key,
+or one by one where a mask has none."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from torch import Tensor
 
 from .. import masks
 from ..mask_values import TILE
+
+ROWS = 512  # of queries that are looked at at once
 
 
 def queries_of_keys(mask: masks.Mask, Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
@@ -26,12 +29,17 @@ def queries_of_keys(mask: masks.Mask, Sq: int, Sk: int) -> tuple[Tensor, Tensor]
 
 def visible_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int) -> int:
     """How many pairs of a query and a key that it sees there are, in B x H heads."""
+    if mask.rule is not None:
+        parts = (mask.visible(Sq, Sk, range(i, min(i + ROWS, Sq))) for i in range(0, Sq, ROWS))
+        return sum(int(seen.sum()) * (B * H // seen.shape[:2].numel()) for seen in parts)
     begin, end = queries_of_keys(mask, Sq, Sk)
     return int((end - begin).clamp(min=0).expand(B, H, Sk).sum())
 
 
 def visited_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int, tile: int = TILE) -> int:
     """How many pairs, hidden ones too, there are in tiles of tile x tile with a visible one."""
+    if mask.rule is not None:
+        return round(mask.share(Sq, Sk, tile) * B * H * -(-Sq // tile) * -(-Sk // tile)) * tile**2
     begin, end = (x.expand(B, H, Sk).reshape(-1, Sk) for x in queries_of_keys(mask, Sq, Sk))
     tiles_q, tiles_k = -(-Sq // tile), -(-Sk // tile)
     key_tile = (torch.arange(Sk) // tile).expand_as(begin)
