@@ -56,6 +56,11 @@ class Batches:
         draw = np.random.default_rng([s.seed, step])
         return draw.integers(len(self.ids) - s.context, size=s.batch_size)
 
+    def seed(self, step: int, micro: int) -> int:
+        """Of what is dropped in a micro step of this process, however often the run was stopped."""
+        numbers = [self.settings.seed, step, micro, self.rank]
+        return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
     def __call__(self, step: int, micro: int) -> Tensor:
         """The sequences of this process in a micro step [rows, context + 1]."""
         first = (micro * self.world + self.rank) * self.rows

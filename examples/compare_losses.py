@@ -3,7 +3,7 @@
     python examples/compare_losses.py --impl hopper triton --seeds 12
     python examples/compare_losses.py --impl torch reference --seeds 2 -- --steps 100 --context 64
 
-What stands behind `--` goes to train_gpt.py, each run of which is a process.  A seed decides weights
+What is behind `--` goes to train_gpt.py, each run of which is a process.  A seed decides weights
 and batches, so that runs of one seed differ in rounding alone; training makes more of it step by step.
 So differences are given in the mean over the seeds too, with its standard error: whether one backend
 trains better is what that says.  Tokens/s are of runs that have the machine to themselves, with

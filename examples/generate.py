@@ -64,7 +64,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     penalty = "divide logits of tokens that the text has by X (1)"
     add("--repetition-penalty", type=positive(float), default=1.0, help=penalty, metavar="X")
     lookup = "guess N tokens, up to 15, from what the text has, which may be faster (0)"
-    add("--prompt-lookup", type=not_negative(int), default=0, help=lookup, metavar="N")
+    add("--prompt-lookup", type=int, choices=range(16), default=0, help=lookup, metavar="N")
     add("--seed", type=integer_seed, default=0, help="of the sampling (0)", metavar="N")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="cuda where there is a GPU")
     add("--impl", choices=BACKENDS, help="backend (the best that runs); hopper: of attention alone")
@@ -95,7 +95,7 @@ def open_model(run: Path, device: str, impl: str | None) -> tuple[GPT, AnyVocabu
         return model, vocabulary_in(run, model.config), None
     tensors, facts = load(run)
     config, vocabulary = checkpoint.model_parts(facts)
-    model = GPT(config, impl=impl)
+    model = GPT(config, impl=impl).eval()
     checkpoint.restore_model(tensors, model)
     separator = vocabulary.end_of_text if facts["settings"].get("documents") else None
     return model.to(device), vocabulary, separator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 
 import torch
 from parallel import World
@@ -26,6 +27,7 @@ PEAK_FLOPS = {
     "L40S": 362e12,
     "RTX 4090": 165e12,
 }
+LONG_STEP = 60  # seconds of which a run warns
 
 
 def device_name(device: str) -> str:
@@ -51,6 +53,29 @@ def peak_flops(settings: Settings) -> float | None:
         return None
     name = device_name(settings.device)
     return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+
+
+def compiles(settings: Settings) -> bool:
+    """Whether a first step compiles: kernels of a GPU, or what torch.compile makes."""
+    return settings.compile or settings.device != "cpu"
+
+
+def warn_of_long_steps(flops: float, settings: Settings) -> None:
+    """Say so where a step of so many floating-point operations will take LONG_STEP seconds or more, at
+    the speed at which a CPU multiplies matrices."""
+    if settings.device != "cpu" or settings.compile:
+        return
+    x, times = torch.ones(512, 512), []
+    for _ in range(4):
+        began = time.perf_counter()
+        x @ x
+        times.append(time.perf_counter() - began)
+    seconds = flops * min(times) / (2 * 512**3)
+    if seconds >= LONG_STEP:
+        print(
+            f"note: a step will take {seconds / 60:.0f} minutes or more on this CPU; "
+            "a smaller --preset, --batch-size or --context makes it shorter"
+        )
 
 
 def backends_in_use(model: GPT, corpus: Corpus, settings: Settings, world: World) -> str:
@@ -88,6 +113,7 @@ def describe(
         "window": f"window {config.window} ({config.window_pattern or 'S'})",
         "softcap": f"softcap {config.softcap}",
         "sinks": "sinks",
+        "dropout": f"dropout {config.dropout}",
     }
     total, last = len(corpus.train) + len(corpus.validation), len(corpus.validation)
     predicted = len(corpus.targets)
@@ -100,7 +126,7 @@ def describe(
         "text": f"{corpus.name}: {total} {unit}s, SHA-256 {corpus.sha256}"
         + f"; {unknown} of the training part are not in the vocabulary" * (unknown > 0),
         "validation": f"{predicted} of {last} {unit}s: {corpus.unseen} unseen in training; "
-        f"{corpus.share_seen():.0%} of passages of 64 also stand in {counted}",
+        f"{corpus.share_seen():.0%} of passages of 64 are in {counted} too",
         "bigram": f"{bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte"
         + f", from {counted}" * (corpus.counted < len(corpus.train)),
         "device": f"{settings.device} ({device_name(settings.device)}), {settings.dtype}"

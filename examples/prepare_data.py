@@ -7,7 +7,7 @@
 
 A byte-level BPE tokenizer is trained on the text (or taken from --tokenizer), and the text is written
 in its tokens, two bytes each (four, where there are more than 65536 of them).  A document is a file, or
-what stands in a file between lines `<|endoftext|>`; some are put aside to validate on.  The same text
+what is in a file between lines `<|endoftext|>`; some are put aside to validate on.  The same text
 and options give the same files, byte for byte.  index.json is written last: a folder without it is not
 finished, and the same command begins it again.
 

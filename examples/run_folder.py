@@ -126,8 +126,9 @@ def begun(folder: Path) -> Settings | None:
 
 
 class Log:
-    """log.jsonl: a line for each step, {"step", "loss", "learning_rate"}, and with a validation
-    {"validation", "bits_per_byte"}.  `rows` are those that can be read, in order."""
+    """log.jsonl: a line for each step, {"step", "loss", "learning_rate", "gradient_norm", "seconds"},
+    with "mfu" where the device's peak is known, and with a validation {"validation", "bits_per_byte"}.
+    `rows` are those that can be read, in order."""
 
     def __init__(self, path: Path, step: int, writes: bool = True) -> None:
         """Read the lines up to `step`, that of the checkpoint: later ones will be written again.

@@ -82,5 +82,6 @@ class Screen:
         )
 
     def _print(self, text: list[str]) -> None:
-        print("".join(text), end="", flush=True)
+        # What is no character, as bytes that an untrained model draws: not every font has that sign.
+        print("".join(text).replace("\ufffd", "?"), end="", flush=True)
         text.clear()

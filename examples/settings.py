@@ -38,6 +38,7 @@ class Settings:
     window_pattern: str | None = None
     softcap: float | None = None
     sinks: bool | None = None
+    dropout: float = 0.0
     context: int = 128
     documents: bool = False
     batch_size: int = 16
@@ -116,8 +117,9 @@ class Settings:
     def model(self, vocab_size: int) -> GPTConfig:
         """The preset with what was given for its shape; OptionError where that does not fit."""
         given = {name: getattr(self, name) for name in SHAPE if getattr(self, name) is not None}
+        given |= {"context": self.context, "dropout": self.dropout}
         try:
-            return GPTConfig.preset(self.preset, vocab_size=vocab_size, context=self.context, **given)
+            return GPTConfig.preset(self.preset, vocab_size=vocab_size, **given)
         except ValueError as error:
             text = str(error).removeprefix("GPTConfig: ")
             for name in SHAPE:
@@ -143,7 +145,7 @@ class Settings:
                 f"--context is {self.context}; with --context-parallel {n} it takes a multiple of "
                 f"{2 * n}. Pass {-(-self.context // (2 * n)) * 2 * n}, or another --context-parallel."
             )
-        for name in ("compile", "log_max_score"):
+        for name in ("compile", "log_max_score", "dropout"):
             if getattr(self, name):
                 raise OptionError(
                     f"--context-parallel is {n}; with {option(name)} it takes 1. Leave one of them out."
@@ -178,7 +180,7 @@ SHAPE = (
 # the text, which is known by its hash.
 FIXED = frozenset(
     [
-        *("level", "preset", *SHAPE, "context", "documents"),
+        *("level", "preset", *SHAPE, "dropout", "context", "documents"),
         *("batch_size", "clip", "seed", "dtype", "init_from"),
     ]
 )
@@ -328,6 +330,7 @@ def parse(argv: list[str] | None, description: str | None) -> dict:
     add("--window-pattern", "a letter a layer, repeated: S with --window, L without", metavar="SSSL")
     add("--softcap", "of attention's scores", type=positive(float), metavar="X")
     add("--sinks", "a learned sink for each head of attention", action="store_true")
+    add("--dropout", "share of attention's probabilities to drop", type=share, metavar="X")
     add("--context", "tokens the model sees", type=positive(int), metavar="N")
     add("--documents", "attention stays within a document of prepared tokens", action="store_true")
     add("--batch-size", "sequences a step, of all its parts", type=positive(int), metavar="N")

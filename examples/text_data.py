@@ -45,7 +45,7 @@ class Windows:
 
     A window advances by half its length; each id is predicted once, with at least half a window before
     it except at the very beginning.  Where that are more than `most` ids, as many windows as make them
-    (at least one) stand for all, evenly spread.
+    (at least one) are taken for all, evenly spread.
     """
 
     starts: Tensor  # [W]
@@ -201,7 +201,7 @@ class Corpus:
 
 
 def occurrences(wanted: Tensor, values: Tensor) -> Tensor:
-    """[W]: how often each of wanted [W], sorted and distinct, stands in values [N]."""
+    """[W]: how often each of wanted [W], sorted and distinct, is in values [N]."""
     places = torch.searchsorted(wanted, values).clamp(max=len(wanted) - 1)
     return torch.bincount(places[wanted[places] == values], minlength=len(wanted))
 

@@ -133,7 +133,7 @@ class Chunk(NamedTuple):
 
 
 def chunks(sources: Sequence[Source], separator: str) -> Iterator[Chunk]:
-    """The text of all documents.  A document is a source, or what stands in one between lines that are
+    """The text of all documents.  A document is a source, or what is in one between lines that are
     the separator; one without anything but white space is left out."""
     document, line_between = -1, separator.encode()
     for source in sources:

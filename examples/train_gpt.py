@@ -38,11 +38,11 @@ import checkpoint
 import run_folder
 import sharded
 import torch
-from bars import bar
+from bars import bar, messages_above_the_bar
 from batches import Batches
 from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
 from folder_lock import LOCK
-from machine import describe, machine, peak_flops
+from machine import compiles, describe, machine, peak_flops, warn_of_long_steps
 from parallel import ALONE, World, joined, norm_of_gradients, whole
 from run_folder import Log
 from sampling import Screen, stream
@@ -54,7 +54,7 @@ from text_data import Corpus
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 from tqdm import tqdm
-from validation import validate
+from validation import evaluated, validate
 from vocabulary import AnyVocabulary
 from watch import TRACE, WARM_UP_STEPS, MaxScores, not_finite, profiler
 
@@ -127,7 +127,7 @@ class Run:
             screen.add(b, token)
             return False
 
-        with s.autocast(), s.eager():
+        with s.autocast(), s.eager(), evaluated(self.model):
             stream(self.model, [ids], length, s.seed, add, self.corpus.separator, temperature=0.8)
         screen.close()
 
@@ -183,6 +183,7 @@ def prepare(given: dict, held: contextlib.ExitStack, world: World = ALONE) -> Ru
             config, vocabulary = checkpoint.model_parts(saved.facts)
             began = Settings.from_json(saved.facts["settings"], source)
             settings = Settings.from_run(given, began, config)
+            config = dataclasses.replace(config, dropout=settings.dropout)
             if config.positions == "rope":
                 config = dataclasses.replace(config, context=settings.context)
     settings.check_machine()
@@ -257,6 +258,8 @@ def gradients(run: Run, forward: Callable) -> Tensor:
         batch = run.batches(run.step, micro).to(s.device)
         x, y = world.tokens(batch[:, :-1], 0), world.tokens(batch[:, 1:], -100)
         ids = run.corpus.documents(batch[:, :-1], world)
+        if run.model.config.dropout:
+            torch.manual_seed(run.batches.seed(run.step, micro))
         with world.accumulating(forward, last=micro == s.accumulate - 1):
             with s.autocast(), run.max_scores or contextlib.nullcontext():
                 _, loss = forward(x, y, return_logits=False, group=world.group, documents=ids)
@@ -325,7 +328,12 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     began = time.monotonic()
     durations: list[float] = []
     trace = profiler(run.folder / TRACE) if s.profile and world.main else None
-    with bar(total=s.steps, initial=run.step, unit="step") as shown, trace or contextlib.nullcontext():
+    warn_of_long_steps(flops * tokens, s)
+    with (
+        bar(total=s.steps, initial=run.step, unit="step") as shown,
+        messages_above_the_bar(),
+        trace or contextlib.nullcontext(),
+    ):
         interrupted = unvalidated(run, log)
         if interrupted is not None:
             check(run, interrupted, stop)
@@ -333,10 +341,15 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         log.begin()
         world.settle(run.forward, s.autocast())
         reason = world.agreed(stop.name)
+        shown.set_description("compiling ..." if compiles(s) else None)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
             row = train_step(run, run.forward)
             durations.append(time.perf_counter() - t)
+            shown.set_description(None, refresh=False)
+            row["seconds"] = round(durations[-1], 6)
+            if peak is not None:
+                row["mfu"] = round(flops * tokens / durations[-1] / peak, 4)
             if trace is not None:
                 trace.step()
             if run.validates():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from bars import bar
 from parallel import ALONE, World
@@ -10,6 +13,17 @@ from stop import StopSignal
 from text_data import Corpus
 
 SMALLEST_BATCH = 4096  # tokens
+
+
+@contextlib.contextmanager
+def evaluated(model: torch.nn.Module) -> Iterator[None]:
+    """The model drops nothing meanwhile."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 @torch.no_grad()
@@ -42,7 +56,7 @@ def validate(
             y = y.masked_fill(places[:-1] < skipped[:, None], -100)
             own = corpus.documents(x, world)
             x, y = world.tokens(x, 0), world.tokens(y, -100)
-            with settings.autocast(), settings.eager():
+            with settings.autocast(), settings.eager(), evaluated(model):
                 y = y.to(device)
                 _, loss = model(x, y, return_logits=False, group=world.group, documents=own)
             count = int((y != -100).sum())

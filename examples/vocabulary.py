@@ -20,7 +20,7 @@ from errors import DataError
 from torch import Tensor
 
 UNICODE_CHARACTERS = 0x110000 - 0x800  # code points that are not surrogates
-END_OF_TEXT = "<|endoftext|>"  # the token of BPE that stands behind each document
+END_OF_TEXT = "<|endoftext|>"  # the token of BPE that is put behind each document
 ENDS = (END_OF_TEXT, "<|end_of_text|>")  # the second is Llama 3's
 SAMPLE = "a B\n\n  c\u00e9"  # comes back from its tokens, unless a tokenizer changes what it is given
 
@@ -29,13 +29,13 @@ SAMPLE = "a B\n\n  c\u00e9"  # comes back from its tokens, unless a tokenizer ch
 class Vocabulary:
     """The 256 bytes, or the characters of a training part.
 
-    At character level the last id stands for every character that the training part does not have;
+    At character level the last id is that of every character that the training part does not have;
     `symbols` are the code points of the others, in order.
     """
 
     level: str  # "char" or "byte"
     symbols: tuple[int, ...]
-    end_of_text = None  # no id stands between documents
+    end_of_text = None  # there is no id between documents
 
     @classmethod
     def of(cls, level: str, codes: Tensor) -> Vocabulary:
@@ -49,7 +49,7 @@ class Vocabulary:
 
     @property
     def unknown_nats(self) -> float:
-        """What it costs to say which unseen character the unknown id stands for, all being equally
+        """What it costs to say which unseen character the unknown id is, all being equally
         likely: without it a model would look better for being vague."""
         return math.log(UNICODE_CHARACTERS - len(self.symbols))
 
