@@ -7,14 +7,34 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flashproto.kernels.scores import Given
-from flashproto.variant import BY_HEAD, FEATURES, INTEGER, VARIABLES, VECTORS, Kind
+from flashproto.variant import (
+    BY_DISTANCE,
+    BY_HEAD,
+    BY_PAIR,
+    FEATURES,
+    INTEGER,
+    VARIABLES,
+    VECTORS,
+    Kind,
+)
 
-OF_VARIABLES = {INTEGER: "i32", BY_HEAD: "*fp32", VECTORS: "*i32"}  # and of numbers fp32
+OF_VARIABLES = {INTEGER: "i32", VECTORS: "*i32"}  # and of numbers fp32
+OF_VARIABLES |= dict.fromkeys((BY_HEAD, BY_PAIR, BY_DISTANCE), "*fp32")
+STRIDES = ("bias_batch", "bias_head", "bias_row", "bias_column")
+TABLE = ("relative_row", "relative_columns", "relative_offset")
+SEQUSED = ("seqused_q", "seqused_k")
+MADE_ROWS = (
+    "max_score", "entropy", "slope_sums", "entropy_gradient", "entropy_weights", "sink_delta"
+)  # fmt: skip
 # Of Given's fields.
 TYPES = {name: OF_VARIABLES.get(row.what, "fp32") for row in FEATURES for name in row.variables}
 TYPES |= dict.fromkeys(("row_of_batch", "row_of_head", "sequences", "queries", "keys", "rows"), "i32")
+TYPES |= {"dropout_seed": "*i64"}
+TYPES |= {"bits": "*i32", "table": "*i8", "columns": "*i32"}
+TYPES |= dict.fromkeys(("table_of_batch", "table_of_head"), "i32")
 TYPES |= {"pages": "*i32", "page_stride": "i32", "room": "i32"}
-TYPES |= dict.fromkeys(("max_score", "entropy", "slope_sums"), "*fp32") | {"work": "*i32"}
+TYPES |= dict.fromkeys((*STRIDES, *TABLE, "heads"), "i32") | {"bias_gradient": "*fp32"}
+TYPES |= dict.fromkeys(MADE_ROWS, "*fp32") | {"work": "*i32"}
 
 
 @dataclass(frozen=True)
@@ -30,6 +50,7 @@ class Case:
     num_warps, num_stages: launch options; num_ctas: programs of a cluster.
     max_registers: the cap that the launch sets, if any.
     max_stack: bytes of stack allowed per thread; ptxas puts register spills there, so 0 means none.
+    max_shared: bytes of shared memory, where that is less than the architecture has.
     hgmma: whether the code has to hold wgmma instructions, which ptxas must not have serialised.
     """
 
@@ -42,6 +63,7 @@ class Case:
     num_stages: int = 2
     num_ctas: int = 1
     max_stack: int = 0
+    max_shared: int | None = None
     max_registers: int | None = None
     hgmma: bool = False
 
@@ -53,22 +75,38 @@ def given_of(
     slopes: bool = False,
     rows: bool = False,
     cache: Iterable[str] = (),
-) -> tuple[Any, dict[Any, None]]:
+    bias_gradient: bool = False,
+    gaps: bool = False,
+    made: Iterable[str] = (),
+) -> tuple[Any, dict[Any, int | None]]:
     """The types of what an attention kernel of this kind is given, and the places of what it is not
     given.
 
     work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
-    whether the number of these is there; cache: what of a cache is given.
+    whether the number of these is there; cache: what of a cache is given; bias_gradient: whether the
+    kernel stores it; gaps: whether sequences have some behind them; made: rows of numbers beside.  The
+    columns of a bias are neighbours in memory.
     """
     if kind.PLAIN and not cache:
         return (), {}
-    used = {name for name, of in VARIABLES.items() if getattr(kind, of)}
+    used = {name for name, of in VARIABLES.items() if getattr(kind, of) and name not in SEQUSED}
     used |= {"work"} if kind.INTERVALS or work else set()
     used |= set(cache)
     used |= {"row_of_batch", "row_of_head"} if kind.INTERVALS else set()
+    used |= {"table_of_batch", "table_of_head"} if kind.TABLE else set()
+    used |= {"columns"} if kind.TABLE and "dk_ptr" in kernel.arg_names else set()
     used |= {"sequences", "queries", "keys"} if kind.VARLEN else set()
-    made = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes, "rows": rows}
-    used |= {name for name, wanted in made.items() if wanted}
+    used |= set(SEQUSED) if gaps else set()
+    used |= set(STRIDES[:3]) if kind.BIAS else set()
+    used |= set(TABLE) if kind.RELATIVE_BIAS else set()
+    used |= {"bias_gradient", "heads"} if bias_gradient else set()
+    wanted = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes, "rows": rows}
+    used |= {name for name, there in wanted.items() if there} | set(made)
     given = Given(*(TYPES[name] if name in used else "constexpr" for name in Given._fields))
     place = kernel.arg_names.index("given")
-    return given, {(place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"}
+    absent: dict[Any, int | None] = {
+        (place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"
+    }
+    if kind.BIAS:
+        absent[place, Given._fields.index("bias_column")] = 1
+    return given, absent

@@ -16,13 +16,21 @@ from flashproto.kernels.attention_backward import (
     attention_backward_queries_kernel,
     attention_backward_rows_kernel,
 )
+from flashproto.kernels.attention_backward_bias import (
+    attention_backward_bias_kernel,
+    attention_backward_distances_kernel,
+    attention_backward_relative_kernel,
+)
 from flashproto.kernels.attention_forward import attention_forward_kernel
-from flashproto.kernels.schedule import intervals_kernel
+from flashproto.kernels.mask_table import mask_table_kernel
+from flashproto.kernels.schedule import columns_kernel, intervals_kernel
 from flashproto.variant import Kind
 
-FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr"}
+FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr", "sums_ptr"}
 # (D, Dv): powers of two take no column mask, the others do; 256 may spill.
 HEAD_DIMS = ((16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256))
+WIDE = ((320, 320), (512, 512), (96, 512))
+WIDE_STACK = 64
 ELEMENTS = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
@@ -39,6 +47,9 @@ def case(
     for argument in kernel.arg_names:
         if argument == "given":
             signature[argument] = given
+        elif argument == "columns_ptr":
+            signature[argument] = "*i32"
+            aligned.append(argument)
         elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
@@ -70,15 +81,15 @@ VARIANT_STACK = {80: 192, 90: 192, 100: 1536}
 
 
 def variant_cases(
-    arch: int, variants: Iterable[tuple[Kind, tuple[int, int, str]]] = VARIANTS
+    arch: int, variants: Iterable[tuple[Kind, tuple[int, int, str]]] = VARIANTS, gaps: bool = False
 ) -> Iterator[Case]:
-    """Forward and backward of kinds."""
+    """Forward and backward of kinds; gaps: with such between sequences."""
     capability = divmod(arch, 10)
     for kind, (D, Dv, element) in variants:
         itemsize = ELEMENTS[element]
         exact = replace(kind, SOFTCAP=2 if kind.SOFTCAP and itemsize == 4 else kind.SOFTCAP)
         of_gradients = replace(exact, MAX_SCORE=False, ENTROPY=False)
-        forward = configs.attention_forward(capability, itemsize, D, Dv)
+        forward = configs.attention_forward(capability, itemsize, D, Dv, exact)
         keys, queries = configs.attention_backward(
             capability, itemsize, D, Dv, of_gradients, slopes=of_gradients.ALIBI
         )
@@ -93,7 +104,7 @@ def variant_cases(
                 {"SLOPES": of_gradients.ALIBI},
             ),
         ):
-            given, absent = given_of(kernel, kind, slopes=bool(extra.get("SLOPES")))
+            given, absent = given_of(kernel, kind, slopes=bool(extra.get("SLOPES")), gaps=gaps)
             constexprs = {
                 "D": D,
                 "DV": Dv,
@@ -107,7 +118,7 @@ def variant_cases(
             }
             if kind.PLAIN:
                 continue  # among the others
-            name = f"{stem}-{D}x{Dv}-{kind.name}"
+            name = f"{stem}-{D}x{Dv}-{kind.name}{'-gaps' * gaps}"
             yield case(
                 kernel,
                 name,
@@ -124,13 +135,13 @@ def small_cases() -> Iterator[Case]:
     meet a tile of keys."""
     one_warp, four = configs.AttentionConfig(0, 0, 1, 1), configs.AttentionConfig(0, 0, 4, 3)
     kind = Kind(SINKS=True, ALIBI=True, VARLEN=True)
-    given, absent = given_of(attention_backward_rows_kernel, kind, slopes=True)
-    constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": True}
-    constexprs |= {"SLOPES": True, "WIDE": False} | absent
-    # 64 bytes of stack: on sm_100 with Triton 3.6.
-    yield case(
-        attention_backward_rows_kernel, f"rows-128-{kind.name}", "bf16", four, constexprs, 64, given
-    )
+    for gaps in (False, True):
+        given, absent = given_of(attention_backward_rows_kernel, kind, slopes=True, gaps=gaps)
+        constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": True}
+        constexprs |= {"SLOPES": True, "WIDE": False} | absent
+        name = f"rows-128-{kind.name}{'-gaps' * gaps}"
+        # 64 bytes of stack: on sm_100 with Triton 3.6.
+        yield case(attention_backward_rows_kernel, name, "bf16", four, constexprs, 64, given)
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
         given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
         constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent
@@ -143,6 +154,99 @@ def small_cases() -> Iterator[Case]:
         yield Case(
             f"intervals-{BN}", intervals_kernel, signature, {"BLOCK_N": BN}, aligned, one_warp.num_warps
         )
+    yield from table_cases()
+
+
+def table_cases() -> Iterator[Case]:
+    """What makes the table of a mask, and what lists its columns."""
+    aligned = ("seen_ptr", "bits_ptr", "table_ptr")
+    numbers = [name for name in mask_table_kernel.arg_names if name not in (*aligned, "WORDS")]
+    for words, element in ((True, "*i32"), (False, "*u8")):
+        signature = dict(zip(aligned, (element, "*i32", "*i8"), strict=True))
+        signature |= dict.fromkeys(numbers, "i32")
+        constexprs = {"WORDS": words, "stride_sk": 1}
+        del signature["stride_sk"]
+        even = (*aligned, "stride_sb", "stride_sh", "stride_sq", "Sk")
+        name, num_warps = f"table-{element[1:]}", 4 if words else 8
+        yield Case(name, mask_table_kernel, signature, constexprs, even, num_warps)
+    kind = Kind(True, True, True)
+    given, absent = given_of(columns_kernel, kind)
+    signature = {"columns_ptr": "*i32", "table_ptr": "*i8"} | dict.fromkeys(
+        ("Sq", "Sk", "offset"), "i32"
+    )
+    for marked in (False, True):
+        constexprs = {"BLOCK_M": 64, "BLOCK_N": 128, "KIND": kind, "MARKED": marked} | absent
+        name = f"columns{'-marked' * marked}"
+        yield Case(name, columns_kernel, signature | {"given": given}, constexprs, ("columns_ptr",), 1)
+
+
+# Of what a bias is not broadcast over: batch entries, heads, queries, keys.
+BROADCAST = ((False, True, True, True), (False, False, True, True), (True, False, False, True))
+
+
+def bias_cases(arch: int) -> Iterator[Case]:
+    """The gradients of biases."""
+    tables = itertools.cycle((Kind(RELATIVE_BIAS=True), Kind(VARLEN=True, RELATIVE_BIAS=True)))
+    for (D, Dv), element in itertools.product((*HEAD_DIMS, (512, 512)), ("bf16", "fp32")):
+        capability, itemsize = divmod(arch, 10), ELEMENTS[element]
+        config = configs.attention_backward_bias(capability, itemsize, D, Dv)
+        shared = {
+            "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
+            "BLOCK_DV": configs.padded_head_dim(Dv), "TF32": False, "WIDE": False,
+        }  # fmt: skip
+        # Of a sum over queries in float32, with Triton 3.6; and of the widest.
+        stack = {256: 65536, 512: WIDE_STACK}.get(max(D, Dv), 8)
+        kind = Kind(CAUSAL=D == 128, BIAS=True)
+        kernel: object = attention_backward_bias_kernel
+        given, absent = given_of(kernel, kind)
+        for dims in BROADCAST if D == 64 else BROADCAST[:1]:
+            own = dict(zip(("BATCH", "HEADS", "ROWS", "COLUMNS"), dims, strict=True))
+            tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "KIND": kind}
+            name = f"bias-{D}x{Dv}-{kind.name}-" + "".join("01"[x] for x in dims)
+            yield case(kernel, name, element, config, shared | own | tiles | absent, stack, given)
+        kind, kernel = next(tables), attention_backward_distances_kernel
+        given, absent = given_of(kernel, kind)
+        values = shared | {"BLOCK": config.block_m, "KIND": kind} | absent
+        yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, config, values, stack, given)
+        _, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(BIAS=True))
+        kind, kernel = Kind(BIAS=True), attention_backward_queries_kernel
+        given, absent = given_of(kernel, kind, bias_gradient=True)
+        tiles = {"BLOCK_M": queries.block_m, "BLOCK_N": queries.block_n, "KIND": kind, "SLOPES": False}
+        name = f"queries-{D}x{Dv}-bias-gradient"
+        yield case(kernel, name, element, queries, shared | tiles | absent, stack, given)
+    four = configs.AttentionConfig(0, 0, 4, 3)
+    for block in (16, 32, 64):
+        values = {"BLOCK": block, "LOOKED_AT": 32, "COLUMNS": 32}
+        kernel = attention_backward_relative_kernel
+        yield case(kernel, f"relative-{block}", "bf16", four, values, 0)
+
+
+def entropy_cases(arch: int) -> Iterator[Case]:
+    """The backward with a gradient of the entropy."""
+    capability, of_rows = divmod(arch, 10), ("entropy", "entropy_gradient", "entropy_weights")
+    for D, element, options in (
+        (64, "fp32", {"CAUSAL": True}),
+        (128, "bf16", {"CAUSAL": True, "WINDOW": True, "SINKS": True}),
+        (128, "bf16", {"VARLEN": True, "ALIBI": True}),
+    ):
+        kind = Kind(ENTROPY=True, **options)
+        keys, queries = configs.attention_backward(
+            capability, ELEMENTS[element], D, D, kind, slopes=kind.ALIBI
+        )
+        rows = configs.AttentionConfig(64, 0, 4, 3)
+        for kernel, stem, config, extra in (
+            (attention_backward_rows_kernel, "rows", rows, {"HAS_DLSE": True, "SLOPES": kind.ALIBI}),
+            (attention_backward_keys_kernel, "keys", keys, {}),
+            (attention_backward_queries_kernel, "queries", queries, {"SLOPES": kind.ALIBI}),
+        ):
+            given, absent = given_of(kernel, kind, slopes=kind.ALIBI, made=of_rows)
+            values = {
+                "D": D, "DV": D, "BLOCK_D": D, "BLOCK_DV": D, "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n, "KIND": kind, "TF32": False, "WIDE": False,
+            } | extra  # fmt: skip
+            values = {n: x for n, x in values.items() if n in kernel.arg_names} | absent
+            name = f"{stem}-{D}-{kind.name}-gradient"
+            yield case(kernel, name, element, config, values, VARIANT_STACK[arch], given)
 
 
 def one_query_cases(arch: int) -> Iterator[Case]:
@@ -156,6 +260,36 @@ def one_query_cases(arch: int) -> Iterator[Case]:
         "BLOCK_N": keys.block_n, "KIND": kind, "TF32": False, "WIDE": False, "Sq": 1,
     }  # fmt: skip
     yield case(kernel, "keys-one-query", "bf16", keys, constexprs | absent, 0, given)
+
+
+def wide_cases(arch: int) -> Iterator[Case]:
+    """Head dims above 256; with sm_80 also as they are on cards with less shared memory."""
+    for little in (False, True) if arch == 80 else (False,):
+        capability = (8, 6) if little else divmod(arch, 10)
+        for (D, Dv), element in itertools.product(WIDE, ("bf16", "fp32")):
+            itemsize, kind = ELEMENTS[element], Kind(CAUSAL=D != 320, DROPOUT=D == 320)
+            forward = configs.attention_forward(capability, itemsize, D, Dv)
+            keys, queries = configs.attention_backward(capability, itemsize, D, Dv, kind)
+            for kernel, stem, config, extra in (
+                (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
+                (attention_backward_keys_kernel, "keys", keys, {}),
+                (attention_backward_queries_kernel, "queries", queries, {"SLOPES": False}),
+            ):
+                given, absent = given_of(kernel, kind)
+                constexprs = {
+                    "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
+                    "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": config.block_m,
+                    "BLOCK_N": config.block_n, "KIND": kind, "TF32": False, "WIDE": False,
+                }  # fmt: skip
+                name = f"{stem}-{D}x{Dv}-{kind.name}" + "-little-shared" * little
+                values = constexprs | extra | absent
+                made = case(kernel, name, element, config, values, WIDE_STACK, given)
+                yield replace(made, max_shared=configs.shared_bytes(capability))
+    for element in ("bf16", "fp32"):
+        config = configs.AttentionConfig(32, 0, 4, 3)
+        values = {"DV": 512, "BLOCK_DV": 512, "BLOCK_M": 32, "HAS_DLSE": True, "SLOPES": False}
+        values |= {"WIDE": False, "KIND": Kind()}
+        yield case(attention_backward_rows_kernel, "rows-512", element, config, values, 0)
 
 
 def attention_cases(arch: int) -> Iterator[Case]:
@@ -206,5 +340,13 @@ def attention_cases(arch: int) -> Iterator[Case]:
         name = f"rows-{DV}-{has_dlse}"
         yield case(attention_backward_rows_kernel, name, element, rows, constexprs, 0)
     yield from variant_cases(arch)
+    gapped = (
+        (Kind(CAUSAL=True, VARLEN=True), SHAPES[0]),
+        (Kind(VARLEN=True, RELATIVE_BIAS=True), SHAPES[1]),
+    )
+    yield from variant_cases(arch, gapped, gaps=True)
     yield from small_cases()
+    yield from bias_cases(arch)
     yield from one_query_cases(arch)
+    yield from wide_cases(arch)
+    yield from entropy_cases(arch)

@@ -58,6 +58,9 @@ CALLS = (
     Call(64, 8),
     Call(96, 1, element="fp16"),
     Call(256, 8),
+    Call(512, 8),
+    Call(512, 4, 4, scales=1),
+    Call(512, 4, 4, element="fp32"),
     Call(128, 4, 4, kind=VARIANT),
     Call(128, 4, element="fp32"),
 )

@@ -1,13 +1,15 @@
-"""Configurations of the gated linear units, of the rotary embedding, of QK norm, of merge_attention."""
+"""Configurations of the gated linear units, of the rotary embedding, of QK norm, of merge_attention, of
+linear layers of few rows."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from compile_case import Case
 
 from flashproto import configs
-from flashproto.kernels import attention_merge, glu, qk_norm, rope
+from flashproto.kernels import attention_merge, glu, linear_rows, qk_norm, rope
 
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
@@ -102,10 +104,67 @@ def merge_cases() -> list[Case]:
     ]
 
 
+def linear_row_case(
+    N: int, K: int, element: str, norm: str = "", act: str = "", up: bool = False, pdl: bool = False
+) -> Case:
+    """A linear layer of one row; with a norm also a residual."""
+    config = configs.linear_row(N, K, norm != "", up, 132)
+    chunks = -(-K // config.inner)
+    names = ["x_ptr", "weight_ptr", "bias_ptr", "y_ptr"]
+    if norm:
+        names += ["residual_ptr", "norm_weight_ptr", "norm_bias_ptr", "total_ptr"]
+    options = {"NORM": norm, "CASTING": "torch", "ACT": act, "UP": up, "BLOCK_N": config.columns}
+    options |= {"C": config.inner, "CHUNKS": chunks, "WHOLE": chunks * config.inner == K, "PDL": pdl}
+    name = f"linear-row-{N}x{K}{'-' * bool(norm)}{norm}{'-' * bool(act)}{act}{'-pdl' * pdl}-{element}"
+    pointers = dict.fromkeys(names, f"*{element}")
+    made = case(name, linear_rows.linear_row_kernel, pointers, options, config.num_warps)
+    return replace(made, divisible_by_16=(*made.divisible_by_16, *["K"][: K % 16 == 0]))
+
+
+def linear_rows_case(
+    M: int, N: int, K: int, element: str, act: str = "", up: bool = False, pdl: bool = False
+) -> Case:
+    """A linear layer of some rows."""
+    config = configs.linear_rows(M, N, K, up, 132, 1024)
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), f"*{element}")
+    if config.splits > 1:
+        pointers |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
+    options = {"ACT": act, "UP": up, "BLOCK_M": config.rows, "BLOCK_N": config.columns}
+    options |= {"BLOCK_K": config.inner, "STEPS": config.steps, "SPLITS": config.splits}
+    options |= {"WHOLE": K % config.inner == 0, "PDL": pdl}
+    name = (
+        f"linear-rows-{M}x{N}x{K}{'-' * bool(act)}{act}-{config.splits}-parts{'-pdl' * pdl}-{element}"
+    )
+    made = case(name, linear_rows.linear_rows_kernel, pointers, options, config.num_warps)
+    aligned = (*made.divisible_by_16, *["K"][: K % 16 == 0])
+    return replace(made, divisible_by_16=aligned, num_stages=config.num_stages)
+
+
+def linear_cases(arch: int) -> list[Case]:
+    pdl = {"pdl": arch >= 90}
+    return [
+        linear_row_case(2304, 768, "bf16", "layer"),
+        linear_row_case(768, 768, "bf16", **pdl),
+        linear_row_case(3072, 768, "fp16", "layer", "gelu_tanh", **pdl),
+        linear_row_case(768, 3072, "bf16", **pdl),
+        linear_row_case(5632, 2048, "bf16", "rms", "silu", True, **pdl),
+        linear_row_case(2048, 5632, "bf16"),
+        linear_row_case(22016, 4096, "fp16", "rms", "silu", True, **pdl),
+        linear_row_case(1000, 1001, "bf16", "rms", "gelu_tanh", True),
+        linear_rows_case(2, 768, 768, "bf16"),
+        linear_rows_case(16, 3072, 768, "fp16", "gelu_tanh", **pdl),
+        linear_rows_case(32, 2304, 768, "bf16"),
+        linear_rows_case(64, 768, 3072, "bf16", **pdl),
+        linear_rows_case(64, 5632, 2048, "bf16", "silu", True, **pdl),
+        linear_rows_case(64, 9216, 4096, "fp16"),
+        linear_rows_case(7, 999, 1001, "bf16", "gelu_tanh", True),
+    ]
+
+
 V_POINTERS = ("v_ptr", "v_out_ptr", "dv_ptr", "dv_out_ptr")
 
 
-def elementwise_cases() -> list[Case]:
+def elementwise_cases(arch: int) -> list[Case]:
     plain = {"INTERLEAVED": False, "COUNT": False}
     interleaved = {"INTERLEAVED": True, "COUNT": True}
     forward, backward = qk_norm.qk_norm_forward_kernel, qk_norm.qk_norm_backward_kernel
@@ -158,4 +217,5 @@ def elementwise_cases() -> list[Case]:
             "qk-norm-backward-fp32", backward, 256, 256, "*fp32", True, CASTING="torch", **plain
         ),
         *merge_cases(),
+        *linear_cases(arch),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from flashproto.kernels.schedule import (
     query_slots_kernel,
     visits_kernel,
 )
+from flashproto.kernels.scores import TILE
 from flashproto.ops.attention_hopper import LD, PREPROCESS_ROWS
 from flashproto.ops.descriptors import LANGUAGE_TYPES
 from flashproto.variant import Kind, Variant, fields_on, main_backward
@@ -59,11 +61,14 @@ CHOSEN = (
     (128, Kind(CAUSAL=True, SINKS=True, ALIBI=True)),
     (128, Kind(CAUSAL=True, INTERVALS=True)),
     (128, Kind(CAUSAL=True, VARLEN=True)),
+    (64, Kind(TABLE=True)),
+    (128, Kind(TABLE=True)),
+    (128, Kind(True, True, True, False, 1, True, True, True, TABLE=True)),
     (64, Kind(True, True, True, True, 1, True, True, True)),
     (256, Kind(True, True, True, False, 1, True, True, True, VARLEN=True)),
 )
 FORWARD = tuple(name for name in FIELDS if name in fields_on("hopper"))
-REST = covering(FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)))
+REST = covering(FORWARD, (Kind(), Kind(CAUSAL=True), *(kind for _, kind in CHOSEN)), "hopper")
 VARIANTS = (*CHOSEN, *zip((64, 128, 64), REST, strict=False))
 SPLIT_VARIANTS = (
     (128, Kind(CAUSAL=True, WINDOW=True)),
@@ -72,6 +77,16 @@ SPLIT_VARIANTS = (
     (256, Kind(True, True, True, False, 1, True, True)),
 )
 VARIANT_STACK = 192
+# Of 192 columns of queries and keys and 128 of values: (Sq, heads, group), many queries, few, few of
+# grouped heads, and keys split.  Kinds beside causal and full.
+WIDER_KEYS = (QUERIES[0], QUERIES[1], QUERIES[3], (384, 96, 1))
+# The ptxas that came later keeps words outside the backward's loops, and five in them.
+WIDER_STACK = 0 if triton.__version__.startswith("3.6.") else 128
+WIDER_VARIANTS = (
+    Kind(CAUSAL=True, VARLEN=True),
+    Kind(CAUSAL=True, WINDOW=True, SINKS=True),
+    Kind(True, True, True, True, 1, True, True, True),
+)
 # Of caches: (head_dim, kind, queries, key heads, group, page size, starts, left, room).
 CACHES = (
     (128, Kind(CAUSAL=True), 512, 8, 8, 0, False, None, 131072),
@@ -180,6 +195,26 @@ def forward_configs() -> list[configs.HopperForward]:
     return list(dict.fromkeys((*chosen, *split)))
 
 
+def wider_forward_configs() -> list[configs.HopperForward]:
+    """Those of latent attention."""
+    asked = [(kind, queries) for kind in (Kind(), Kind(CAUSAL=True)) for queries in WIDER_KEYS]
+    asked += [(kind, QUERIES[0]) for kind in WIDER_VARIANTS]
+    chosen = (
+        configs.attention_forward_hopper(192, 4096, kind, *queries, head_dim_v=128)
+        for kind, queries in asked
+    )
+    return list(dict.fromkeys(chosen))
+
+
+def wider_backward_configs() -> list[configs.HopperBackward]:
+    kinds = dict.fromkeys(main_backward(Variant(kind)).kind for kind in WIDER_VARIANTS)
+    return [
+        configs.attention_backward_hopper(192, 4096, kind, head_dim_v=128)
+        for kind in (Kind(), Kind(CAUSAL=True), *kinds)
+        if not kind.CURVED
+    ]
+
+
 def forward_case(element: str, config: configs.HopperForward) -> Case:
     queries, keys = (heads(element, rows, config.D) for rows in (64, config.BN))
     if config.PACK > 1:
@@ -191,16 +226,22 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
         cache |= {"pages", "page_stride"}
         if config.CACHE < config.BN:
             keys = heads(element, config.CACHE, 64)
+    descriptors = {"q_desc": queries, "k_desc": keys, "v_desc": keys}
+    if config.MORE:
+        more = heads(element, 64, config.MORE)
+        if config.PACK > 1:
+            more = packed_heads(element, config.CQ, config.PACK, config.MORE)
+        descriptors |= {"more_q_desc": more, "more_k_desc": heads(element, config.BN, config.MORE)}
     given, absent = given_of(
-        attention_forward_kernel, config.KIND, work=config.KIND.VARLEN, cache=cache
+        attention_forward_kernel, config.KIND, work=config.KIND.VARLEN or config.KIND.TABLE, cache=cache
     )
+    absent |= dict.fromkeys({"more_q_desc", "more_k_desc"} - set(descriptors))
     return case(
         config.name,
         attention_forward_kernel,
         element,
         {"CFG": config} | absent | ({} if config.SPLIT else {"parts": None}),
-        {"q_desc": queries, "k_desc": keys, "v_desc": keys}
-        | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
+        descriptors | ({"o_ptr": "*fp32"} if config.SPLIT else {}),
         stack_of(config),
         max_registers=config.max_registers,
         given=given,
@@ -261,6 +302,13 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
     queries, keys = (boxes(element, rows, config.D) for rows in (config.BM, config.BN))
     kernel, kind = attention_backward_kernel, config.KIND
     given, absent = given_of(kernel, kind, work=kind.VARLEN, rows=True)
+    more = {}
+    if config.MORE:
+        rows_of = {"more_q_desc": config.BM, "more_k_desc": config.BN}
+        more = {name: boxes(element, rows, config.MORE) for name, rows in rows_of.items()}
+    else:
+        names = "more_q_desc", "more_k_desc", "v_b", "v_h", "v_s", "D_v"
+        absent |= dict.fromkeys(names)
     return case(
         config.name,
         attention_backward_kernel,
@@ -273,8 +321,9 @@ def backward_case(element: str, config: configs.HopperBackward) -> Case:
             "v_desc": keys,
             "lse_delta_desc": lse_and_delta(config.BM),
             "dq_desc": float32(128, 32),
+            **more,
         },
-        64 if config.KIND.PLAIN else BACKWARD_VARIANT_STACK,
+        WIDER_STACK if config.MORE else 64 if config.KIND.PLAIN else BACKWARD_VARIANT_STACK,
         given=given,
     )
 
@@ -291,21 +340,27 @@ def variant_cases(variants: Iterable[tuple[int, Kind]]) -> Iterator[Case]:
 
 def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
     """What says on the device which tiles are visited."""
-    for kernel, kind in (
-        (visits_kernel, Kind(INTERVALS=True)),
-        (visits_kernel, Kind(True, True, True, True)),
-        (query_slots_kernel, Kind(VARLEN=True)),
-        (query_slots_kernel, Kind(True, True, True, VARLEN=True)),
-        (key_slots_kernel, Kind(VARLEN=True)),
-        (key_slots_kernel, Kind(True, True, True, VARLEN=True)),
+    packed, band = Kind(VARLEN=True), Kind(True, True, True, VARLEN=True)
+    for kernel, kind, gaps in (
+        (visits_kernel, Kind(INTERVALS=True), False),
+        (visits_kernel, Kind(True, True, True, True), False),
+        (visits_kernel, Kind(True, True, True, TABLE=True), False),
+        (query_slots_kernel, packed, False),
+        (query_slots_kernel, band, False),
+        (query_slots_kernel, packed, True),
+        (key_slots_kernel, packed, False),
+        (key_slots_kernel, band, False),
+        (key_slots_kernel, packed, True),
     ):
-        given, absent = given_of(kernel, kind)
+        if kind.TABLE and TILE.value < BM:
+            continue
+        given, absent = given_of(kernel, kind, gaps=gaps)
         names = [n for n in kernel.arg_names if not n.isupper() and n != "given"]
         pointers = tuple(n for n in names if n.endswith("_ptr"))
         constexprs = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind} | absent
         constexprs |= {"BLOCK": 256} if "BLOCK" in kernel.arg_names else {}
         signature = {n: "*i32" if n in pointers else "i32" for n in names} | {"given": given}
-        name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind.name}"
+        name = f"{kernel.fn.__name__}-{BM}x{BN}-{kind.name}{'-gaps' * gaps}"
         yield Case(name, kernel, signature, constexprs, pointers, num_warps=1)
     if BN == 64:
         aligned = ("slots_ptr", "ordered_ptr")
@@ -325,7 +380,13 @@ def hopper_cases(arch: int) -> Iterator[Case]:
             if element == "fp16" and not (config.D == 128 and config.KIND.CAUSAL):
                 continue
             yield backward_case(element, config)
+    for config in wider_forward_configs():
+        yield forward_case("bf16", config)
+    for config in wider_backward_configs():
+        yield backward_case("bf16", config)
     yield from variant_cases(VARIANTS)
+    window = Kind(CAUSAL=True, WINDOW=True, SINKS=True)
+    yield forward_case("bf16", configs.attention_forward_hopper(64, 4096, window, 4096, 8, 8, left=127))
     for D, kind in SPLIT_VARIANTS:
         yield forward_case("bf16", configs.attention_forward_hopper(D, 4096, kind, 512, 4))
     yield from cache_cases()
@@ -336,12 +397,13 @@ def hopper_cases(arch: int) -> Iterator[Case]:
     for name, how in CONTROLS.items():
         constexprs = dict(zip(("HOW", "WAITS", "LEAVES"), how, strict=True))
         yield Case(f"control: {name}", control_kernel, {"out_ptr": "*i32"}, constexprs, ("out_ptr",))
-    for D in HEAD_DIMS:
-        config = configs.attention_backward_hopper(D, 4096, Kind())
+    for D, Dv in (*((D, D) for D in HEAD_DIMS), (192, 128)):
+        config = configs.attention_backward_hopper(D, 4096, Kind(), head_dim_v=Dv)
         rows = {
             "HAS_DLSE": True,
             "FIRST": config.FIRST,
-            "D": D,
+            "D": Dv,
+            "MORE": config.MORE,
             "R": PREPROCESS_ROWS,
             "BM": config.BM,
             "PDL": True,
@@ -352,10 +414,11 @@ def hopper_cases(arch: int) -> Iterator[Case]:
         yield case(f"preprocess-{D}", preprocess_kernel, "bf16", rows, hgmma=False)
         sums = {"D": D, "N": config.NQ, "BM": config.BM, "VARLEN": False}
         yield case(f"postprocess-{D}", postprocess_kernel, "bf16", sums, hgmma=False)
-        for name, kernel, constants in (
-            ("preprocess", preprocess_kernel, rows),
-            ("postprocess", postprocess_kernel, sums),
+        for (name, kernel, constants), gaps in itertools.product(
+            (("preprocess", preprocess_kernel, rows), ("postprocess", postprocess_kernel, sums)),
+            (False, True),
         ):
-            given, absent = given_of(kernel, Kind(VARLEN=True))
+            given, absent = given_of(kernel, Kind(VARLEN=True), gaps=gaps)
             constants = constants | {"VARLEN": True} | absent
-            yield case(f"{name}-{D}-varlen", kernel, "bf16", constants, hgmma=False, given=given)
+            name = f"{name}-{D}-varlen{'-gaps' * gaps}"
+            yield case(name, kernel, "bf16", constants, hgmma=False, given=given)

@@ -19,7 +19,7 @@ def sample_cases(arch: int) -> Iterator[Case]:
     kind = sample(portable.FIELDS, portable.COVERING, generator)
     cases = [*portable.variant_cases(arch, [(kind, generator.choice(portable.SHAPES))])]
     if arch == 90:
-        kind = sample(hopper.FORWARD, [kind for _, kind in hopper.VARIANTS], generator)
+        kind = sample(hopper.FORWARD, [kind for _, kind in hopper.VARIANTS], generator, "hopper")
         cases += hopper.variant_cases([(generator.choice(hopper.HEAD_DIMS), kind)])
     for case in cases:
         yield replace(case, max_stack=STACK)

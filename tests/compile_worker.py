@@ -106,8 +106,14 @@ def resources(cubin: bytes, sass: bool, matrices: bool) -> dict[str, Any]:
     return result
 
 
+def budget_of(case: Case) -> dict[str, Any]:
+    """The beginning of a case's line."""
+    budget = {"max_stack": case.max_stack, "max_shared": case.max_shared}
+    return {"name": case.name, **budget, "wants_hgmma": case.hgmma}
+
+
 def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
-    line: dict[str, Any] = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
+    line: dict[str, Any] = budget_of(case)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as ptxas_log:
             kernel = compile_case(case, arch)
@@ -125,7 +131,7 @@ def report(case: Case, arch: int, sass: bool) -> dict[str, Any]:
 def recall(case: Case, known: compile_record.Recorded) -> dict[str, Any]:
     """`report` of a case as it was recorded; cases with something serialised, unwritten or apart are
     not."""
-    line = {"name": case.name, "max_stack": case.max_stack, "wants_hgmma": case.hgmma}
+    line = budget_of(case)
     return (
         line
         | known.facts._asdict()

@@ -1,6 +1,7 @@
 """The tests run on an NVIDIA GPU where there is one, else on the CPU in Triton's interpreter.
 
 FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same failure again
+--all                    all cases of parametrised tests, not a sample of them (sampled_cases.py)
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+import sampled_cases
 from hypothesis import HealthCheck, settings
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None:
@@ -43,23 +45,33 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 MEMORY_SECONDS = 240  # the most that a test waits for memory
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="all cases, not a sample of them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Drawn once and inherited by the workers of pytest-xdist, so that one number describes a run.
     if "FLASHPROTO_TEST_SEED" not in os.environ:
         os.environ["FLASHPROTO_TEST_SEED"] = str(random.SystemRandom().randrange(2**31))
 
 
-def pytest_report_header() -> list[str]:
+def pytest_report_header(config: pytest.Config) -> list[str]:
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU, Triton interpreter"
-    return [f"flashproto: {where}; FLASHPROTO_TEST_SEED={os.environ['FLASHPROTO_TEST_SEED']}"]
+    cases = "all cases" if config.getoption("--all") else "a sample of the cases (--all for all)"
+    return [f"flashproto: {where}; {cases}; FLASHPROTO_TEST_SEED={os.environ['FLASHPROTO_TEST_SEED']}"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(trylast=True)  # behind -k and -m
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = sampled_cases.left_out(items, os.environ["FLASHPROTO_TEST_SEED"])
+        config.hook.pytest_deselected(items=[x for x in items if x in left_out])
+        items[:] = [x for x in items if x not in left_out]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU")
     for item in items:
-        if "gpu" in item.keywords:
+        if item.get_closest_marker("gpu"):  # not a keyword, as the name of a folder is
             item.add_marker(skip)
 
 

@@ -20,6 +20,7 @@ FUNCTIONS = (
     "attention_varlen",
     "attention_with_kv_cache",
     "attention_gradients",
+    "scaled_dot_product_attention",
 )
 
 

@@ -18,16 +18,20 @@ Pairs = frozenset[tuple[tuple[str, bool], tuple[str, bool]]]
 
 
 @functools.cache
-def kinds(fields: tuple[str, ...]) -> tuple[Kind, ...]:
-    """All that calls can have, of these fields."""
+def kinds(fields: tuple[str, ...], place: str = "triton") -> tuple[Kind, ...]:
+    """All that calls can have, of these fields, which kernels of a place have all."""
     found = []
     for values in itertools.product((False, True), repeat=len(fields)):
         on: dict[str, Any] = {name: True for name, v in zip(fields, values, strict=True) if v}
         if "SOFTCAP" in on:
             on["SOFTCAP"] = 1
         kind = Kind(**on)
-        # The first keys are those of a window; sequences are documents already.
-        if kind.WINDOW >= kind.FIRST and not (kind.INTERVALS and kind.VARLEN):
+        # The first keys are those of a window; sequences are documents already, and of any lengths.
+        if (
+            kind.WINDOW >= kind.FIRST
+            and not ((kind.INTERVALS or kind.TABLE or kind.BIAS) and kind.VARLEN)
+            and not kind.unsupported_by(place)
+        ):
             found.append(kind)
     return tuple(found)
 
@@ -38,9 +42,11 @@ def pairs(kind: Kind, fields: tuple[str, ...]) -> Pairs:
 
 
 @functools.cache
-def covering(fields: tuple[str, ...], given: tuple[Kind, ...] = ()) -> tuple[Kind, ...]:
+def covering(
+    fields: tuple[str, ...], given: tuple[Kind, ...] = (), place: str = "triton"
+) -> tuple[Kind, ...]:
     """What joins the given kinds so that together they have all pairs that any has; few, not fewest."""
-    every = kinds(fields)
+    every = kinds(fields, place)
     of_kind = {kind: pairs(kind, fields) for kind in every}
     left = set().union(*of_kind.values()).difference(*(pairs(kind, fields) for kind in given))
     chosen: list[Kind] = []
@@ -56,6 +62,8 @@ def seed() -> str:
     return os.environ.get("FLASHPROTO_TEST_SEED", "0")
 
 
-def sample(fields: tuple[str, ...], without: Sequence[Kind], generator: random.Random) -> Kind:
+def sample(
+    fields: tuple[str, ...], without: Sequence[Kind], generator: random.Random, place: str = "triton"
+) -> Kind:
     """One of the others, neither causal nor full alone."""
-    return generator.choice([x for x in kinds(fields) if x not in without and not x.PLAIN])
+    return generator.choice([x for x in kinds(fields, place) if x not in without and not x.PLAIN])

@@ -312,6 +312,11 @@ CASES = [
              q, k, v, window=(3, 1), softcap=2.0, sinks=sinks, alibi_slopes=slopes, impl=impl
          ),
          lambda n: (*heads(n, 2, 1, 1), R(2), R(2))),
+    Case("attention, biases", "attention_forward",
+         lambda impl, q, k, v, bias, table: fp.attention(
+             q, k, v, causal=True, bias=bias, relative_bias=table, relative_offset=1, impl=impl
+         ),
+         lambda n: (*heads(n, 2, 1, 1), R(2, 1, n), R(1, 4))),
     Case("attention, documents, first keys", "attention_forward",
          lambda impl, q, k, v, ids: fp.attention(
              q, k, v, mask=fp.masks.documents(ids) & fp.masks.window(2, first=1), impl=impl
@@ -319,7 +324,7 @@ CASES = [
          lambda n: (*heads(n, 2, 1, 1), torch.arange(n) // 3)),
     Case("attention, statistics", "attention_forward",
          lambda impl, q, k, v, sinks: [
-             x.detach() if i > 1 else x
+             x.detach() if i > 2 else x
              for i, x in enumerate(fp.attention(
                  q, k, v, causal=True, sinks=sinks, return_lse=True,
                  return_aux=("entropy", "max_score"), impl=impl,
@@ -331,6 +336,11 @@ CASES = [
              q, k, v, cu, cu, causal=True, sinks=sinks, return_lse=True, impl=impl
          ),
          lambda n: (R(n, 2, 16), R(n, 1, 16), R(n, 1, 16), R(2), starts(n))),
+    Case("attention_varlen, gaps, lse", "attention_forward",
+         lambda impl, q, k, v, cu, used: fp.attention_varlen(
+             q, k, v, cu, cu, seqused_q=used, seqused_k=(used + 1) // 2, return_lse=True, impl=impl
+         ),
+         lambda n: (R(n, 2, 16), R(n, 1, 16), R(n, 1, 16), starts(n), starts(n).diff() // 2)),
     Case("attention_with_kv_cache, window, pages, rope", "attention_kv_cache",
          lambda impl, q, k, v, lengths, table, cos, sin: fp.attention_with_kv_cache(
              q, k, v, lengths=lengths, page_table=table, window=(9, None), rope=(cos, sin),
@@ -388,11 +398,10 @@ def parameters(cases: Sequence[Case], hopper: bool = True) -> list[Any]:
 
 
 def copy_of(t: Tensor) -> Tensor:
-    """A tensor of equal elements, metadata and place in a memory of its own."""
+    """A tensor of equal elements, metadata and place in a memory of its own, expanded ones too."""
     memory = t.untyped_storage().nbytes() // t.element_size()
-    made = torch.empty(memory, dtype=t.dtype, device=t.device)
-    made = made.as_strided(t.shape, t.stride(), t.storage_offset())
-    return made.copy_(t.detach())
+    made = t.detach().as_strided((memory,), (1,), 0).clone()
+    return made.as_strided(t.shape, t.stride(), t.storage_offset())
 
 
 def upstream(y: Tensor) -> Tensor:

@@ -101,6 +101,7 @@ QK_NORM = {
     "k_weight": [*TENSORS, LONG],
 }
 HEADS = {"n_heads": [*INTEGERS, 0, -1, 5], "n_kv_heads": [*INTEGERS, 0, -1, 5]}
+SEED = torch.tensor([3])
 ATTENTION = {
     "causal": FLAGS,
     "scale": FINITE,
@@ -108,9 +109,16 @@ ATTENTION = {
     "softcap": [*NUMBERS, 0.0, -1.0],
     "window": [3, LONG, "no", (1,), (1, 2, 3), (-1, 0), (True, 0), (0, 1.0), (None, "1")],
     "sinks": [*TENSORS, LONG],
+    "bias": [*TENSORS, LONG, torch.ones(1, 1, 1, 8, 8)],
+    "relative_bias": [*TENSORS, LONG, torch.ones(3, 4), torch.ones(2, 0)],
+    "relative_offset": [*INTEGERS, 2**31, 3],
     "mask": ["causal", LONG, True, torch.ones(8, 8)],
     "deterministic": FLAGS,
+    "dropout_p": [*NUMBERS, -0.1, 1.1],
+    "dropout_seed": [*TENSORS, LONG, LONG[0], SEED.int(), SEED.to("meta")],
 }
+NOT_CACHED = ("mask", "deterministic", "bias", "relative_bias", "relative_offset")
+NOT_CACHED += ("dropout_p", "dropout_seed")
 SPLITS = [0, -1, 1.5, True, "1", LONG, 2**31]
 VARIANTS = ATTENTION | {
     "num_splits": SPLITS,
@@ -120,6 +128,7 @@ VARIANTS = ATTENTION | {
 }
 CU = torch.tensor([0, 3, 8], dtype=torch.int32)
 CUS: list[Any] = [*TENSORS, LONG, CU.long(), CU[None], CU[:0], CU[:2], CU + 1, CU.flip(0), CU * 9]
+USED: list[Any] = [*TENSORS, LONG, CU[:2].long(), CU, CU[:1], CU[1:] - 4, CU[:2] + 4]
 TOKENS = torch.randn(8, 2, 16)
 CACHED, CACHE = torch.randn(2, 4, 1, 16), torch.randn(2, 8, 2, 16)
 INTS = torch.tensor([3, 8], dtype=torch.int32)
@@ -183,16 +192,16 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     ),
     "attention_varlen": (
         {"q": TOKENS, "k": TOKENS, "v": TOKENS, "cu_seqlens_q": CU, "cu_seqlens_k": CU},
-        VARIANTS | {
+        {n: x for n, x in VARIANTS.items() if n != "bias"} | {
             "q": [*TENSORS, LONG], "k": [*TENSORS, LONG], "v": [*TENSORS, LONG],
             "cu_seqlens_q": CUS, "cu_seqlens_k": CUS, "max_seqlen_q": [*INTEGERS, -1],
-            "max_seqlen_k": [*INTEGERS, -1],
+            "max_seqlen_k": [*INTEGERS, -1], "seqused_q": USED, "seqused_k": USED,
         },
     ),
     "attention_qkv": ({"qkv": QKV, "n_heads": 2, "n_kv_heads": 1}, ATTENTION | HEADS | QKVS),
     "attention_with_kv_cache": (
         {"q": CACHED[:, :2], "k_cache": CACHE, "v_cache": CACHE, "lengths": INTS, "rope": (COS, COS)},
-        {n: x for n, x in ATTENTION.items() if n not in ("mask", "deterministic")} | {
+        {n: x for n, x in ATTENTION.items() if n not in NOT_CACHED} | {
             "num_splits": SPLITS, "q": [*TENSORS, LONG, CACHED[0]],
             "k_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
             "v_cache": [*TENSORS, LONG, CACHE[:1], CACHE.half()],
@@ -205,6 +214,14 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
             "v_scale": [*TENSORS, INTS.float()], "prefix": [*TENSORS, LONG, (Q,), (Q, Q)],
             "rope": [*TENSORS, LONG, (COS,), (COS[0], COS)],
             "interleaved": FLAGS, "alibi_slopes": [*TENSORS, LONG], "return_lse": FLAGS,
+        },
+    ),
+    "dropout_mask": (
+        {"dropout_p": 0.5, "dropout_seed": SEED, "shape": (1, 2, 8, 8)},
+        {
+            "dropout_p": [*NUMBERS, None, -0.1, 1.1],
+            "dropout_seed": [None, *ATTENTION["dropout_seed"][:-1]],
+            "shape": [None, 8, LONG, (8, 8), (1, 2, 8.0, 8), (1, 2, -1, 8)],
         },
     ),
     "merge_attention": (
@@ -220,7 +237,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
         {
             "query": [*TENSORS, LONG], "key": [*TENSORS, LONG, Q[:, :, :, :3]],
             "value": [*TENSORS, LONG],
-            "attn_mask": [*TENSORS, LONG, torch.ones(8, 7), torch.ones(8), torch.ones(5, 1, 8)],
+            "attn_mask": [*TENSORS, LONG, torch.ones(8, 7), torch.ones(7), torch.ones(5, 1, 8)],
             "dropout_p": [*NUMBERS, -0.1, 1.1], "is_causal": FLAGS, "scale": FINITE,
             "enable_gqa": FLAGS,
         },
@@ -433,12 +450,6 @@ SWAPPED = (
                 Q.expand(2, -1, -1, -1), Q.expand(3, -1, -1, -1), Q
             ),
             r"scaled_dot_product_attention: key is of shape \[3, 2, 8, 16\]",
-        ),
-        (
-            lambda: flashproto.scaled_dot_product_attention(
-                Q, Q, Q, torch.ones(8, 8, dtype=torch.bool), is_causal=True
-            ),
-            "scaled_dot_product_attention: attn_mask is given beside is_causal",
         ),
     ],
 )

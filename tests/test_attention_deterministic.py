@@ -27,7 +27,7 @@ def launches(variant: Variant, deterministic: bool) -> list[tuple[str, Any]]:
     q = half(1, 4, 300, 64)
     settings = ops.Settings(variant.form, 0.125, "hopper", deterministic)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:3])
-    tensors = (out, None, None, None, q, q, q, out, lse)
+    tensors = ops.backward_inputs((out, None, out, lse), q, q, q)
     recipe = ops.attention.backward_recipe(tensors, settings, (True,) * 3, False)
     steps = [step for step in recipe.steps if isinstance(step, Launch)]
     return [(step.kernel.__name__, step.arguments.get("CFG")) for step in steps]

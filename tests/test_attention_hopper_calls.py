@@ -12,11 +12,13 @@ from hopper_attention import determinism, late, with_gaps
 from torch import Tensor
 
 import flashproto
-from flashproto import configs
+from flashproto import configs, masks
+from flashproto.functional.attention_request import attention_request
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper
 from flashproto.ops.descriptors import tma_reads
-from flashproto.ops.recipe import Compute, Launch
+from flashproto.ops.recipe import Compute, Keep, Launch
+from flashproto.reference.mask_table import TILE
 from flashproto.variant import Kind, Variant
 
 
@@ -37,8 +39,9 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         for ordered in (False, True):
             with determinism() if ordered else contextlib.nullcontext():
-                *saved, dout_given, dlse = given
-                tensors = dout_given, dlse, None, None, *saved
+                *heads, out_given, lse_given, dout_given, dlse = given
+                rows = dout_given, dlse, out_given, lse_given
+                tensors = attention_op.backward_inputs(rows, *heads)
                 needs = (True, True, True)
                 recipe = attention_op.attention.backward_recipe(tensors, settings, needs, False)
             made = [s for s in recipe.steps if isinstance(s, Compute)]
@@ -58,6 +61,54 @@ def test_backward_takes_any_memory(monkeypatch: pytest.MonkeyPatch) -> None:
                 assert tuple(x.tma_descriptors.first.shape) == tuple(x.operand.shape)
             assert launches[0].arguments["HAS_DLSE"] == (dlse is not None)
             assert main["dk_ptr"].strides == main["dv_ptr"].strides
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("rows", [(1, 1), (2, 4)])
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_launches_of_masks_with_a_table(
+    D: int, rows: tuple[int, int], causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lists of tiles come before the kernel that reads them, have room for all, and are kept."""
+    Sq, Sk = 300, 500
+    q, k, v = (torch.randn(2, H, S, D).bfloat16() for H, S in ((4, Sq), (2, Sk), (2, Sk)))
+    monkeypatch.setattr(attention_hopper, "multiprocessors", lambda device: 132)
+    mask = masks.boolean(torch.rand(*rows, Sq, Sk) < 0.5)
+    variant = (
+        attention_request("attention", q, k, v, causal=causal, mask=mask).with_table(False).variant
+    )
+    settings = attention_op.Settings(variant.form, 0.125, "hopper")
+    tensors = [*variant.tensors.values()]
+    forward, _ = attention_op.attention.forward_recipe((q, k, v, *tensors), settings, (0, 1), False)
+    out, lse = torch.randn_like(q), torch.randn(2, 4, Sq)
+    inputs = attention_op.backward_inputs((torch.randn_like(q), None, out, lse), q, k, v, tensors)
+    needs = True, True, True, *(False for _ in tensors)
+    backward = attention_op.attention.backward_recipe(inputs, settings, needs, False)
+    of_forward = configs.attention_forward_hopper(D, Sk, variant.kind, Sq, 4, 2, 132)
+    of_backward = configs.attention_backward_hopper(D, Sk, variant.kind, False, 4, 2)
+    assert TILE % of_forward.BQ == TILE % of_forward.BN == 0
+    assert TILE % of_backward.BM == TILE % of_backward.BN == 0
+    heads, M, NB = rows[0] * rows[1], -(-Sq // of_backward.BM), -(-Sk // of_backward.BN)
+    lists = {
+        "visits_kernel": ("work", (heads, -(-Sq // of_forward.BQ), 1 + -(-Sk // of_forward.BN))),
+        "columns_kernel": ("columns", (heads, NB, 1 + M)),
+    }
+    for recipe, names, main in (
+        (forward, ["visits_kernel", "attention_forward_kernel"], 1),
+        (
+            backward,
+            ["columns_kernel", "preprocess_kernel", "attention_backward_kernel", "postprocess_kernel"],
+            2,
+        ),
+    ):
+        launches = [s for s in recipe.steps if isinstance(s, Launch)]
+        assert [x.kernel.__name__ for x in launches] == names
+        assert sum(isinstance(s, Keep) for s in recipe.steps) == 1
+        field, shape = lists[names[0]]
+        given = launches[main].arguments["given"]
+        assert getattr(given, field).shape == shape
+        assert launches[0].programs == shape[0] * shape[1]
+        assert (given.table_of_batch, given.table_of_head) == ((4, 1) if heads > 1 else (0, 0))
 
 
 @pytest.mark.gpu
@@ -229,7 +280,8 @@ def test_opcheck(causal: bool, hopper: None) -> None:
     arguments = ([], *Variant(Kind(causal), -20).form.flat(), 0.125, "hopper", False, 0)
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (*inputs, *arguments))
     out, lse, *_ = torch.ops.flashproto.attention_forward(*inputs, *arguments)
-    saved = [dout, dlse, None, None, *[t.detach() for t in (*inputs, out, lse)]]
+    rows = dout, dlse, out.detach(), lse.detach()
+    saved = attention_op.backward_inputs(rows, *(t.detach() for t in inputs))
     backward = torch.ops.flashproto.attention_backward.default
     # dq differs in its last bits from run to run
     torch.library.opcheck(backward, (*saved, *arguments, [True] * 3), atol=1e-3, rtol=2.0**-6)

@@ -9,7 +9,8 @@ from hopper_attention import FITS, half
 from torch import Tensor
 
 import flashproto
-from flashproto import backends
+from flashproto import backends, masks
+from flashproto.functional.attention_request import attention_request
 from flashproto.ops.attention_hopper_reasons import hopper_attention_reasons
 
 REFUSED = {
@@ -38,6 +39,17 @@ def test_takes_whatever_tma_takes(D: int, strides: str) -> None:
     assert list(hopper_attention_reasons(q, q, q)) == []
     one = lay_out(half(1, 1, 5, D), "expanded")  # strides of single entries are never used
     assert list(hopper_attention_reasons(one, one, one)) == []
+
+
+def test_a_table_runs_if_hopper_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "device_reasons", lambda backend, device: ())
+    monkeypatch.setattr(backends, "_usable", lambda device, interpreted: backends.BACKENDS)
+    for mask, chosen in ((masks.boolean(torch.ones(5, 5) > 0), "triton"), (masks.causal(), "hopper")):
+        request = attention_request("attention", FITS, FITS, FITS, mask=mask)
+        assert request.choose(None) == chosen and request.choose("hopper") == "hopper"
+        monkeypatch.setattr(backends, "_default", "hopper")
+        assert request.choose(None) == "hopper"
+        monkeypatch.setattr(backends, "_default", None)
 
 
 def test_takes_calls_when_asked_for_determinism(deterministic: None) -> None:

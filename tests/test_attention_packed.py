@@ -376,3 +376,44 @@ def test_packed_heads_of_a_fused_projection_in_a_graph(causal: bool, hopper: Non
         )
         expected = flashproto.attention(q, k, v, causal=causal, impl="hopper")
         assert torch.equal(captured, expected)
+
+
+# --- windows -----------------------------------------------------------------------------------------
+
+
+def test_short_windows_pack_the_heads_of_a_group() -> None:
+    kind = Kind(CAUSAL=True, WINDOW=True)
+
+    def chosen(D: int = 64, group: int = 8, left: int = 127, Sq: int = 4096, **fields: bool) -> int:
+        given = D, 4096, replace(kind, **fields), Sq, 8, group
+        return configs.attention_forward_hopper(*given, left=left).PACK
+
+    assert chosen() == chosen(SINKS=True) == chosen(left=1023) == chosen(group=7) == 8
+    assert chosen(group=2) == 2
+    for others in ({"D": 128}, {"group": 1}, {"group": 5}, {"left": 1024}, {"Sq": 64}):
+        assert chosen(**others) == 1
+    for field in ("ALIBI", "SOFTCAP", "FIRST", "INTERVALS", "VARLEN", "MAX_SCORE"):
+        assert chosen(**{field: True}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("Hq", "Hkv"), [(16, 2), (14, 2), (4, 2)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1000, 1000), (130, 700), (700, 300)])
+@pytest.mark.parametrize("left", [0, 5, 127, 1023])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_packed_windows_follow_the_definition(
+    with_sinks: bool, left: int, Sq: int, Sk: int, Hq: int, Hkv: int, hopper: None
+) -> None:
+    q, dout = (torch.randn(2, Hq, Sq, 64, device="cuda", dtype=torch.bfloat16) for _ in "qo")
+    k, v = (torch.randn(2, Hkv, Sk, 64, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+    sinks = torch.randn(Hq, device="cuda") if with_sinks else None
+    found = []
+    for impl, kind in (("hopper", torch.bfloat16), ("reference", torch.float64)):
+        given = [x.to(kind).requires_grad_() for x in (q, k, v)]
+        own = None if sinks is None else sinks.to(torch.float32 if impl == "hopper" else kind)
+        out, lse = flashproto.attention(
+            *given, causal=True, window=(left, 0), sinks=own, return_lse=True, impl=impl
+        )
+        found.append((out, lse, *torch.autograd.grad(out, given, dout.to(kind))))
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got.double(), want.double(), rtol=2e-2, atol=3e-2)

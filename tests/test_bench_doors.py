@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from flashproto import backends
 from flashproto.bench import __main__ as bench
-from flashproto.bench import doors
+from flashproto.bench import doors, workers
 
 SIZES = ["--tiny", "--tokens", "32", "--batch", "1", "--prompts", "2", "--prompt", "5", "--new", "4"]
 
@@ -55,7 +55,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
         }[part]()
         return SimpleNamespace(returncode=0, stdout=f"a word before\n{json.dumps(made)}\n", stderr="")
 
-    monkeypatch.setattr(doors.subprocess, "run", run)
+    monkeypatch.setattr(workers.subprocess, "run", run)
 
 
 @pytest.mark.slow
@@ -75,8 +75,10 @@ def test_a_tiny_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_a_worker_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nImportError: no liger\n")
-    monkeypatch.setattr(doors.subprocess, "run", lambda *_, **__: done)
-    assert doors.in_process("train", "liger", 0, [], 1.0) == {"error": "ImportError: no liger"}
+    monkeypatch.setattr(workers.subprocess, "run", lambda *_, **__: done)
+    assert workers.in_process("doors", ["train", "liger", 0], [], 1.0) == {
+        "error": "ImportError: no liger"
+    }
 
 
 def test_a_part_that_is_not_there(tmp_path: Path) -> None:

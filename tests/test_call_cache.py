@@ -331,7 +331,7 @@ def varlen(**given: Tensor) -> Any:
     x = torch.randn(12, 2, 16)
     cu = {"cu_seqlens_q": torch.tensor([0, 5, 12]), "cu_seqlens_k": torch.tensor([0, 5, 12])}
     cu = {name: x.int() for name, x in cu.items()} | given
-    return lambda: flashproto.attention_varlen(x, x, x, *cu.values(), impl="triton")
+    return lambda: flashproto.attention_varlen(x, x, x, **cu, impl="triton")
 
 
 def cache(**given: Tensor) -> Any:
@@ -361,6 +361,8 @@ def cache(**given: Tensor) -> Any:
     [
         (varlen, "cu_seqlens_q", [0, 5, 12], [0, 5, 13]),
         (varlen, "cu_seqlens_k", [0, 5, 12], [0, 7, 6]),
+        (varlen, "seqused_q", [5, 0], [6, 0]),
+        (varlen, "seqused_k", [3, 7], [3, -1]),
         (cache, "lengths", [3, 5], [3, 8]),
         (cache, "starts", [1, 2], [1, 9]),
         (cache, "cache_index", [1, 0], [1, 4]),

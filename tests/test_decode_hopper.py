@@ -180,11 +180,12 @@ def test_one_graph_serves_all_lengths(
 
 def test_reasons() -> None:
     def against(page: int = 0, slots: int = 1024, rolls: bool = False, **others: Any) -> list[str]:
-        q = torch.empty(2, 8, 64, 64, dtype=torch.bfloat16, device="meta")
+        q = torch.empty(*others.get("q", (2, 8, 64, 64)), dtype=torch.bfloat16, device="meta")
         cache = torch.empty(2, page or slots, 2, 64, dtype=others.get("dtype", q.dtype), device="meta")
         table = torch.empty(2, 4, dtype=torch.int32, device="meta") if page else None
-        any_of, prefix = others.get("any_of", False), others.get("prefix", False)
-        return backends.texts(hopper_cache_reasons(q, cache, table, prefix, rolls, any_of))
+        any_of, prefix, n = (others.get(x, False) for x in ("any_of", "prefix", "sequences"))
+        reasons = hopper_cache_reasons(q, cache, table, n or len(q), prefix, rolls, any_of)
+        return backends.texts(reasons)
 
     assert against() == against(16) == against(256) == against(16, rolls=True) == []
     assert against(rolls=True, slots=1000) == [
@@ -195,5 +196,24 @@ def test_reasons() -> None:
     assert against(prefix=True) == ["it takes no prefix"]
     (why,) = against(dtype=torch.float8_e4m3fn)
     assert "one dtype" in why
-    (why,) = against(any_of=True)
-    assert "asked for" in why
+    # Where nothing is asked for, many rows of a key head are taken, or many key heads.
+    assert against(any_of=True) == against(any_of=True, q=(64, 8, 1, 64)) == []
+    assert against(any_of=True, q=(1, 8, 700, 64), sequences=40) == []
+    (why,) = against(any_of=True, q=(2, 8, 16, 64))
+    assert why.startswith("64 query rows of each of 4 key heads are few")
+    (why,) = against(any_of=True, q=(1, 8, 400, 64), sequences=40)
+    assert why.startswith("40 query rows of each of 80 key heads are few")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("B", "Sq", "chosen"), [(2, 64, "hopper"), (2, 1, "triton"), (64, 1, "hopper")]
+)
+def test_what_is_chosen(B: int, Sq: int, chosen: str, hopper: None) -> None:
+    like: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    q, cache = torch.randn(B, 8, Sq, 64, **like), torch.randn(B, 128, 2, 64, **like)
+    lengths = torch.full((B,), 100, dtype=torch.int32, device="cuda")
+    told: list[str] = []
+    with backends.watch_choices(lambda operator, backend, against: told.append(backend)):
+        flashproto.attention_with_kv_cache(q, cache, cache, lengths=lengths)
+    assert told == [chosen]

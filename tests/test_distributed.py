@@ -25,6 +25,7 @@ import variant_problem
 from attention_problem import ATOL, Problem, error
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operators import launches
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -131,13 +132,20 @@ def test_gradients_add_up_in_float32() -> None:
     assert total.finish().flatten().tolist() == [2, 514, 514, 2]
 
 
-def test_parts_merge_to_attention() -> None:
+by_kernel = pytest.mark.parametrize(
+    "by_kernel",
+    [False, pytest.param(True, marks=pytest.mark.skipif(not backends.HAS_TRITON, reason="no Triton"))],
+)
+
+
+@by_kernel
+def test_parts_merge_to_attention(by_kernel: bool, device: str) -> None:
     """Of all keys and of some rows alone; rows without a key; scores far from zero.
 
     Rounding the lse of parts to float32 moves the weights of their outputs by as much."""
-    q, k, v = (torch.randn(1, 2, 6, 8).double() for _ in range(3))
+    q, k, v = (torch.randn(1, 2, 6, 8, device=device).double() for _ in range(3))
     q[:, :, 4] *= 300
-    sinks, merged = torch.randn(2), Merged(q.float(), v.float())
+    sinks, merged = torch.randn(2, device=device), Merged(q.float(), v.float(), by_kernel)
 
     def add(rows: tuple[int, int], keys: tuple[int, int], offset: int = 0) -> None:
         part = q[:, :, slice(*rows)], k[:, :, slice(*keys)], v[:, :, slice(*keys)]
@@ -152,6 +160,28 @@ def test_parts_merge_to_attention() -> None:
     moved = torch.finfo(torch.float32).eps * exact_lse.abs()[..., None] * v.abs().max()
     assert ((out - exact_out).abs() <= 1e-6 * (1 + exact_out.abs()) + moved).all()
     assert ((lse - exact_lse).abs() <= 1e-6 * (1 + exact_lse.abs())).all()
+
+
+@by_kernel
+def test_parts_of_16_bits_merge_in_float32(by_kernel: bool, device: str) -> None:
+    """And are rounded once, at the end; by one kernel for each range of queries; rows that no part has
+    see no key."""
+    x = torch.empty(2, 3, 5, 8, dtype=torch.bfloat16, device=device)
+    merged = Merged(x, x, by_kernel)
+    rows = [(1, 5), (2, 5), (1, 5)]
+    outs = [torch.randn_like(x) for _ in rows]
+    lses = [torch.randn(2, 3, 5, device=device) for _ in rows]
+    with launches() as seen:
+        for at, out, lse in zip(rows, outs, lses, strict=True):
+            merged.add(at, out[:, :, slice(*at)], lse[:, :, slice(*at)])
+        out, lse = merged.finish(None, torch.bfloat16)
+    assert [launch.kernel for launch in seen] == ["merge_parts_kernel"] * (3 if by_kernel else 0)
+    for (first, _), own in zip(rows, lses, strict=True):
+        own[:, :, :first] = -torch.inf
+    exact, exact_lse = reference.merge_attention([x.double() for x in outs], [x.double() for x in lses])
+    assert out.dtype == torch.bfloat16 and (out[:, :, 0] == 0).all()
+    torch.testing.assert_close(out, exact.float().to(torch.bfloat16))
+    torch.testing.assert_close(lse, exact_lse.float())
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 0, 8), (0, 2, 4, 8), (1, 2, 5, 8)])

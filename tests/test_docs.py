@@ -9,6 +9,7 @@ import inspect
 import re
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ DOCUMENTED = dict(api.documented())
 # --- what is generated ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["docs/speed.md", "docs/api.md", "docs/attention.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/speed.md", "docs/api.md", "docs/attention.md", "docs/determinism.md"]
+)
 def test_page_is_up_to_date(name: str) -> None:
     path = docs.ROOT / name
     text = docs.texts(docs.ROOT)[path]
@@ -42,9 +45,10 @@ def test_page_is_up_to_date(name: str) -> None:
 
 def test_tables_of_attention_have_their_blocks() -> None:
     page = (docs.ROOT / "docs" / "attention.md").read_text()
-    assert docs.filled_with_features(page) == page
+    fill = partial(docs.filled_with, tables=features.TABLES, name="attention.md")
+    assert fill(page) == page
     with pytest.raises(ValueError, match="lacks the lines <!-- table of pairs"):
-        docs.filled_with_features(page.replace("end of table of pairs", ""))
+        fill(page.replace("end of table of pairs", ""))
 
 
 def test_masks_are_shown(tmp_path: Path) -> None:
@@ -57,6 +61,8 @@ def test_masks_are_shown(tmp_path: Path) -> None:
     assert {*re.findall(r"masks\.(\w+)", written)} == set(masks.__all__) - {"Mask", "draw"}
     example = masks.causal() & masks.window(1023)
     assert f"```text\n{example}\n```" in page
+    gallery = (docs.ROOT / "docs" / "masks.md").read_text()
+    assert re.findall(r"\(pictures/(mask-.*)\.png\)", gallery) == drawn
     for name in drawn:
         assert (docs.ROOT / "docs" / "pictures" / f"{name}.png").stat().st_size < 8000
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import inspect
 import math
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -318,6 +320,79 @@ def test_varlen(layout: str, option: str, where: Where, calls: Calls) -> None:
 )
 def test_varlen_by_kernels(layout: str, option: str, kernels: Where, calls: Calls) -> None:
     run_varlen(kernels, calls, layout, options_for(option, kernels.device), True)
+
+
+@pytest.mark.parametrize("version", [3, 4])
+@pytest.mark.parametrize("layout", ["packed", "padded"])
+def test_varlen_with_gaps(layout: str, version: int, where: Where, calls: Calls) -> None:
+    """By version 3's keywords, and by version 4, of a batch of one length too; gaps hold no numbers."""
+    if layout == "padded" and version == 3:
+        pytest.skip("which has cu_seqlens")
+    options: dict[str, Any] = {"causal": True, "window_size": (4, 0)}
+    used = LENGTHS
+    room = [[n + s for s, n in enumerate(own)] for own in LENGTHS]
+    if layout == "padded":
+        room = [[max(own)] * len(own) for own in LENGTHS]
+    starts = [torch.tensor([0, *own]).cumsum(0) for own in room]
+    places = [
+        torch.cat([torch.arange(n) + at for n, at in zip(own, ends, strict=False)]).to(where.device)
+        for own, ends in zip(used, starts, strict=True)
+    ]
+    cu = [x.int().to(where.device) for x in starts]
+    given = {
+        f"seqused_{name}": torch.tensor(own, dtype=torch.int32, device=where.device)
+        for name, own in zip("qk", used, strict=True)
+    }
+    D = where.sizes[2]
+    leaves = [where.randn(sum(used[min(i, 1)]), H, D) for i, H in enumerate((4, 2, 2))]
+
+    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        sides = [min(i, 1) for i in range(3)]
+        q, k, v = (
+            x.new_full((int(starts[side][-1]), *x.shape[1:]), math.nan).index_copy(0, places[side], x)
+            for side, x in zip(sides, leaves, strict=True)
+        )
+        if version == 3:
+            out, lse, _ = flash_attn.flash_attn_varlen_func(
+                q, k, v, *cu, 9, 9, return_attn_probs=True, **options, **given
+            )
+        elif layout == "packed":
+            named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=True))
+            out, lse = flash_attn_4.flash_attn_varlen_func(
+                q, k, v, **named, return_lse=True, **options, **given
+            )
+        else:
+            batch = (x.unflatten(0, (4, -1)) for x in (q, k, v))
+            out, lse = flash_attn_4.flash_attn_varlen_func(*batch, return_lse=True, **options, **given)
+            out, lse = out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+        gaps = torch.ones(q.shape[0], dtype=torch.bool, device=q.device)
+        gaps[places[0]] = False
+        assert (out[gaps] == 0).all() and lse[:, gaps].isinf().all()
+        return out[places[0]], lse[:, places[0]]
+
+    def definition(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        rows = zip(*(x.split(used[min(i, 1)]) for i, x in enumerate(leaves)), strict=True)
+        parts = [dense(*(x[None] for x in row), **options) for row in rows]
+        return torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], 1)
+
+    compared(where, leaves, run, definition, math.inf if version == 3 else -math.inf)
+    calls.assert_one("attention_varlen")
+
+
+def test_used_keys_of_pages(where: Where) -> None:
+    """Beside block_table they are how many keys a sequence has."""
+    table = torch.tensor([[4, 1, 6], [0, 7, 3]], dtype=torch.int32, device=where.device)
+    k, v = (where.randn(8, 4, 2, where.sizes[2]).detach() for _ in range(2))
+    q = where.randn(5, 4, where.sizes[2]).detach()
+    cu, room, cu_k = (
+        torch.tensor(x, dtype=torch.int32, device=where.device)
+        for x in ([0, 3, 5], [0, 12, 24], [0, 9, 15])
+    )
+    function = functools.partial(flash_attn.flash_attn_varlen_func, q, k, v, cu, block_table=table)
+    wanted = function(cu_k, 3, 9, causal=True)
+    assert torch.equal(function(room, 3, 12, causal=True, seqused_k=cu_k.diff()), wanted)
+    with pytest.raises(ValueError, match=r"seqused_q is .*; it takes None beside block_table\. "):
+        function(room, 3, 12, seqused_q=cu.diff())
 
 
 # --- flash-attn-4 ---------------------------------------------------------------------------------
@@ -640,6 +715,82 @@ def test_every_kind_of_call_traces(where: Where) -> None:
         torch.testing.assert_close(x, y)
 
 
+PACKED: dict[str, tuple[bool, dict[str, Any]]] = {  # whether keys are new
+    "read": (False, {"causal": True, "num_splits": 2}),
+    "all keys": (False, {"window_size": (4, 1)}),
+    "appended": (True, {"causal": True, "softcap": 2.0}),
+    "turned": (True, {"causal": True, "rotary_interleaved": False}),
+    "turned, window": (True, {"window_size": (3, 0), "rotary_interleaved": True}),
+    "all at the end of the cache": (True, {"rotary_interleaved": False}),
+    "turned, padding": (True, {"causal": True, "rotary_interleaved": True, "cache_leftpad": True}),
+    "pages": (True, {"causal": True, "block_table": True}),
+}
+
+
+def run_packed_cache(where: Where, case: str) -> None:
+    """Sequences of other numbers of tokens, side by side, and each by itself."""
+    is_new, options = PACKED[case][0], dict(PACKED[case][1])
+    counts, T, D, device = [3, 0, 2, 1], 7, where.sizes[2], where.device  # and one token of nobody
+    cu = torch.tensor([0, 3, 3, 5, 6], dtype=torch.int32, device=device)
+    seqlens = torch.tensor([7, 3, 9, 2], dtype=torch.int32, device=device)
+    q, k, v = (where.randn(T, heads, D).detach() for heads in (4, 2, 2))
+    shape, table = (4, 12), None
+    if options.pop("block_table", False):
+        shape = (12, 4)
+        table = torch.randperm(12, device=device).int().view(4, 3)
+    caches = [where.randn(*shape, 2, D).detach() for _ in "kv"]
+    padding = None
+    if options.pop("cache_leftpad", False):
+        padding = torch.tensor([2, 1, 0, 1], dtype=torch.int32, device=device)
+    if "rotary_interleaved" in options:
+        tables = (torch.randn(20, D // 4, device=device) for _ in range(2))
+        options |= zip(("rotary_cos", "rotary_sin"), tables, strict=True)
+    names: Any = {"cu_seqlens_q": cu, "max_seqlen_q": 3}
+    names |= {"cu_seqlens_k_new": cu} if is_new else {}
+    options |= {"return_softmax_lse": True}
+    kept = [x.clone() for x in caches]
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q,
+        *kept,
+        *((k, v) if is_new else ()),
+        cache_seqlens=seqlens,
+        cache_leftpad=padding,
+        page_table=table,
+        **options,
+        **names,
+    )
+    assert out.is_contiguous() and out.shape == (T, 4, D) and lse.shape == (4, T)
+    for b, n in enumerate(counts):
+        at, row = slice(int(cu[b]), int(cu[b]) + n), slice(b, b + 1)
+        own_rows = caches if table is not None else [x[row] for x in caches]
+        if n == 0:
+            continue
+        one, one_lse = flash_attn.flash_attn_with_kvcache(
+            q[None, at],
+            *own_rows,
+            *((k[None, at], v[None, at]) if is_new else ()),
+            cache_seqlens=seqlens[row],
+            cache_leftpad=None if padding is None else padding[row],
+            block_table=None if table is None else table[row],
+            **options,
+        )
+        near = 1e-5 if q.dtype == torch.float32 else 1.6e-2
+        torch.testing.assert_close(out[at], one[0], rtol=near, atol=near)
+        torch.testing.assert_close(lse[:, at], one_lse[0], rtol=1e-5, atol=1e-5)
+    for x, y in zip(kept, caches, strict=True):  # where the calls above put the same keys
+        torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_a_cache_of_sequences_side_by_side(case: str, where: Where) -> None:
+    run_packed_cache(where, case)
+
+
+@pytest.mark.parametrize("case", ["read", "turned", "pages"])
+def test_a_cache_of_sequences_side_by_side_by_kernels(case: str, kernels: Where) -> None:
+    run_packed_cache(kernels, case)
+
+
 def test_generates_as_nanochat_does(where: Where, calls: Calls) -> None:
     """A prompt and then tokens with the cache, by keywords, against training's function of them all."""
     B, S, D = 2, 9, where.sizes[2]
@@ -741,16 +892,12 @@ FIRST: dict[str, tuple[Any, ...]] = {
     "flash_attn_with_kvcache": (X, X, X),
 }
 NOT_TAKEN: dict[str, Any] = {
-    "dropout_p": 0.1,
     "alibi_slopes": torch.zeros(1, 2),
     "q_descale": torch.ones(1, 2),
     "k_descale": torch.ones(1, 2),
     "v_descale": torch.ones(1, 2),
     "qv": X,
     "attention_chunk": 128,
-    "seqused_q": INTS,
-    "seqused_k": INTS,
-    "cu_seqlens_k_new": CU,
     "rotary_seqlens": INTS,
     "num_heads_q": 2,
 }
@@ -759,10 +906,7 @@ NOT_TAKEN: dict[str, Any] = {
 @pytest.mark.parametrize("name", FIRST)
 def test_refuses_by_name_what_is_not_taken(name: str, calls: Calls) -> None:
     function = getattr(flash_attn, name)
-    known = inspect.signature(function).parameters
     for argument, x in NOT_TAKEN.items():
-        if argument == "dropout_p" and argument not in known:
-            continue
         with pytest.raises(NotImplementedError, match=rf"^{name}: {argument} is .*; it takes "):
             function(*FIRST[name], **{argument: x})
     assert not calls.forward
@@ -771,6 +915,45 @@ def test_refuses_by_name_what_is_not_taken(name: str, calls: Calls) -> None:
     assert sum(calls.forward.values()) == 1
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such'; it takes q"):
         function(*FIRST[name], no_such=1)
+
+
+@pytest.mark.parametrize("name", [n for n in FIRST if n != "flash_attn_with_kvcache"])
+def test_dropout(name: str, calls: Calls) -> None:
+    """Torch's generator says what is dropped; of a cache nothing is."""
+    function = getattr(flash_attn, name)
+    given = [
+        torch.randn(x.shape) if x.is_floating_point() else x for x in map(torch.as_tensor, FIRST[name])
+    ]
+    outs = []
+    for seed in (3, 3, 4):
+        torch.manual_seed(seed)
+        outs.append(function(*given, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    assert sum(calls.forward.values()) == 3
+    with pytest.raises(ValueError, match=rf"^{name}: dropout_p is 2; it takes a number from 0 to 1"):
+        function(*given, dropout_p=2)
+    if name == "flash_attn_varlen_func":
+        table = {"block_table": torch.zeros(2, 1, dtype=torch.int32)}
+        with pytest.raises(NotImplementedError, match=rf"^{name}: dropout_p is 0.5; .* block_table"):
+            function(*given, dropout_p=0.5, **table)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_dropout_beside_other_options(varlen: bool, calls: Calls) -> None:
+    """A probability is left out, or divided by the share that is kept; version 4 has no dropout."""
+    q, v = torch.randn(1, 8, 2, 8), torch.eye(8)[None, :, None].expand(1, 8, 2, 8).contiguous()
+    cu = torch.tensor([0, 8], dtype=torch.int32)
+    given = [x[0] for x in (q, q, v)] + [cu, cu, 8, 8] if varlen else [q, q, v]
+    name = "flash_attn_varlen_func" if varlen else "flash_attn_func"
+    function = getattr(flash_attn, name)
+    for options in ({"softcap": 2.0}, {"alibi_slopes": torch.rand(2)}, {"window_size": (3, 0)}):
+        options["causal"] = True
+        p = function(*given, **options)
+        torch.manual_seed(5)
+        dropped = function(*given, dropout_p=0.5, **options)
+        kept = dropped != 0
+        torch.testing.assert_close(dropped, torch.where(kept, 2 * p, 0))
+        assert 0 < kept.sum() < (p > 0).sum()
 
 
 def test_takes_version_3s_keywords_of_a_cache(calls: Calls) -> None:
@@ -783,11 +966,30 @@ def test_takes_version_3s_keywords_of_a_cache(calls: Calls) -> None:
     out = flash_attn.flash_attn_with_kvcache(*own, cache_seqlens=6, page_table=table, **given)
     assert torch.equal(out, want)
     flash_attn.flash_attn_with_kvcache(q, cache[:1], cache[:1], page_table=None)
-    for name in names:
-        with pytest.raises(NotImplementedError, match=rf"_kvcache: {name} is .* varlen"):
-            flash_attn.flash_attn_with_kvcache(*own, page_table=table, **{name: CU})
     with pytest.raises(TypeError, match="unexpected keyword argument 'page_table'; it takes q"):
         flash_attn.flash_attn_with_kvcache(*own, page_table=table, block_table=table)
+
+
+def test_new_keys_are_of_the_queries_tokens() -> None:
+    """cu_seqlens_k_new is cu_seqlens_q, or has the same numbers where they can be read."""
+    q, cache, k = X[0], torch.zeros(2, 8, 2, 8), torch.randn(4, 2, 8)
+    call = functools.partial(
+        flash_attn.flash_attn_with_kvcache, q, cache, cache.clone(), cache_seqlens=0
+    )
+    call(k, k, cu_seqlens_q=CU, cu_seqlens_k_new=CU.clone())
+    assert torch.equal(cache[1, :3], k[1:4])
+    with pytest.raises(
+        NotImplementedError, match=r"^flash_.*: cu_seqlens_k_new is .*cu_seqlens_q itself"
+    ):
+        call(k, k, cu_seqlens_q=CU, cu_seqlens_k_new=CU.clamp(max=2))
+    with pytest.raises(ValueError, match=r"cu_seqlens_k_new is .*; it takes None without cu_seqlens_q"):
+        flash_attn.flash_attn_with_kvcache(X, X, X, cu_seqlens_k_new=CU)
+    with pytest.raises(ValueError, match=r"^flash_attn_with_kvcache: k is of shape \[3, 2, 8\]"):
+        call(k[:3], k[:3], cu_seqlens_q=CU)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is empty; it takes int32 \[B \+ 1\]"):
+        call(cu_seqlens_q=CU[:0])
+    with pytest.raises(TypeError, match=r"^flash_attn_with_kvcache: cu_seqlens_q is of dtype"):
+        call(cu_seqlens_q=CU.long())
 
 
 HOOKS = ("score_mod", "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors")
@@ -801,7 +1003,7 @@ def test_version_4_refuses_by_name_what_is_not_taken(name: str, calls: Calls) ->
     if name == "flash_attn_func":
         given |= {"block_sparse_tensors_bwd": (1,)}
     else:
-        given |= {"seqused_q": INTS, "seqused_k": INTS, "seqlen_k_per_split": 64}
+        given |= {"seqlen_k_per_split": 64}
     for argument, x in given.items():
         with pytest.raises(NotImplementedError, match=rf"^{name}: {argument} is .*; it takes "):
             function(X, X, X, **{argument: x})
@@ -891,6 +1093,8 @@ def test_version_4_names_the_argument() -> None:
         ({"page_table": INTS[None], "seqused_k": INTS, "cu_seqlens_k": CU}, "cu_seqlens_k"),
         ({"page_table": INTS[None], "seqused_k": INTS}, "page_table"),
         ({"page_table": INTS[None] - 1, "seqused_k": INTS + 8}, "seqused_k"),
+        ({"page_table": INTS[None], "seqused_k": INTS, "seqused_q": INTS}, "seqused_q"),
+        ({"seqused_q": INTS + 8}, "seqused_q"),
         ({"learnable_sink": X[0, 0, 0]}, "learnable_sink"),
     ):
         with pytest.raises((TypeError, ValueError), match=rf"^flash_attn_varlen_func: {argument} is "):
@@ -933,7 +1137,7 @@ def test_documentation(calls: Calls) -> None:
 
 
 def test_num_splits_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By version 2's function of a cache and version 4's argument; 0 is None."""
+    """By version 2's function of a cache, version 3's keyword, and version 4's argument; 0 is None."""
     given: list[Any] = []
 
     def noting(function: Any) -> Any:
@@ -952,15 +1156,26 @@ def test_num_splits_reaches_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     for n in (0, 1, 4):
         assert torch.equal(flash_attn_4.flash_attn_func(q, q, q, num_splits=n)[0], plain)
         flash_attn.flash_attn_with_kvcache(q, q, q, num_splits=n)
-    assert torch.equal(flash_attn.flash_attn_func(q, q, q, num_splits=1), plain)
-    assert given == [None, None, None, 1, 1, 4, 4, None]
+        assert torch.equal(flash_attn.flash_attn_func(q, q, q, num_splits=n), plain)
+    assert given == [None, None, None, None, 1, 1, 1, 4, 4, 4]
     with pytest.raises(ValueError, match=r"^flash_attn_func: num_splits is -1; it takes 0, to let"):
         flash_attn_4.flash_attn_func(q, q, q, num_splits=-1)
     with pytest.raises(TypeError, match=r"^flash_attn_func: num_splits is 1.5; it takes 0"):
         flash_attn_4.flash_attn_func(q, q, q, num_splits=1.5)
 
 
-def test_no_door_refuses_num_splits() -> None:
-    assert "num_splits" not in NOT_YET
-    with pytest.raises(NotImplementedError, match=r"^flash_attn_func: num_splits is 3; .*flash_attn_4"):
-        flash_attn.flash_attn_func(X, X, X, num_splits=3)
+LIFTED = {"num_splits", "cu_seqlens_q", "cu_seqlens_k_new", "max_seqlen_q", "seqused_q", "seqused_k"}
+
+
+def test_what_is_not_taken_yet_is_listed_once_and_refused_somewhere() -> None:
+    """What attention learned is in no list: parts of keys, caches of sequences side by side, gaps."""
+    assert not LIFTED & {*flash_attn_options.NOT_TAKEN, *NOT_YET}
+    sources = Path(flash_attn.__file__).parent.rglob("*.py")
+    text = "".join(path.read_text() for path in sources if path.name != "refusals.py")
+    unused = [row for row in NOT_YET if f'"{row}"' not in text]
+    assert not unused
+    assert {row for _, row in flash_attn_options.NOT_TAKEN.values()} <= {*NOT_YET}
+    taken = {"num_splits": 3, "cu_seqlens_q": None, "cu_seqlens_k_new": None, "max_seqlen_q": None}
+    flash_attn.flash_attn_with_kvcache(X, X, X, **taken)
+    flash_attn.flash_attn_func(X, X, X, num_splits=3)
+    flash_attn.flash_attn_varlen_func(*FIRST["flash_attn_varlen_func"], num_splits=3)

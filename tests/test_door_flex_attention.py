@@ -53,6 +53,17 @@ def first_keys(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
     return (kv < 4) & (kv <= q)
 
 
+def block_diffusion(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    half, block = S // 2, 10
+    own = (q % half // block == kv % half // block) & (q // half == kv // half)
+    return own | ((kv >= half) & (q % half // block > kv % half // block))
+
+
+def of_one_number(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    """FlexAttention calls it with single numbers, of which a stack is one of four."""
+    return torch.stack((q, kv, b * 7, b)).sum() % 3 == 0
+
+
 # Those that are intervals, with the batch and heads of their tables.
 INTERVALS: dict[str, tuple[MaskMod, int | None, int | None]] = {
     "everything": (lambda b, h, q, kv: q >= 0, None, None),
@@ -70,21 +81,16 @@ INTERVALS: dict[str, tuple[MaskMod, int | None, int | None]] = {
     "first keys": (or_masks(and_masks(causal, window(50)), first_keys), None, None),
     "row of keys": (lambda b, h, q, kv: (kv % 16 == 0) | (kv == q), None, None),
 }  # fmt: skip
-# Those that are not: the key, batch entry and head, and the queries that the error names.
-TWO_RUNS: dict[str, tuple[MaskMod, str]] = {
-    "dilated": (
-        lambda b, h, q, kv: (kv <= q) & ((q - kv) % 2 == 0),
-        "150 of the queries 0 to 298 see key 0 of batch entry 0, head 0",
-    ),
-    "global tokens": (
-        lambda b, h, q, kv: (q == 0) | ((q - kv).abs() <= 3),
-        "8 of the queries 0 to 8 see key 5 of batch entry 0, head 0",
-    ),
+# Those with a key that two runs of queries see.
+TWO_RUNS: dict[str, tuple[MaskMod, int | None, int | None]] = {
+    "dilated": (lambda b, h, q, kv: (kv <= q) & ((q - kv) % 2 == 0), None, None),
+    "global tokens": (lambda b, h, q, kv: (q == 0) | ((q - kv).abs() <= 3), None, None),
     "one head": (
-        lambda b, h, q, kv: (kv <= q) & ((h == 0) | (b == 0) | (q != 200) | (kv != 77)),
-        "222 of the queries 77 to 299 see key 77 of batch entry 1, head 1",
+        lambda b, h, q, kv: (kv <= q) & ((h == 0) | (b == 0) | (q != 200) | (kv != 77)), 2, 4
     ),
-}
+    "block diffusion": (block_diffusion, None, None),
+    "of one number": (of_one_number, 2, None),
+}  # fmt: skip
 
 
 def block_mask_of(
@@ -114,14 +120,15 @@ def test_lengths_that_are_no_multiple_of_blocks(Sq: int, Sk: int, device: str) -
 
 
 @pytest.mark.parametrize("name", TWO_RUNS)
-def test_two_runs_are_refused_by_key_batch_head_and_queries(name: str, device: str) -> None:
-    mod, where = TWO_RUNS[name]
+def test_two_runs_are_tables(name: str, device: str) -> None:
+    mod, B, H = TWO_RUNS[name]
+    expected = create_mask(mod, B, H, S, S, device=device)
     for block in (BLOCK, 128):
-        with pytest.raises(NotImplementedError) as caught:
-            door.from_block_mask(block_mask_of(mod, 2, 2, device, block))
-        assert f"from_block_mask: block_mask is one where {where}; it takes a mask in which" in str(
-            caught.value
-        )
+        mask = door.from_block_mask(block_mask_of(mod, B, H, device, block))
+        assert mask.rule is not None
+        assert torch.equal(mask.visible(S, S), expected), block
+    with pytest.raises(ValueError, match=rf"mask is from_block_mask\(.*\), of {S} queries"):
+        mask.visible(S - 1, S)
 
 
 def test_only_partial_blocks_are_looked_at(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,14 +165,23 @@ def test_tables_made_by_hand(device: str) -> None:
     block_mask = BlockMask.from_kv_blocks(count, index, full, places, mask_mod=causal, **lengths)
     seen = door.from_block_mask(block_mask).visible(40, 40)[0, 0]
     assert torch.equal(seen, masks.causal().visible(40, 40).to(device))
+    expected = masks.causal().visible(40, 40).to(device)
+    expected[16:32, :16] = expected[32:, 16:32] = False  # blocks that are not in the table
     block_mask = BlockMask.from_kv_blocks(count, index, mask_mod=causal, **lengths)
-    with pytest.raises(NotImplementedError, match="24 of the queries 0 to 39 see key 0 of batch"):
-        door.from_block_mask(block_mask)
+    mask = door.from_block_mask(block_mask)
+    assert mask.rule is not None and torch.equal(mask.visible(40, 40)[0, 0], expected)
+    expected[:16, 16:32] = True  # a full block, of which mask_mod says otherwise
+    full, places = full.new_tensor([[[1, 0, 0]]]), places.new_tensor([1, 9, 9])
+    block_mask = BlockMask.from_kv_blocks(
+        count, index, full, places[None, None, :, None], mask_mod=causal, **lengths
+    )
+    mask = door.from_block_mask(block_mask)
+    assert mask.rule is not None and torch.equal(mask.visible(40, 40)[0, 0], expected)
 
 
-@pytest.mark.parametrize("name", ["documents", "window by head", "padding", "images"])
+@pytest.mark.parametrize("name", ["documents", "window by head", "padding", "images", *TWO_RUNS])
 def test_attention_and_gradients(name: str, device: str) -> None:
-    mod, B, H = INTERVALS[name]
+    mod, B, H = (INTERVALS | TWO_RUNS)[name]
     block_mask = block_mask_of(mod, B, H, device)
     calls = Calls()
     attention = calls.counting(flashproto.attention)
@@ -215,6 +231,22 @@ def test_score_mods_by_name(mod: Any, name: str, argument: Any) -> None:
         backends.set_default(before)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     calls.assert_one("attention", backward=False)
+
+
+@pytest.mark.parametrize("name", ["dilated", "one head"])
+def test_tables_under_compile(name: str, device: str) -> None:
+    """Of a mask that was made outside of what is compiled."""
+    mod, B, H = TWO_RUNS[name]
+    mask = door.from_block_mask(block_mask_of(mod, B, H, device))
+    q, k, v = (torch.randn(2, 4, S, 16, device=device) for _ in range(3))
+    impl = "reference" if device == "cpu" else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return flashproto.attention(q, k, v, mask=mask, impl=impl)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), run(q, k, v))
 
 
 def test_slopes_are_given_or_made() -> None:

@@ -165,6 +165,7 @@ class Where(NamedTuple):
 def cpu(monkeypatch: pytest.MonkeyPatch, default: str | None) -> Iterator[Where]:
     """With a default backend, and the door on a CPU, but not active."""
     monkeypatch.setattr(door, "DEVICE", "cpu")
+    monkeypatch.setattr(door, "FLASH_DTYPES", (torch.float32, torch.bfloat16))
     before = backends.get_default()
     backends.set_default(default)
     own, routed = Own(), sdpa_of_a_gpu()
@@ -540,15 +541,18 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.slow
 def test_samples_of_opinfo(samples: Any, where: Where, calls: Calls) -> None:
-    """25, of which two are of 4 dimensions and without dropout, a mask and causal of other lengths.
-    Their values go up to 9: here to 1, so that a softmax has more than one key."""
-    numbers = {"ran": 0, "handed on": 0}
+    """25, of 3 and 4 dimensions, with masks, causal of other lengths, dropout.  Their values go up to
+    9: here to 1, so that a softmax has more than one key."""
+    ran = 0
     for sample in samples.sample_inputs(where.device, where.dtype, requires_grad=True):
         leaves = [(x.detach() / 9).requires_grad_() for x in (sample.input, *sample.args)]
         options = dict(sample.kwargs)
+        ran += 1
         if options["dropout_p"]:
-            assert sdpa(*leaves, **options).isfinite().all()
-            assert count(calls) == (0, 0)
+            out = sdpa(*leaves, **options)
+            out.sum().backward()
+            assert out.isfinite().all() and all(x.grad.isfinite().all() for x in leaves)
+            assert count(calls) == (1, 0)
             continue
         seen = band(leaves[0].shape[-2], leaves[1].shape[-2], -1, -1, where.device)
         bias = options.get("attn_mask", torch.zeros_like(seen, dtype=torch.double)).detach()
@@ -561,10 +565,177 @@ def test_samples_of_opinfo(samples: Any, where: Where, calls: Calls) -> None:
             return scores.softmax(-1) @ v
 
         compared(leaves, lambda *x, options=options: sdpa(*x, **options), definition)
-        found = count(calls)
-        assert found in ((0, 0), (1, 1))
-        numbers["ran" if found[0] else "handed on"] += 1
-    assert numbers == {"ran": 2, "handed on": 11}
+        assert count(calls) in ((1, 0), (1, 1))
+    assert ran == 25
+    assert where.own is None or not where.own.calls
+
+
+# --- masks, dropout and the rest ------------------------------------------------------------------
+
+
+class Other(NamedTuple):
+    """shapes: of query, key and value; mask: of what is added to scores [..., S, S], "boolean" of one
+    that hides a half of them.  Lengths are those of a CPU, where S is 9."""
+
+    shapes: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+    mask: tuple[int, ...] | None = None
+    kind: str = "added"
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+ALIKE = ((2, 4, 9, 16),) * 3
+OTHERS = {
+    "boolean": Other(ALIKE, (9, 9), "boolean"),
+    "boolean by head": Other(ALIKE, (4, 9, 9), "boolean"),
+    "boolean of keys": Other(ALIKE, (2, 1, 1, 9), "boolean"),
+    "added": Other(ALIKE, (9, 9)),
+    "added by batch": Other(ALIKE, (2, 1, 9, 9)),
+    "added to keys": Other(ALIKE, (2, 1, 1, 9)),
+    "added to queries": Other(ALIKE, (4, 9, 1)),
+    "grouped heads": Other(((2, 4, 9, 16), *((2, 2, 9, 16),) * 2), (4, 9, 9), "added", GQA),
+    "one head of queries": Other(((2, 1, 9, 16), *((2, 4, 9, 16),) * 2), (2, 4, 9, 9)),
+    "one head of keys": Other(((2, 4, 9, 16), *((2, 1, 9, 16),) * 2), (9, 9), "boolean"),
+    "one batch entry": Other(((1, 4, 9, 16), *((2, 4, 9, 16),) * 2)),
+    "3 dimensions": Other(((4, 9, 16),) * 3, (9, 9)),
+    "2 dimensions": Other(((9, 16),) * 3, (9, 9), "boolean"),
+    "5 dimensions": Other(((3, 2, 4, 9, 16),) * 3, (2, 1, 9, 9)),
+    "another Dv": Other(((2, 4, 9, 16), (2, 4, 9, 16), (2, 4, 9, 8))),
+    "causal from the top": Other(((4, 9, 16), *((4, 12, 16),) * 2), None, "", {"is_causal": True}),
+    "negative scale": Other(ALIKE, None, "", {"scale": -0.3}),
+    "scale of 0 dimensions": Other(ALIKE, (9, 9), "added", {"scale": torch.tensor(0.3)}),
+}  # fmt: skip
+
+
+def problem_of(of: Other, where: Where) -> tuple[list[Tensor], Tensor | None]:
+    leaves = [where.randn(*shape) for shape in of.shapes]
+    if of.mask is None:
+        return leaves, None
+    if of.kind == "boolean":
+        return leaves, torch.rand(of.mask, device=where.device) < 0.6
+    leaves.append(where.randn(*of.mask))
+    return leaves, leaves[3]
+
+
+def other_definition(of: Other, boolean: Tensor | None) -> Callable[..., Tensor]:
+    scale = of.options.get("scale")
+
+    def definition(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None = None) -> Tensor:
+        if of.options.get("enable_gqa"):
+            k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else float(scale))
+        scores = scores if added is None else scores + added
+        seen = torch.ones_like(scores, dtype=torch.bool) if boolean is None else boolean
+        seen = seen.tril() if of.options.get("is_causal") else seen
+        empty = ~seen.any(-1, keepdim=True)
+        p = scores.masked_fill(~seen, -math.inf).masked_fill(empty, 0).softmax(-1)
+        return p.masked_fill(empty, 0) @ v
+
+    return definition
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_flash_does_not_take(name: str, where: Where, calls: Calls) -> None:
+    """With the gradient of what is added; torch's kernels are not called."""
+    of = OTHERS[name]
+    leaves, mask = problem_of(of, where)
+    boolean = mask if of.kind == "boolean" else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None = None) -> Tensor:
+        return sdpa(q, k, v, boolean if added is None else added, **of.options)
+
+    compared(leaves, run, other_definition(of, boolean))
+    assert count(calls) == (1, 0)
+    assert where.own is None or not where.own.calls
+    with torch.inference_mode():
+        torch.testing.assert_close(run(*leaves), run(*leaves))
+    assert count(calls) == (2, 0)
+
+
+@pytest.mark.parametrize("name", ["boolean", "added", "grouped heads", "causal from the top"])
+def test_what_flash_does_not_take_compiled(name: str, where: Where, calls: Calls) -> None:
+    torch.compiler.reset()
+    of, counter = OTHERS[name], CompileCounterWithBackend(where.compiler)
+    leaves, mask = problem_of(of, where)
+    boolean = mask if of.kind == "boolean" else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor, added: Tensor | None = None) -> Tensor:
+        return 2 * sdpa(q, k, v, boolean if added is None else added, **of.options)
+
+    of_eager = other_definition(of, boolean)
+    compiled = torch.compile(run, backend=counter, fullgraph=True)
+    compared(leaves, compiled, lambda *x: 2 * of_eager(*x))
+    assert counter.frame_count == 1
+    assert calls.forward["scaled_dot_product_attention"] >= 1
+    assert where.own is None or not where.own.calls
+
+
+@pytest.mark.parametrize("active", [True, False])
+def test_compiled_before_and_after(active: bool, on_cpu: Where, calls: Calls) -> None:
+    """A function compiled now runs here if the door is active now, whatever one before it ran on."""
+    of = OTHERS["added"]
+    leaves, _ = problem_of(of, on_cpu)
+
+    def compiled() -> None:
+        torch.compiler.reset()
+        run = torch.compile(lambda q, k, v, m: sdpa(q, k, v, m), backend="aot_eager", fullgraph=True)
+        compared(leaves, run, other_definition(of, None))
+
+    with door.activate() if not active else contextlib.nullcontext():
+        compiled()
+    assert bool(calls.forward) is not active
+    calls.forward.clear()
+    with door.activate() if active else contextlib.nullcontext():
+        compiled()
+    assert bool(calls.forward) is active
+
+
+def test_dropout(where: Where, calls: Calls) -> None:
+    """torch's generator repeats it; each probability is left out or divided by what is kept."""
+    q, k, v = leaves_of(CASES["causal"], where, D=where.size * 9)
+    eye = torch.eye(v.shape[2], device=where.device, dtype=where.dtype).expand_as(v).contiguous()
+    p = sdpa(q, k, eye, is_causal=True).detach()
+    count(calls)
+    outs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        outs.append(sdpa(q, k, eye, is_causal=True, dropout_p=0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
+    kept = outs[0] != 0
+    tolerance = 1e-5 if where.dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(outs[0], torch.where(kept, 2 * p, 0), rtol=tolerance, atol=tolerance)
+    assert 0.3 < kept.sum() / (p > 0).sum() < 0.7
+    outs[0].sum().backward()
+    assert q.grad.isfinite().all() and q.grad.any()
+    assert count(calls) == (3, 0)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_the_rest_goes_on_to_torch(on_cpu: Where, calls: Calls) -> None:
+    """Transforms, subclasses, backends that the user chose, and what no kernel here takes."""
+    leaves = [x.detach() for x in leaves_of(CASES["plain"], on_cpu)]
+    q, k, v = leaves
+    mask = torch.randn(9, 9)
+    wanted = sdpa(q, k, v, mask)
+    with door.activate():
+        with torch_attention.sdpa_kernel(torch_attention.SDPBackend.MATH):
+            torch.testing.assert_close(sdpa(q, k, v, mask), wanted)
+        grad = torch.func.grad(lambda q: sdpa(q, k, v, mask).sum())(q)
+        torch.testing.assert_close(torch.func.vmap(lambda q: sdpa(q, k, v, mask))(q[None])[0], wanted)
+
+        class Own(Tensor):
+            pass
+
+        assert type(sdpa(q.as_subclass(Own), k, v, mask)) is Own
+        backends.set_default("torch")
+        torch.testing.assert_close(sdpa(q, k, v, mask), wanted)
+        assert count(calls) == (0, 0)
+        backends.set_default(None)
+        with pytest.raises(RuntimeError):  # in torch's words
+            sdpa(q, k, v, torch.randn(5, 9))
+        doubles = [x.double() for x in (q, k, v, mask)]
+        torch.testing.assert_close(sdpa(*doubles).float(), wanted)
+    q.requires_grad_()
+    torch.testing.assert_close(torch.autograd.grad(sdpa(q, k, v, mask).sum(), q)[0], grad)
 
 
 # --- varlen_attn ----------------------------------------------------------------------------------
@@ -640,6 +811,29 @@ def test_lse_of_varlen(where: Where, calls: Calls) -> None:
     assert (out[wanted[0].isinf()] == 0).all()
 
 
+def test_varlen_with_gaps(where: Where, calls: Calls) -> None:
+    """Keys behind the first seqused_k of a sequence, which may be no numbers, have no part."""
+    of = sequences(where, (4, 2), 16)
+    used = [n * 2 // 3 for n in of.lengths[1]]
+    starts, (q, k, v) = of.places[1], (x.detach() for x in of.leaves)
+    for s, n in enumerate(used):
+        k[int(starts[s]) + n : int(starts[s + 1])] = math.nan
+        v[int(starts[s]) + n : int(starts[s + 1])] = math.inf
+    options = {"window_size_left": 3, "window_size_right": 0, "seqused_k": where.int32(*used)}
+    with torch.no_grad():
+        out = getattr(aten, FLASH)(q, k, v, *of.places, 0.0, False, False, **options)[0]
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x[:, : k.shape[1] * 2 // 3].double() for x in (k, v))
+        return dense(q.double(), k, v, band(q.shape[1], k.shape[1], 3, 0, where.device), None)
+
+    wanted = torch.cat(of.each(one, (q, k, v)), 1).transpose(0, 1)
+    tolerance = 1e-4 if where.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance)
+    assert count(calls) == (1, 0)
+    assert where.own is None or not where.own.calls
+
+
 @pytest.mark.skipif(not HAS_INTO, reason="this torch has no varlen_attn_out")
 def test_varlen_into_memory(where: Where, calls: Calls) -> None:
     of = sequences(where, (4, 2), 16)
@@ -704,21 +898,21 @@ def test_nested_of_strides(gpu: Where) -> None:
 # --- what goes on to torch's kernels --------------------------------------------------------------
 
 
-def test_dropout_stays_with_torch(where: Where, calls: Calls) -> None:
-    leaves = leaves_of(CASES["causal"], where)
-    out = sdpa(*leaves, is_causal=True, dropout_p=0.4)
-    out.sum().backward()
-    assert all(x.grad.isfinite().all() for x in leaves)
+def test_dropout_of_the_operators_stays_with_torch(on_cpu: Where, calls: Calls) -> None:
+    words = "do not support dropout"  # a CPU's own
+    with door.activate(), pytest.raises(RuntimeError, match=words):
+        getattr(aten, SDPA)(*leaves_of(CASES["causal"], on_cpu), 0.4, True)
+    assert on_cpu.own.calls == {SDPA: 1}
     assert count(calls) == (0, 0)
 
 
 @pytest.mark.gpu
-def test_masks_and_float32_stay_with_torch(gpu: Where, calls: Calls) -> None:
+def test_masks_and_float32_run_here(gpu: Where, calls: Calls) -> None:
     q, k, v = leaves_of(CASES["plain"], gpu)
     mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cuda").tril()
     sdpa(q, k, v, mask).sum().backward()
     sdpa(q.float(), k.float(), v.float()).sum().backward()
-    assert count(calls) == (0, 0)
+    assert count(calls) == (2, 0)
 
 
 CHANGED = {
@@ -735,7 +929,7 @@ CHANGED = {
 FORWARD_ALONE = {
     "debug": {"return_debug_mask": True},
     "alibi": {"alibi_slopes": torch.ones(4)},
-    "seqused_k": {"seqused_k": torch.ones(4, dtype=torch.int32)},
+    "seqused_k": {"seqused_k": torch.ones(4)},
     "block_table": {"block_table": torch.ones(4, 1, dtype=torch.int32)},
 }
 

@@ -17,7 +17,9 @@ import resource
 import shutil
 import signal
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -163,6 +165,46 @@ def test_minutes_ends_early_and_a_torn_log_is_mended(tmp_path, monkeypatch, caps
     called("train_gpt", "--resume")
     assert rows(folder) == rows(tiny)
     assert "no readable line" not in capsys.readouterr().out
+
+
+def test_each_row_of_the_log_has_its_seconds_and_share_of_the_peak(tmp_path, monkeypatch, text):
+    monkeypatch.setattr(importlib.import_module("train_gpt"), "peak_flops", lambda settings: 1e12)
+    called("train_gpt", "--data", text, *TINY, "--out", tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / LOG).read_text().splitlines()]
+    assert len(lines) > 2
+    assert all(0 < row["seconds"] < 60 and 0 < row["mfu"] < 1 for row in lines)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_the_bar_says_when_it_compiles_and_warnings_are_lines_of_their_own(
+    tmp_path, monkeypatch, capsys, text, compiles
+):
+    script = importlib.import_module("train_gpt")
+    step = script.train_step
+
+    def warning(run, forward):
+        if run.step == 0:
+            warnings.warn("from torch", stacklevel=1)
+        return step(run, forward)
+
+    monkeypatch.setattr(script, "compiles", lambda settings: compiles)
+    monkeypatch.setattr(script, "train_step", warning)
+    before = warnings.showwarning
+    called("train_gpt", "--data", text, *TINY, "--out", tmp_path / "run")
+    out, err = capsys.readouterr()
+    assert ("compiling ..." in out) == compiles
+    assert "compiling" not in out.splitlines()[-1] and "\ufffd" not in out
+    assert "UserWarning: from torch\n" in err and ".py:" not in err
+    assert warnings.showwarning is before
+
+
+def test_steps_that_take_minutes_are_told_before_they_begin(capsys):
+    module = importlib.import_module("machine")
+    settings = SimpleNamespace(device="cpu", compile=False)
+    module.warn_of_long_steps(1e6, settings)
+    assert not capsys.readouterr().out
+    module.warn_of_long_steps(1e18, settings)
+    assert re.match(r"note: a step will take \d+ minutes or more on this CPU;", capsys.readouterr().out)
 
 
 @pytest.mark.gpu
@@ -667,6 +709,7 @@ def test_command_lines_speak_of_options(capsys, script):
         (["--temperature", "-1"], "--temperature: -1 is not 0 or above"),
         (["--temperature", "nan"], "--temperature: nan is not 0 or above"),
         (["--top-k", "0"], "--top-k: 0 is not above 0"),
+        (["--prompt-lookup", "16"], "--prompt-lookup: invalid choice: 16"),
         (["--impl", "cuda"], "invalid choice: 'cuda'"),
         (["--impl", "hopper", "--device", "cpu"], "--impl is 'hopper', which cannot run on 'cpu'"),
         (["--run", "nowhere"], "there is no checkpoint"),

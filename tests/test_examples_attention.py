@@ -32,6 +32,7 @@ from flashproto import nn
 SMALL = ["--n-layers", "3", "--n-heads", "2", "--n-kv-heads", "1", "--d-model", "16"]
 OPTIONS = {"window": 3, "window_pattern": "SL", "softcap": 20.0, "sinks": True}
 GIVEN = ["--window", "3", "--window-pattern", "SL", "--softcap", "20", "--sinks"]
+LATER = {*OPTIONS, "dropout"}
 EVERYWHERE = ["--impl", "reference"]
 
 
@@ -108,10 +109,10 @@ def tiny_of(tmp_path, text):
         called("train_gpt", *options, "--steps", "12", "--minutes", "1e-6")
         tensors, facts = checkpoint.load(folder / CHECKPOINT)
         for part in ("settings", "config"):
-            facts[part] = {name: x for name, x in facts[part].items() if name not in OPTIONS}
+            facts[part] = {name: x for name, x in facts[part].items() if name not in LATER}
         checkpoint.save(folder / CHECKPOINT, tensors, facts)
         kept = json.loads((folder / SETTINGS).read_text())
-        content = {name: x for name, x in kept.items() if name not in OPTIONS}
+        content = {name: x for name, x in kept.items() if name not in LATER}
         (folder / SETTINGS).write_text(json.dumps(content))
         return folder
 
@@ -141,6 +142,37 @@ def test_options_of_attention_that_do_not_fit_are_refused(tmp_path, capsys, text
     out = tmp_path / "run"
     assert said in refused(capsys, "train_gpt", "--data", text, *TINY, *arguments, "--out", out)
     assert not out.exists()
+
+
+def test_dropout(tmp_path, capsys, text):
+    """A stopped run goes on to the same bits; nothing is dropped in a validation or a sample; a run
+    that begins with another one has its own."""
+    options = ["--data", text, *TINY, *SMALL, "--dropout", "0.3", *EVERYWHERE]
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    called("train_gpt", *options, "--out", whole)
+    called("train_gpt", *options, "--out", stopped, "--minutes", "1e-6")
+    capsys.readouterr()
+    called("train_gpt", "--resume", "--out", stopped)
+    assert "91 ids, dropout 0.3\n" in capsys.readouterr().out
+    assert rows(stopped) == rows(whole)
+    assert content(stopped / CHECKPOINT) == content(whole / CHECKPOINT)
+    begin = ["--data", text, *TINY, *EVERYWHERE, "--init-from", whole]
+    assert prepared(*begin).model.config.dropout == 0.0
+    run = prepared(*begin, "--dropout", "0.5")
+    assert [b.attention.dropout for b in run.model.blocks] == [0.5] * 3
+    validate, settings = module("validation").validate, run.settings
+    first, again = (validate(run.model, run.corpus, settings) for _ in range(2))
+    assert first == again and run.model.training
+    seeds = {run.batches.seed(step, micro) for step in range(20) for micro in range(3)}
+    assert len(seeds) == 60
+    called("generate", "--run", whole, "--tokens", "3", "--device", "cpu")
+    said = refused(capsys, "train_gpt", "--resume", "--out", whole, "--dropout", "0.1")
+    assert "--dropout is 0.1; a resumed run takes what it began with, 0.3" in said
+    for given, why in (("1.5", "1.5 is not from 0 to 1"), ("x", "invalid share value")):
+        assert why in refused(capsys, "train_gpt", "--data", text, "--dropout", given)
+    several = ["--context", "16", "--context-parallel", "2", "--dropout", "0.1"]
+    said = refused(capsys, "train_gpt", "--data", text, *TINY, *several, "--out", tmp_path / "new")
+    assert "--context-parallel is 2; with --dropout it takes 1" in said
 
 
 def test_sinks_have_no_weight_decay(text):

@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -171,6 +172,7 @@ def test_validation_predicts_the_targets(text, most):
         seen.add_(torch.bincount(kept, minlength=len(seen)))
         return None, (kept % 7).float().mean()
 
+    model.training, model.eval, model.train = True, lambda: None, lambda mode: None
     got = module("validation").validate(model, corpus, settings(context=50))
     want = corpus.validation[corpus.targets]
     assert len(want) == (2999 if most is None else 199)
@@ -200,6 +202,8 @@ def test_validation_hears_a_stop_and_has_a_bar(monkeypatch, text):
         calls.append(len(x))
         return None, torch.tensor(1.0)
 
+    modes = []
+    model.training, model.eval, model.train = True, partial(modes.append, False), modes.append
     monkeypatch.setattr(module("bars"), "tqdm", Bar)
     assert validation.validate(model, corpus, settings(context=50, batch_size=2), Stop())
     assert sum(calls) == bars[0].n == bars[0].total == len(corpus.windows)
@@ -208,6 +212,7 @@ def test_validation_hears_a_stop_and_has_a_bar(monkeypatch, text):
     stop.number = 3
     assert validation.validate(model, corpus, settings(context=50, batch_size=2), Stop()) is None
     assert len(calls) == 3
+    assert not any(modes[::2]) and all(modes[1::2])
 
 
 # --- options --------------------------------------------------------------------------------------
@@ -378,7 +383,7 @@ def test_the_second_signal_ends_the_process(capfd):
 
 
 def test_importing_an_example_changes_nothing():
-    """Only running it does: `start` stands behind `if __name__ == "__main__"`."""
+    """Only running it does: `start` is behind `if __name__ == "__main__"`."""
     policy, handler = os.environ.get("OMP_WAIT_POLICY"), signal.getsignal(signal.SIGINT)
     for name in ("train_gpt", "generate", "compare_losses", "time_layers", "rollouts"):
         module(name)

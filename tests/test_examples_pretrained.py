@@ -69,7 +69,8 @@ def test_generate_continues_a_prompt(gpt2, llama, capsys):
         options = ["--tokens", "8", "--temperature", "0", "--device", "cpu"]
         capsys.readouterr()
         called("generate", "--run", folder, "--prompt", prompt, *options)
-        assert capsys.readouterr().out == prompt + "".join(bpe.pieces(want)) + "\n"
+        text = "".join(bpe.pieces(want)).replace("\ufffd", "?")
+        assert capsys.readouterr().out == prompt + text + "\n"
         called("generate", "--run", folder, *options)  # from what opens a text
 
 

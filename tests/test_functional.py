@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -98,8 +99,8 @@ def test_public_names_are_covered_here() -> None:
         if getattr(flashproto, n).__module__.startswith("flashproto.functional")
     }
     forward_only = {"layer_norm_fp8", "rms_norm_fp8"}  # tests/test_norm_fp8.py
-    decoding = {"attention_with_kv_cache"}  # tests/test_decode.py
-    assert functions == {*FUNCTIONS, *forward_only, *decoding, "scaled_dot_product_attention"}
+    others = {"attention_with_kv_cache", "dropout_mask"}  # tests/test_decode.py, test_dropout.py
+    assert functions == {*FUNCTIONS, *forward_only, *others, "scaled_dot_product_attention"}
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) ->
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, *settings))
     out, lse, *_ = torch.ops.flashproto.attention_forward(q, k, k, *settings)
     grads = torch.randn_like(out), torch.randn_like(lse), None, None
-    saved = [t.detach() for t in (q, k, k, out, lse)]
+    saved = [*(t.detach() for t in (q, k, k, out, lse)), None]
     torch.library.opcheck(
         torch.ops.flashproto.attention_backward.default,
         (*grads, *saved, *settings, [True, requires_grad, requires_grad]),
@@ -447,26 +448,83 @@ def test_sdpa_runs_masks_of_keys_on_the_kernels(case: str, causal: bool, device:
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-def test_sdpa_leaves_other_masks_to_torch(device: str) -> None:
-    q = torch.randn(2, 4, 9, 16, device=device)
-    for mask in (torch.rand(9, 9, device=device) > 0.3, torch.randn(1, 9, device=device)):
-        with launches() as seen:
-            got = flashproto.scaled_dot_product_attention(q, q, q, mask)
-        assert "attention_forward_kernel" not in [launch.kernel for launch in seen]
-        torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, mask))
-        with pytest.raises(ValueError, match="attn_mask is given beside is_causal"):
-            flashproto.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+# Shapes of query, key, value and attn_mask, and options.
+ADDED: dict[str, tuple[Any, ...]] = {
+    "of pairs": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 24), (9, 7), {}),
+    "of everything": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (2, 4, 9, 7), {}),
+    "of heads": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (4, 9, 7), {}),
+    "of one head": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (2, 1, 9, 7), {}),
+    "of keys": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (2, 1, 1, 7), {}),
+    "of queries": ((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (4, 9, 1), {}),
+    "groups": ((2, 4, 9, 16), (2, 2, 7, 16), (2, 2, 7, 16), (4, 9, 7), {"enable_gqa": True}),
+    "groups, one head of values": (
+        (2, 4, 9, 16), (2, 2, 7, 16), (2, 1, 7, 16), (9, 7), {"enable_gqa": True}
+    ),
+    "groups, one head of keys": (
+        (2, 4, 9, 16), (2, 1, 7, 16), (2, 2, 7, 16), (9, 7), {"enable_gqa": True}
+    ),
+    "one query head": ((2, 1, 9, 16), (2, 3, 7, 16), (2, 3, 7, 16), (3, 9, 7), {}),
+    "one key head": ((2, 3, 9, 16), (2, 1, 7, 16), (2, 3, 7, 16), (9, 7), {}),
+    "one head but of values": ((2, 1, 9, 16), (2, 1, 7, 16), (2, 3, 7, 16), None, {}),
+    "matrices": ((9, 16), (7, 16), (7, 16), (9, 7), {}),
+    "matrices, of keys": ((9, 16), (7, 16), (7, 16), (7,), {}),
+    "a matrix of queries": ((9, 16), (3, 7, 16), (3, 7, 16), (3, 9, 7), {}),
+    "five dimensions": ((2, 3, 4, 9, 16), (1, 3, 4, 7, 16), (2, 1, 4, 7, 16), (3, 1, 9, 7), {}),
+    "five, of one": ((2, 3, 4, 9, 16), (2, 3, 4, 7, 16), (2, 3, 4, 7, 16), (1, 1, 4, 1, 7), {}),
+    "a scale of no dimensions": (
+        (2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), (9, 7), {"scale": torch.tensor(0.3)}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("case", ADDED)
+def test_sdpa_adds_masks_of_numbers(case: str, impl: str, device: str, monkeypatch) -> None:
+    """With their gradients, as torch does, wherever torch broadcasts; on the kernels."""
+    monkeypatch.setattr(backends, "_default", impl)
+    *shapes, options = ADDED[case]
+    tensors = [torch.randn(s, device=device, requires_grad=True) for s in shapes if s is not None]
+    with launches() as seen:
+        got = flashproto.scaled_dot_product_attention(*tensors, **options)
+        again = flashproto.scaled_dot_product_attention(*tensors, **options)
+    ran = "attention_forward_kernel" in [launch.kernel for launch in seen]
+    assert ran == (impl == "triton") and torch.equal(got, again)
+    wanted = F.scaled_dot_product_attention(*tensors, **options)
+    torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    dy = torch.randn_like(got)
+    gradients = [torch.autograd.grad(y, tensors, dy) for y in (got, wanted)]
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
+def test_sdpa_adds_masks_of_numbers_beside_is_causal(impl: str, device: str, monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_default", impl)
+    q, mask = torch.randn(2, 4, 9, 16, device=device), torch.randn(9, 9, device=device)
+    got = flashproto.scaled_dot_product_attention(q, q, q, mask, is_causal=True)
+    hidden = ~torch.ones(9, 9, dtype=torch.bool, device=device).tril()
+    wanted = F.scaled_dot_product_attention(q, q, q, mask.masked_fill(hidden, -math.inf))
+    torch.testing.assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("impl", ["torch", "reference"])
-def test_sdpa_takes_masks_of_keys_on_every_backend(impl: str, monkeypatch) -> None:
+@pytest.mark.parametrize("queries", [1, 9])
+def test_sdpa_takes_boolean_masks_on_every_backend(queries: int, impl: str, monkeypatch) -> None:
     monkeypatch.setattr(backends, "_default", impl)
-    q, mask = torch.randn(2, 4, 9, 16), torch.rand(2, 1, 1, 9) > 0.3
+    q, mask = torch.randn(2, 4, 9, 16), torch.rand(2, 1, queries, 9) > 0.3
     mask[..., 0] = True
     for causal in (False, True):
         got = flashproto.scaled_dot_product_attention(q, q, q, mask, is_causal=causal)
         whole = mask & torch.ones(9, 9, dtype=torch.bool).tril() if causal else mask
         torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, whole))
+
+
+@pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
+def test_sdpa_takes_a_boolean_mask_of_one_dimension(impl: str, device: str, monkeypatch) -> None:
+    monkeypatch.setattr(backends, "_default", impl)
+    q, mask = torch.randn(9, 16, device=device), torch.arange(9, device=device) % 3 > 0
+    got = flashproto.scaled_dot_product_attention(q, q, q, mask)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, mask))
 
 
 SCALES = (0.0, -0.0, -0.2, 0.3, 1e-46, -1e-46, 1e-40)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_kv_cache import CACHES, KINDS, filled, model_of
@@ -331,6 +332,21 @@ def test_steps_of_a_graph_are_those_without(model, monkeypatch, page_size):
     assert len(made) == 3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("lookup", [0, 3])
+@pytest.mark.parametrize("options", CACHES.values(), ids=CACHES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replays_give_the_tokens_of_calls(kind, options, lookup):
+    model, prompts = model_of(kind), prompts_of(3, 1, 6)
+    drawn: dict[str, Any] = {"seeds": [3, 4, 5], "repetition_penalty": 1.1}
+    plain = model.generate(prompts, 40, cuda_graph=False, cache=model.make_cache(3, **options), **drawn)
+    cache = model.make_cache(3, **options)
+    for _ in range(2):
+        got = model.generate(prompts, 40, cuda_graph=True, cache=cache, prompt_lookup=lookup, **drawn)
+        assert all(map(torch.equal, got, plain))
+        assert cache.counts == cache.lengths.tolist()
+
+
 def test_a_graph_that_cannot_be_is_refused():
     model = model_of("gpt")
     if DEVICE.type == "cpu":
@@ -357,8 +373,22 @@ def test_a_graph_that_cannot_be_is_refused():
         ({"seeds": [1]}, "seeds is of 1 numbers"),
         ({"seeds": [1, 2], "generator": torch.Generator()}, "seeds is of 2 numbers"),
         ({"seeds": [1, 0.5]}, "seeds is 0.5"),
-        ({"prompt_lookup": 16}, "prompt_lookup is 16; it takes 0 to 15"),
+        ({"stop_tokens": None}, "stop_tokens is None; it takes ids"),
+        ({"stop_tokens": True}, "stop_tokens is True; it takes ids"),
+        ({"seeds": 5}, "seeds is 5; it takes 2 numbers"),
+        ({"generator": 5}, r"generator is 5; it takes a torch\.Generator"),
+        ({"prompt_lookup": 16}, "prompt_lookup is 16; it takes an integer from 0 to 15"),
+        ({"on_token": 5}, "on_token is 5; it takes a function"),
+        ({"cuda_graph": "no"}, "cuda_graph is 'no'; it takes True or False"),
         ({"cache": 3}, "cache is 3"),
+        (
+            {"cache": nn.KVCache(3, 8, 3, 4, 8)},
+            r"cache is KVCache\(3 x 8 tokens.*; it takes a KVCache of 2 sequences",
+        ),
+        (
+            {"cache": nn.KVCache(2, 24, 3, 4, 8, windows=[3] * 3, chunk=2), "prompt_lookup": 2},
+            "prompt_lookup is 2; it takes less than chunk of the cache, 2",
+        ),
         ({"tokens": [torch.zeros(1, 2).long(), torch.zeros(2).long()]}, r"tokens is of shape \[1, 2\]"),
         ({"tokens": [torch.zeros(0).long(), torch.zeros(2).long()]}, "tokens is of length 0"),
         ({"tokens": [torch.zeros(2).long(), torch.full((2,), 61)]}, "tokens is from 61 to 61"),
@@ -369,6 +399,14 @@ def test_generate_names_what_does_not_fit(model, changes, said):
     arguments: dict[str, Any] = {"tokens": prompts_of(1, 2), "max_new_tokens": 1}
     with pytest.raises((TypeError, ValueError), match=rf"^GPT\.generate: {said}"):
         model.generate(**arguments | changes)
+
+
+def test_numbers_may_be_of_any_kind(model):
+    prompts = prompts_of(2, 5)
+    want = model.generate(prompts, 3, seeds=[1, 2], top_k=4, prompt_lookup=2, stop_tokens=[0])
+    numbers: Any = {"top_k": np.uint8(4), "prompt_lookup": np.uint8(2), "stop_tokens": np.array([0])}
+    got = model.generate(prompts, np.uint8(3), seeds=np.array([1, 2]), **numbers)
+    assert all(map(torch.equal, got, want))
 
 
 def test_a_compiled_model_generates_the_same():

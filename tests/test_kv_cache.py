@@ -8,6 +8,7 @@ import gc
 import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -101,6 +102,12 @@ def test_logits_of_the_last_tokens(kind):
     torch.testing.assert_close(last, torch.stack([whole[0, 7], whole[1, 4]]), rtol=1e-4, atol=1e-4)
     with pytest.raises(ValueError, match="GPT: return_logits is 'last'; it takes True or False"):
         model(tokens, tokens, return_logits="last")
+    with pytest.raises(
+        ValueError, match=r"GPT: tokens is of shape \[2, 0\]; it takes at least one token"
+    ):
+        model(tokens[:, :0], return_logits="last")
+    with pytest.raises(ValueError, match="GPT: return_logits is 'all'; it takes True, False or 'last'"):
+        model(tokens, return_logits="all")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -225,6 +232,16 @@ def test_memory_is_told_and_an_error_names_it():
         KVCache(2**20, 2**20, 12, 12, 64)
 
 
+def test_a_cache_of_inference_mode_is_used_outside_of_it():
+    with torch.inference_mode():
+        cache = nn.KVCache(1, 8, 1, 2, 8)
+    layer = nn.Attention(16, n_heads=2)
+    with torch.no_grad():
+        layer(torch.randn(1, 3, 16), cache=cache.layers[0])
+        cache.advance()
+    assert cache.counts == [3] and cache.lengths.tolist() == [3]
+
+
 def test_memory_goes_with_the_cache():
     """At once, without a collection: a GPU has none to spare."""
     gc.disable()
@@ -321,9 +338,18 @@ def test_sequences_are_copied(options, source, target):
         (lambda: KVCache(1, 0, 1, 1, 8), "KVCache: room is 0"),
         (lambda: KVCache(1, 8, 1, 1, 8, dtype=torch.int8), "KVCache: dtype is torch.int8"),
         (lambda: KVCache(1, 8, 2, 1, 8, windows=[3]), "KVCache: windows is of length 1"),
+        (lambda: KVCache(1, 8, 1, 1, 8, windows=3), "KVCache: windows is 3; it takes one for each"),
+        (lambda: KVCache(1, 8, 1, 1, 8, windows=[-1]), "KVCache: windows is -1; it takes integers"),
+        (lambda: KVCache(1, 8, 1, 1, 8, windows=[2.5]), "KVCache: windows is 2.5; it takes integers"),
         (lambda: KVCache(1, 8, 1, 1, 8, pages=3), "KVCache: pages is 3"),
         (lambda: KVCache(1, 8, 1, 1, 8).advance(), "KVCache.advance: the number of new tokens is None"),
         (lambda: KVCache(2, 8, 1, 1, 8).reserve([1]), "KVCache: new is of 1 numbers"),
+        (lambda: KVCache(2, 8, 1, 1, 8).reserve(True), "KVCache: new is True; it takes integers"),
+        (lambda: KVCache(2, 8, 1, 1, 8).reserve([1.0, 1]), "KVCache: new is 1.0; it takes integers"),
+        (lambda: KVCache(2, 8, 1, 1, 8).truncate(0), "KVCache.truncate: lengths is 0; it takes"),
+        (lambda: KVCache(2, 8, 1, 1, 8).truncate([0.0, 0]), "KVCache.truncate: lengths is 0.0"),
+        (lambda: KVCache(2, 8, 1, 1, 8).reset(0), "KVCache: sequences is 0; it takes integers"),
+        (lambda: KVCache(2, 8, 1, 1, 8).copy([0.0], [1]), "KVCache: source is 0.0; it takes integers"),
         (lambda: KVCache(2, 8, 1, 1, 8).truncate([0]), "KVCache.truncate: lengths is of 1 numbers"),
         (lambda: KVCache(2, 8, 1, 1, 8).reset([2]), r"KVCache: sequences is \[2\]"),
         (lambda: KVCache(2, 8, 1, 1, 8).copy([0, 1], [1, 1]), r"KVCache.copy: target is \[1, 1\]"),
@@ -346,6 +372,10 @@ def test_sequences_are_copied(options, source, target):
             "GPT: documents is a tensor",
         ),
         (
+            lambda: nn.Attention(8, 1)(torch.zeros(1, 1, 8), cache=KVCache(1, 8, 1, 1, 8)),
+            "Attention: cache is of type KVCache; it takes a layer of an nn.KVCache",
+        ),
+        (
             lambda: nn.Attention(8, 1)(
                 torch.zeros(1, 1, 8), cache=KVCache(1, 8, 1, 1, 8).layers[0], positions=torch.zeros(1)
             ),
@@ -356,6 +386,70 @@ def test_sequences_are_copied(options, source, target):
 def test_wrong_arguments_are_named(make, said):
     with pytest.raises((ValueError, TypeError), match=rf"^{said}"):
         make()
+
+
+def test_numbers_may_be_of_any_kind():
+    sizes = map(np.uint8, (2, 200, 1, 2, 64))
+    cache = KVCache(*sizes, windows=[np.uint8(7)], chunk=np.uint8(250), page_size=np.uint8(100))
+    assert cache.nbytes == sum(x.nbytes for layer in cache.layers for x in layer.memory)
+    cache.reserve(np.array([3, 4]))
+    cache.advance()
+    cache.truncate(torch.tensor([3, 2]))
+    cache.reset(b for b in [0])
+    assert cache.counts == [0, 2]
+    assert {*map(type, cache.counts)} == {int}
+
+
+def test_a_device_that_is_not_there_is_no_lack_of_memory():
+    with pytest.raises(RuntimeError, match="nowhere") as caught:
+        KVCache(1, 8, 1, 1, 8, device="nowhere")
+    assert not isinstance(caught.value, torch.OutOfMemoryError)
+
+
+def test_models_that_share_a_cache_have_their_own_rope():
+    models = [model_of("llama"), model_of("llama")]
+    models[1].config = dataclasses.replace(models[1].config, rope_theta=100.0)
+    cache, tokens = models[0].make_cache(2), tokens_of(2, 9)
+    for model in models:
+        cache.reset()
+        got = model(tokens, cache=cache)[0]
+        torch.testing.assert_close(got, model(tokens)[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_that_fails_on_the_way_may_have_written():
+    """Then a row that keys go round in has lost as many."""
+    model, tokens = model_of("windows"), tokens_of(1, 20)
+    cache = model.make_cache(1, chunk=4)
+    for part in tokens[:, :16].split(4, 1):
+        model(part, cache=cache)
+    failing = model.blocks[-1].register_forward_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(tokens[:, 16:], cache=cache)
+    failing.remove()
+    with pytest.raises(ValueError, match="lengths is 12 of sequence 0, which has had 20"):
+        cache.truncate([12])
+    got = model(tokens[:, 16:], cache=cache)[0]
+    torch.testing.assert_close(got, model(tokens)[0][:, 16:], rtol=1e-4, atol=1e-4)
+
+
+def test_pages_without_tokens_are_not_copied():
+    model, tokens = model_of("gpt"), tokens_of(2, 6)
+    cache = model.make_cache(2, page_size=4)
+    model(tokens[:, :3], cache=cache)
+    cache.reserve(9)
+    cache.copy([0], [1])
+    assert cache.counts == [3, 3]
+    want = model(tokens[:1].expand(2, -1))[0][:, 3:]
+    got = model(tokens[:1, 3:].expand(2, -1), cache=cache)[0]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_call_of_other_sequences_takes_no_pages():
+    model = model_of("gpt")
+    cache = model.make_cache(2, page_size=4)
+    with pytest.raises(ValueError, match="cache is of 2 sequences; it takes one for each of 3"):
+        model(tokens_of(3, 9), cache=cache)
+    assert cache.free_pages == cache.pages
 
 
 def test_there_is_no_gradient():

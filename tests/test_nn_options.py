@@ -230,7 +230,8 @@ def test_sinks_are_a_parameter_and_slopes_are_none():
     same, alibi = nn.Attention(24, 4), nn.Attention(24, 4, alibi=True)
     assert list(same.state_dict()) == list(alibi.state_dict())
     assert not list(alibi.buffers())
-    assert "window=(3, 0), softcap=None, alibi=False" in repr(nn.Attention(24, 4, window=[3, 0]))
+    told = repr(nn.Attention(24, 4, window=[3, 0]))
+    assert "window=(3, 0), softcap=None, dropout=0.0, alibi=False" in told
 
 
 @pytest.mark.parametrize(
@@ -263,6 +264,10 @@ def test_sinks_are_a_parameter_and_slopes_are_none():
         (
             lambda: nn.Attention(16, 2)(torch.zeros(1, 3, 16), mask=torch.ones(3, 3).bool()),
             "attention_qkv: mask is a tensor of shape",
+        ),
+        (
+            lambda: nn.Attention(16, 2)(torch.zeros(1, 3, 16), positions=torch.arange(3)),
+            r"Attention: positions is a tensor of shape \[3\]",
         ),
         (lambda: dataclasses.replace(TINY, window=0), "GPTConfig: window is 0"),
         (lambda: dataclasses.replace(TINY, window=2.5), "GPTConfig: window is 2.5"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -13,6 +14,8 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import flashproto
 
 ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, sys.argv[1])('dist'))"
@@ -95,28 +98,47 @@ def test_sdist_holds_tests_examples_and_docs(sdist: Path, source: Path) -> None:
     assert {"LICENSE", "constraints.txt"} <= names
 
 
-def test_installed_wheel_imports_from_anywhere(wheel_of_sdist: Path, tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    python(
-        "-m",
-        "pip",
-        "install",
-        "-q",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(site),
-        str(wheel_of_sdist),
-        cwd=tmp_path,
-    )
-    code = (
-        "import flashproto, flashproto.nn, flashproto.kernels.online_softmax as k, torch;"
-        "print(flashproto.softmax(torch.zeros(4)).tolist());"
-        "print(flashproto.__file__); print(k.__file__)"
-    )
-    values, *files = python("-c", code, cwd=tmp_path, path=str(site)).splitlines()
+@pytest.fixture(scope="module")
+def installed(wheel_of_sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel in it."""
+    site = tmp_path_factory.mktemp("installed") / "site"
+    options = "-q", "--no-deps", "--no-index", "--target", str(site)
+    python("-m", "pip", "install", *options, str(wheel_of_sdist), cwd=site.parent)
+    return site
+
+
+WITHOUT_TRITON = "import sys; sys.modules['triton'] = None\n"
+RUN = """
+import torch, flashproto
+from flashproto import backends, nn
+model = nn.GPT(nn.GPTConfig(vocab_size=11, context=8, n_layers=1, d_model=16, n_heads=2))
+tokens = torch.arange(8)[None]
+model(tokens)[0].square().mean().backward()
+print(all(p.grad is not None for p in model.parameters()), backends.HAS_TRITON)
+print(model.generate(tokens[:, :3], 2).shape[1])
+print(flashproto.softmax(torch.zeros(4)).tolist())
+print(flashproto.__file__)
+"""
+
+
+@pytest.mark.parametrize("before", ["", WITHOUT_TRITON], ids=["with triton", "without triton"])
+def test_installed_wheel_runs_from_an_empty_folder(
+    before: str, installed: Path, tmp_path: Path
+) -> None:
+    trained, length, values, file = python(
+        "-c", before + RUN, cwd=tmp_path, path=str(installed)
+    ).splitlines()
+    there = not before and importlib.util.find_spec("triton") is not None
+    assert trained == f"True {there}" and length == "5"
     assert values == "[0.25, 0.25, 0.25, 0.25]"
-    assert all(Path(file).is_relative_to(site) for file in files)
+    assert Path(file).is_relative_to(installed)
+
+
+def test_installed_wheel_has_the_kernels(installed: Path, tmp_path: Path) -> None:
+    code = "import flashproto.kernels.online_softmax as k; print(k.__file__)"
+    pytest.importorskip("triton")
+    (file,) = python("-c", code, cwd=tmp_path, path=str(installed)).splitlines()
+    assert Path(file).is_relative_to(installed)
 
 
 def test_kernels_is_a_relative_symlink_without_init() -> None:
@@ -154,6 +176,24 @@ print(tuple(model(torch.zeros(1, 5, dtype=torch.long)).logits.shape))
     assert python("-c", code, str(tmp_path), cwd=ROOT).splitlines()[-1] == "(1, 5, 64)"
 
 
+def test_a_link_that_is_a_file_is_named(tmp_path: Path) -> None:
+    """As git on Windows leaves flashproto/kernels: neither an import nor a wheel goes on without it."""
+    ignore = shutil.ignore_patterns("kernels", "__pycache__")
+    shutil.copytree(ROOT / "flashproto", tmp_path / "flashproto", ignore=ignore)
+    (tmp_path / "flashproto" / "kernels").write_text("../kernels")
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    commands = [["-c", BUILD, "build_wheel"]]
+    if importlib.util.find_spec("triton") is not None:
+        commands.append(["-c", "import flashproto"])
+    for command in commands:
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert done.returncode != 0
+        assert "git config core.symlinks true" in done.stderr.splitlines()[-1]
+
+
 def test_modules_and_distributed_are_there_and_imported_on_first_use(tmp_path: Path) -> None:
     code = """
 import sys, flashproto
@@ -185,3 +225,14 @@ def test_import_takes_under_one_and_a_half_times_torch(
     )
     _, *ratios = (float(python("-c", code, cwd=tmp_path, path=str(ROOT))) for _ in range(6))
     assert statistics.median(ratios) < 1.5, ratios
+
+
+def test_citation_is_of_this_version() -> None:
+    text = (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^version: (.*)$", text, re.MULTILINE) == [flashproto.__version__]
+
+
+def test_functions_of_agents_exist() -> None:
+    text = (ROOT / "AGENTS.md").read_text()
+    for name in set(re.findall(r"flashproto\.(\w+)\(", text)) | {"masks", "attention_with_kv_cache"}:
+        assert hasattr(flashproto, name), name

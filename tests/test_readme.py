@@ -30,6 +30,12 @@ OWN_NUMBERS = re.compile(
 )
 
 
+ONE_BY_ONE = """
+for number, sample in enumerate({samples!r}, 1):
+    exec(compile(sample, f"sample {{number}}", "exec"), {{"__name__": "__main__"}})
+"""
+
+
 def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -113,10 +119,14 @@ def test_commands_that_ci_runs_stand_once(command: str) -> None:
 def test_samples_run(name: str, tmp_path: Path) -> None:
     if name == "docs/api.md":
         pytest.skip("signatures, and examples of docstrings, which test_docs.py runs")
-    for sample in blocks(ROOT / name, "python"):
+    samples = [
+        sample
+        for sample in blocks(ROOT / name, "python")
         # Tests of doors have what these need.
-        if not re.search(r"flashproto\.integrations|^from transformers", sample, re.MULTILINE):
-            python(sample, tmp_path)
+        if not re.search(r"flashproto\.integrations|^from transformers", sample, re.MULTILINE)
+    ]
+    # In one process, which has imported torch by then, each with names of its own.
+    python(ONE_BY_ONE.format(samples=samples), tmp_path)
 
 
 def test_environment_is_as_shown(tmp_path: Path) -> None:
@@ -170,6 +180,7 @@ def test_lines_from_other_libraries() -> None:
             F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2),
         ),
         "liger_rms_norm": ({"x": x, "w": w, "eps": eps}, F.rms_norm(x, (8,), w, eps)),
+        "rmsnorm": ({"x": x, "w": w, "eps": eps}, F.rms_norm(x, (8,), w, eps)),
         "liger_swiglu": ({"a": x, "b": h}, F.silu(x) * h),
         "LigerFusedLinearCrossEntropyLoss": (
             {"w": classes, "h": h, "t": t},

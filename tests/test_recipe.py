@@ -752,6 +752,26 @@ def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
     assert not deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
 
 
+def test_the_columns_of_a_table_are_made_once(played: Played) -> None:
+    """By the first backward with a band, beside the table of a boolean mask."""
+    q, dout = (torch.randn(1, 2, 70, 16) for _ in range(2))
+    q.requires_grad_()
+    mask = flashproto.masks.boolean(torch.rand(70, 70) > 0.3)
+
+    def call(causal: bool) -> tuple[Tensor, ...]:
+        out = flashproto.attention(q, q, q, mask=mask, causal=causal, impl="triton")
+        return out, *torch.autograd.grad(out, q, dout)
+
+    wanted = {}
+    for causal in (False, True):
+        wanted[causal] = call(causal)  # Triton's own launches
+        assert_same(call(causal), wanted[causal])
+    for causal in (False, True):
+        launched = played.launched
+        assert_same(call(causal), wanted[causal])
+        assert played.launched - launched == 4, "forward, rows, keys and queries"
+
+
 def test_recipes_are_told_apart_by_what_triton_specialises_on() -> None:
     """Alignment, sizes and strides are constants of a recipe, so its key has them."""
     glu, settings = call.OPERATORS["glu"], ("silu", False)

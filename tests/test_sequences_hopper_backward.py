@@ -26,13 +26,15 @@ from variant_problem import (
     exact_and_eager,
     make_packed,
     starts,
+    tokens_of_gapped,
+    with_gaps,
     with_gradients,
 )
 
 import flashproto
 from flashproto import configs
 from flashproto.bench import first_calls
-from flashproto.functional.attention_request import attention_request
+from flashproto.functional.attention_request import BOUNDARIES, attention_request
 from flashproto.kernels import schedule, scores
 from flashproto.kernels.hopper import attention_backward as main
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
@@ -46,12 +48,13 @@ from flashproto.variant import Kind, Variant, backward_backend
 BRAIN = torch.bfloat16
 
 
-def variant_of(call: Call, q: Tensor, cu: Sequence[Tensor]) -> Variant:
-    """As attention_varlen has it; q [1, Hq, T, D]."""
+def variant_of(call: Call, q: Tensor, cu: Sequence[Tensor | None]) -> Variant:
+    """As attention_varlen has it; q [1, Hq, T, D]; cu: cu_seqlens, and seqused if it is given."""
     names = ("causal", "window", "mask", "softcap")
     options = {n: x for n, x in call.options.items() if n in names}
     options |= {n: x.detach() for n, x in call.parameters.items()}
-    options |= {"cu_seqlens_q": cu[0], "cu_seqlens_k": cu[1], "lengths": (0, 0)}
+    options |= zip(BOUNDARIES, cu, strict=False)
+    options["lengths"] = 0, 0
     return attention_request("attention", q, q, q, **options).variant
 
 
@@ -63,7 +66,9 @@ def backward_recipe(
     given: dout, dlse, q, k, v, out and lse.
     """
     settings = attention_op.Settings(variant.form, scale, impl)
-    inputs = (*given[:2], None, None, *given[2:], *variant.tensors.values())
+    dout, dlse, *heads, out, lse = given
+    rows, tensors = (dout, dlse, out, lse), [*variant.tensors.values()]
+    inputs = attention_op.backward_inputs(rows, *heads, tensors)
     names = list(variant.tensors)
     needs = (True, True, True, *(name == "sinks" for name in names))
     made = attention_op.attention.backward_recipe(inputs, settings, needs, False)
@@ -175,6 +180,20 @@ class Item:
         return asked[0]
 
 
+def with_room(lengths: Lengths, gaps: Lengths) -> list[tuple[int, int]]:
+    """The lengths of sequences with the gaps behind them."""
+    return [(a + c, b + d) for (a, b), (c, d) in zip(lengths, gaps, strict=True)]
+
+
+def used_of(lengths: Lengths) -> list[Tensor]:
+    return [torch.tensor([n[side] for n in lengths], dtype=torch.int32) for side in (0, 1)]
+
+
+def unwritten(x: Tensor, gaps: bool) -> bool:
+    """Whether no kernel has written it: memory begins as NaN, that beside gaps as zeros."""
+    return not x.any() if gaps else bool(x.isnan().all())
+
+
 class Host:
     """Launches of the backward on the CPU: kernels of rows under the interpreter, the main kernel item
     by item, and the sums of dQ in the order of rows."""
@@ -208,7 +227,7 @@ class Host:
         config, M, kind = item.config, given["M"], item.config.KIND
         BM, BN = config.BM, config.BN
         there = min(item.keys - item.col, BN)
-        assert there > 0
+        assert there > 0 or (item.col == 0 and given["given"].seqused_k is not None)
         for tile, place in item.steps:
             self.met.append((tile // M, tile % M * BM, item.key + item.col, there, place))
         if not self.numbers:
@@ -252,7 +271,7 @@ class Host:
             sums[tile] += (ds @ k).to(sums.dtype)
         for made, into in ((dk, given["dk_ptr"]), (dv, given["dv_ptr"])):
             own = into[0, item.hk, item.key + item.col : item.key + item.col + there]
-            assert own.isnan().all()  # nobody has written it
+            assert unwritten(own, given["given"].seqused_k is not None)
             own.copy_(made[:there, : own.shape[1]])
 
     def store(self, given: dict[str, Any]) -> None:
@@ -263,7 +282,7 @@ class Host:
             first = tile * 64
             r, there, _ = rows.rows_of_sequence.fn(first, first + torch.arange(64), variables, BM)
             for h in range(given["H"]):
-                assert out[0, h, r[there]].isnan().all()
+                assert unwritten(out[0, h, r[there]], variables.seqused_q is not None)
                 out[0, h, r[there]] = (sums[h, tile][there, : out.shape[3]] * given["scale"]).to(BRAIN)
 
 
@@ -292,10 +311,11 @@ def random_lengths(generator: random.Random) -> list[tuple[int, int]]:
     ]
 
 
+@pytest.mark.parametrize("gaps", [False, True])
 @pytest.mark.parametrize("band", BANDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
-    D: int, band: Kind, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+    D: int, band: Kind, gaps: bool, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each key tile of each head is one item, of one sequence; the steps of the producer and of the
     consumers are the same, each pair of tokens that see each other meets once, and none meets that of
@@ -305,7 +325,12 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
     generator = random.Random(seed)
     for _ in range(2):
         lengths, (more, more_k) = random_lengths(generator), (generator.choice((0, 70)), 1)
-        T, Tk = (sum(n[side] for n in lengths) for side in (0, 1))
+        whole = lengths
+        if gaps:
+            sizes = 0, 1, 60, 130
+            own = [(generator.choice(sizes), generator.choice(sizes)) for _ in lengths]
+            whole = with_room(lengths, own)
+        T, Tk = (sum(n[side] for n in whole) for side in (0, 1))
         Hkv, GROUP = generator.choice(((1, 1), (2, 1), (2, 3)))
         shapes = ((1, Hkv * GROUP, T + more + 1, D), (1, Hkv, Tk + more_k, D))
         q, k = (torch.zeros(shape, dtype=BRAIN) for shape in shapes)
@@ -315,8 +340,8 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
         kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, VARLEN=True)
         named: dict[str, Any] = {"left": left} if kind.WINDOW else {}
         named |= {"first": first} if kind.FIRST else {}
-        cu = starts(lengths, "cpu")
-        named |= zip(("cu_seqlens_q", "cu_seqlens_k"), cu, strict=True)
+        cu = starts(whole, "cpu")
+        named |= zip(BOUNDARIES, [*cu, *(used_of(lengths) if gaps else ())], strict=False)
         variant = Variant(kind, moved, named)
         lse = torch.zeros(q.shape[:3])
         given = (q, None, q, k, k, q, lse)
@@ -325,11 +350,15 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
         BM, BN = (getattr(configs.attention_backward_hopper(D, 1, kind), n) for n in ("BM", "BN"))
         slots_k = [n // BN + s for s, n in enumerate(cu[1].tolist())]
         tiles = sum(-(-Sk // BN) for _, Sk in (*lengths, (0, more_k)))
+        if gaps and lengths[0][1] == 0:  # whose slot is taken, so that there is one
+            tiles += 1
         assert host.total == tiles * Hkv and tiles <= slots_k[-1] + 1
         assert host.launched[:2] == ["key_slots_kernel", "order_kernel"]
         met = torch.zeros(Hkv * GROUP, T, Tk + more_k, dtype=torch.int32)
         slots = [n // BM + s for s, n in enumerate(cu[0].tolist())]
         for h, row, key, there, place in host.met:
+            if there == 0:
+                continue
             s = max(s for s, slot in enumerate(slots) if slot * BM <= row)
             of_keys = max(s for s, n in enumerate(cu[1].tolist()) if n <= key)
             while of_keys < len(lengths) and cu[1][of_keys + 1] == cu[1][of_keys]:
@@ -349,24 +378,32 @@ def test_each_tile_of_queries_meets_each_tile_of_keys_that_it_sees_once(
             seen = (j <= i + o) if kind.CAUSAL else (j >= 0).expand(Sq, Sk)
             if kind.WINDOW:
                 seen = seen & ((j >= i + o - left) | (j < (first if kind.FIRST else 0)))
-            wanted[cu[0][s] : cu[0][s + 1], cu[1][s] : cu[1][s + 1]] = seen
+            wanted[cu[0][s] : cu[0][s] + Sq, cu[1][s] : cu[1][s] + Sk] = seen
         assert not (met > 1).any() and met.bool()[:, wanted].all()
 
 
 FEW = [(0, 3), (70, 90), (5, 0), (0, 0), (1, 1), (64, 128)]
+NO_GAPS = [(0, 0)] * len(FEW)
+GAPS = [(3, 2), (90, 10), (1, 4), (2, 3), (0, 70), (0, 0)]
 
 
+@pytest.mark.parametrize("gaps", [NO_GAPS, GAPS], ids=["", "gaps"])
 @pytest.mark.parametrize(
     ("names", "D"),
     [((), 64), (("causal", "sinks"), 128), (("window", "alibi"), 40), (("first_keys", "sinks"), 256)],
     ids=str,
 )
 def test_launches_on_the_host_give_the_gradients(
-    names: tuple[str, ...], D: int, seed: int, device: str, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...],
+    D: int,
+    gaps: Lengths,
+    seed: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All that is done with sequences, from the launches' arguments to the boxes that TMA is asked for:
-    gradients are those of float64, what is behind the last sequence is not met and gets zeros, and each
-    number is written once."""
+    gradients are those of float64, what is behind a sequence is not met and gets zeros, and each number
+    is written once."""
     if device != "cpu":
         pytest.skip("the interpreter's kernels take the CPU's memory")
     p = Problem(BRAIN, 1, 2, 1, 100, 100, D, D, causal=False)
@@ -384,9 +421,18 @@ def test_launches_on_the_host_give_the_gradients(
     q, k, v = (x.detach().clone() for x in inputs)
     dout[T:] = torch.nan  # out is 0 there; with sinks they have an lse, whose gradient counts
     q[T:], k[Tk:], v[Tk:] = (torch.nan,) * 3
-    heads = [x.transpose(0, 1)[None] for x in (dout, q, k, v, exact["out"].detach().float())]
-    given = (heads[0], dlse[None], *heads[1:4], heads[4].to(BRAIN), exact["lse"].detach().float()[None])
-    variant = variant_of(call, heads[1], starts(FEW, "cpu"))
+    out, lse = (exact[name].detach().float() for name in ("out", "lse"))
+    boundaries: list[Tensor] = starts(FEW, "cpu")
+    at, at_k = (tokens_of_gapped(FEW, gaps, (33, 20), side) for side in (0, 1))
+    if gaps is GAPS:
+        boundaries = [*starts(with_room(FEW, gaps), "cpu"), *used_of(FEW)]
+        dout, q = (with_gaps(x, at, 0, torch.nan) for x in (dout, q))
+        k, v = (with_gaps(x, at_k, 0, torch.nan) for x in (k, v))
+        out, dlse = with_gaps(out, at, 0, 0.0), with_gaps(dlse, at, 1, torch.nan)
+        lse = with_gaps(lse, at, 1, -torch.inf)
+    heads = [x.transpose(0, 1)[None] for x in (dout, q, k, v, out)]
+    given = (heads[0], dlse[None], *heads[1:4], heads[4].to(BRAIN), lse[None])
+    variant = variant_of(call, heads[1], boundaries)
     host, got = on_the_host(monkeypatch, variant, D**-0.5, given)
     assert host.launched[:5] == [
         "key_slots_kernel",
@@ -395,9 +441,28 @@ def test_launches_on_the_host_give_the_gradients(
         "attention_backward_kernel",
         "postprocess_kernel",
     ]
+    for name, own in (("dq", at), ("dk", at_k), ("dv", at_k)):
+        others = torch.ones(got[name].shape[0], dtype=torch.bool)
+        others[own] = False
+        assert not got[name][others].any()
+        got[name] = got[name][own]
     for name in got.keys() - (set() if names == ("causal", "sinks") else {"dsinks"}):
         torch.testing.assert_close(got[name].double(), wanted[name].double(), rtol=0.03, atol=0.03)
     assert not got["dq"][T:].any() and not got["dk"][Tk:].any() and not got["dv"][Tk:].any()
+
+
+def test_sequences_that_are_all_gaps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is an item, of no keys, and all gradients are zeros."""
+    if device != "cpu":
+        pytest.skip("the interpreter's kernels take the CPU's memory")
+    call = drawn(random.Random(0), Problem(BRAIN, 1, 2, 1, 9, 9, 64, 64, causal=False), (), "cpu")
+    q, k = (torch.full((1, H, T, 64), torch.nan, dtype=BRAIN) for H, T in ((2, 75), (1, 290)))
+    out, lse = torch.zeros_like(q), torch.full((1, 2, 75), -torch.inf)
+    boundaries = [*starts([(70, 90), (5, 200)], "cpu"), *used_of([(0, 0), (0, 0)])]
+    variant = variant_of(call, q, boundaries)
+    host, got = on_the_host(monkeypatch, variant, 0.125, (q, None, q, k, k, out, lse))
+    assert host.total == 1 and host.met == [(0, 0, 0, 0, 0), (1, 0, 0, 0, 0)]
+    assert not any(x.any() for x in got.values())
 
 
 def test_where_gradients_of_sequences_are_computed() -> None:

@@ -128,7 +128,7 @@ def seen(
 ) -> Tensor:
     """`visible` [queries, keys]."""
     i, j = torch.tensor(queries)[:, None], torch.tensor(keys)[None, :]
-    return scores.visible.fn(i, j, Sk, offset, variables, kind)
+    return scores.visible.fn(i, j, 0, Sk, offset, variables, kind)
 
 
 @given(**SIZES)
@@ -377,26 +377,33 @@ def test_ranges_of_masks(data: st.DataObject, sizes: tuple[int, int], seed: int)
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 70)), max_size=9),
     behind=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    gap=st.one_of(st.none(), st.tuples(st.integers(0, 40), st.integers(0, 40))),
     BLOCK=st.sampled_from((16, 32)),
 )
-def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int) -> None:
+def test_each_tile_of_each_sequence_has_one_program(lengths, behind, gap, BLOCK: int) -> None:
     """Tiles of queries and of keys alike; other programs have nothing to do; tokens behind the last
-    sequence have programs, and nothing to see."""
+    sequence have programs, and nothing to see; those of gaps have none."""
     of_queries, of_keys = ([n[side] for n in lengths] for side in (0, 1))
-    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0) for n in (of_queries, of_keys))
+    gaps = gap or (0, 0)
+    cu_q, cu_k = (
+        torch.tensor([0, *(x + more for x in n)]).cumsum(0)
+        for n, more in zip((of_queries, of_keys), gaps, strict=True)
+    )
+    used = {f"seqused_{n}": Pointer(torch.tensor(x)) for n, x in (("q", of_queries), ("k", of_keys))}
     totals = [int(cu[-1]) + more for cu, more in zip((cu_q, cu_k), behind, strict=True)]
     names = "sequences", "queries", "keys"
     counts = {x: 2 * n + 1 for x, n in zip(names, (len(lengths), *totals), strict=True)}
+    counts |= {} if gap is None else used
     given = Given(cu_seqlens_q=Pointer(cu_q), cu_seqlens_k=Pointer(cu_k), **counts)
     kind = Kind(VARLEN=True, CAUSAL=True)
     own = [
-        ([*of_queries, behind[0]], [*of_keys, 0], totals[0], schedule.problem_of_queries),
-        ([*of_keys, behind[1]], [*of_queries, 0], totals[1], schedule.problem_of_keys),
+        ([*of_queries, behind[0]], [*of_keys, 0], cu_q, totals[0], schedule.problem_of_queries),
+        ([*of_keys, behind[1]], [*of_queries, 0], cu_k, totals[1], schedule.problem_of_keys),
     ]
-    for mine, other, total, problem_of in own:
+    for mine, other, cu, total, problem_of in own:
         slots = total // BLOCK + len(lengths) + 1
         wanted = {
-            (1, sum(mine[:s]) + start, n, m)
+            (1, s, int(cu[s]) + start, n, m)
             for s, (n, m) in enumerate(zip(mine, other, strict=True))
             for start in range(0, n, BLOCK)
         }
@@ -406,17 +413,15 @@ def test_each_tile_of_each_sequence_has_one_program(lengths, behind, BLOCK: int)
                 at = torch.tensor(program)
                 monkeypatch.setattr(schedule.tl, "program_id", lambda axis, at=at: at, raising=False)
                 if problem_of is schedule.problem_of_queries:
-                    head, x0, Sq, Sk, offset, token, key, rows = problem_of.fn(
-                        4, 0, 0, 3, given, BLOCK, kind
-                    )
-                    start, n, m = token + x0, Sq, Sk
-                    assert rows == total
+                    made = problem_of.fn(4, 0, 0, 3, given, BLOCK, kind)
+                    start, n, m = made.token + made.first, made.Sq, made.Sk
+                    assert made.rows == total
                 else:
-                    head, x0, Sq, Sk, offset, token, key, _ = problem_of.fn(0, 0, 3, given, BLOCK, kind)
-                    start, n, m = key + x0, Sk, Sq
-            if x0 < n:
-                assert offset == 3 + Sk - Sq
-                found.append((int(head), int(start), int(n), int(m)))
+                    made = problem_of.fn(0, 0, 3, given, BLOCK, kind)
+                    start, n, m = made.key + made.first, made.Sk, made.Sq
+            if made.first < n:
+                assert made.offset == 3 + made.Sk - made.Sq
+                found.append(tuple(map(int, (made.head, made.sequence, start, n, m))))
             else:
                 assert m == 0
         assert sorted(found) == sorted(wanted)

@@ -346,7 +346,7 @@ REFUSED = {
     "slopes": (lambda: flashproto.attention(Q, Q, Q, alibi_slopes=IDS), "alibi_slopes is of dtype"),
     "aux": (lambda: flashproto.attention(Q, Q, Q, return_aux=("lse",)), "return_aux is"),
     "aux twice": (lambda: flashproto.attention(Q, Q, Q, return_aux=("entropy",) * 2), "each name once"),
-    "a boolean mask": (lambda: flashproto.attention(Q, Q, Q, mask=Q[0, 0] > 0), "attn_mask"),
+    "a boolean mask": (lambda: flashproto.attention(Q, Q, Q, mask=Q[0, 0] > 0), "masks.boolean"),
     "other keys": (lambda: flashproto.attention(Q, Q, Q, mask=masks.documents(IDS[1:])), "of 7 keys"),
     "other queries": (
         lambda: flashproto.attention(Q[:, :, 1:], Q, Q, mask=masks.documents(IDS)),
@@ -390,18 +390,19 @@ REFUSED = {
         lambda: masks.causal() and B2,
         "causal.. is used as true or false; .* a & b",
     ),
-    "masks joined by or": (lambda: masks.causal() or B2, "takes &, which joins masks"),
+    "masks joined by or": (lambda: masks.causal() or B2, "takes &, . and ~"),
     "the truth of a mask": (lambda: bool(B2), "padding.* is used as true or false"),
     "not a mask": (lambda: not masks.causal(), "`mask is None` for `not mask`"),
-    "a union of masks": (
-        lambda: masks.causal() | B2,
-        r"takes &, .* masks\.window\(left, first=n\) keeps the first keys",
+    "a union with a tensor": (lambda: (Q > 0) | B2, "is a tensor of shape .* masks.boolean"),
+    "a difference of masks": (lambda: masks.causal() ^ B2, r"used with \^; it takes &, . and ~"),
+    "a mask and a tensor": (
+        lambda: masks.causal() & (Q > 0),
+        "& is a tensor of shape .* masks.boolean",
     ),
-    "a union with a tensor": (lambda: (Q > 0) | B2, "padding.* takes &"),
-    "a difference of masks": (lambda: masks.causal() ^ B2, "takes &"),
-    "a complement": (lambda: ~masks.causal(), r"takes &, .* masks\.intervals\(begin, end\)"),
-    "a mask and a tensor": (lambda: masks.causal() & (Q > 0), "& is a tensor of shape .* attn_mask"),
-    "a tensor and a mask": (lambda: (Q > 0) & masks.causal(), "& is a tensor of shape .* attn_mask"),
+    "a tensor and a mask": (
+        lambda: (Q > 0) & masks.causal(),
+        "& is a tensor of shape .* masks.boolean",
+    ),
     "a mask and nothing": (lambda: masks.causal() & None, "& is None; it takes a mask"),
 }
 

@@ -83,21 +83,33 @@ def test_every_field_and_what_is_given_has_a_row() -> None:
 def argument_of(row: Feature, function: str) -> str:
     """By which a call asks for it; of sequences and statistics there is one for several."""
     if function == "scaled_dot_product_attention":
-        return {"causal": "is_causal", "masks.intervals(begin, end)": "attn_mask"}.get(row.option, "")
+        of_torch = {"causal": "is_causal", "dropout_p": "dropout_p"}
+        of_torch |= dict.fromkeys(
+            ("masks.intervals(begin, end)", "masks.boolean(x)", "bias"), "attn_mask"
+        )
+        return of_torch.get(row.option, "")
     if row.what == variant.STATISTIC:
         return "return_aux"
     return "mask" if row.option.startswith("masks.") else row.option
 
 
+REFUSED_BY_KIND = {
+    ("attention_varlen", "INTERVALS"),
+    ("attention_varlen", "TABLE"),
+    ("ring_attention", "TABLE"),
+}
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions_take_what_the_table_says(function: str) -> None:
-    """Masks alone are told by their kinds, and not by the signature: attention_varlen takes bands."""
+    """Masks alone are told by their kinds, and not by the signature: attention_varlen takes bands, and
+    ring_attention no tables."""
     of = ring_attention if function == "ring_attention" else getattr(flashproto, function)
     names = inspect.signature(of).parameters
     for row in FEATURES:
         argument = argument_of(row, function)
         there = function in row.functions
-        if function == "attention_varlen" and row.field == "INTERVALS":
+        if (function, row.field) in REFUSED_BY_KIND:
             assert "mask" in names and not there
         else:
             assert (argument in names) == there, row.option

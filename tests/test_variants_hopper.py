@@ -15,7 +15,7 @@ from attention_problem import Problem
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import poison
-from schedule_on_the_host import ranges_on_the_host
+from schedule_on_the_host import Pointer, blocks, load, ranges_on_the_host
 from torch import Tensor
 from variant_problem import (
     Call,
@@ -33,9 +33,11 @@ from variant_problem import (
 import flashproto
 from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
+from flashproto.kernels.hopper import attention_forward_consumers as consumers
 from flashproto.kernels.hopper import attention_forward_work as work
 from flashproto.kernels.schedule import intervals_kernel, query_slots_kernel, visits_kernel
 from flashproto.kernels.scores import Given
+from flashproto.reference.mask_table import TILE, packed
 from flashproto.variant import Kind, Variant, backward_backend, reasons
 
 # --- which key tiles are visited --------------------------------------------------------------------
@@ -131,20 +133,127 @@ def test_lists_of_the_tiles_that_intervals_visit(
             assert [x // 2 for x in found] == (needed or [0])
 
 
+@pytest.mark.parametrize("band", [Kind(), Kind(CAUSAL=True), Kind(True, True), Kind(True, True, True)])
+@pytest.mark.parametrize(("Sq", "Sk"), [(300, 300), (90, 700), (500, 130)])
+@pytest.mark.parametrize(("BM", "BN"), [(128, 128), (64, 128), (128, 64)])
+def test_lists_of_the_tiles_that_tables_visit(
+    BM: int, BN: int, Sq: int, Sk: int, band: Kind, device: str, seed: int
+) -> None:
+    """In order, each tile that some query sees, and no clear one of which the table hides a key or that
+    has too few; without a band no other tile than those of which the table shows some."""
+    generator = random.Random(seed)
+    rows, left, first, offset = 3, 70, 40, Sk - Sq
+    kind = dataclasses.replace(band, TABLE=True)
+    shown = blocks(generator, (rows, 1, Sq, Sk))
+    bits, table = (x.to(device) for x in packed(shown))
+    query_tiles, key_tiles = -(-Sq // BM), -(-Sk // BN)
+    made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
+    given = Given(left if kind.WINDOW else None, first if kind.FIRST else None, bits=bits, table=table)
+    constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind}
+    visits_kernel[(rows * query_tiles,)](made, Sq, Sk, offset, given, **constants)
+    i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+    seen = shown[:, 0].clone()
+    if kind.CAUSAL:
+        seen &= j <= i + offset
+    if kind.WINDOW:
+        seen &= (j >= i + offset - left) | (j < (first if kind.FIRST else 0))
+    for row, m in itertools.product(range(rows), range(query_tiles)):
+        count, *found = made[row, m].tolist()
+        found = found[:count]
+        assert found == sorted(found) and count >= 1
+        of_tile, of_table = (
+            x[row, ..., m * BM : (m + 1) * BM, :].split(BN, -1) for x in (seen, shown[:, 0])
+        )
+        needed = {t for t, pairs in enumerate(of_tile) if pairs.any()}
+        assert {x // 2 for x in found} >= needed
+        for x in found:
+            assert not x % 2 or (of_table[x // 2].all() and of_table[x // 2].shape[1] == BN)
+        if kind == Kind(TABLE=True):
+            own = table[row, 0].cpu()[m * BM // TILE]
+            some = [t for t in range(key_tiles) if own[t * BN // TILE] > 0]
+            clear = [t for t in some if own[t * BN // TILE] > 1 and (t + 1) * BN <= Sk]
+            assert found == ([2 * t + (t in clear) for t in some] or [0])
+
+
+class Tile(Tensor):
+    """A tensor as device code has it."""
+
+    @property
+    def type(self) -> Any:  # type: ignore[override]
+        return SimpleNamespace(layout=None)
+
+
+class Bits(Pointer):
+    """To words of 32 bits, or as `to` has it of 64."""
+
+    def to(self, dtype: Any) -> Pointer:
+        assert dtype == torch.int64 and self.at % 2 == 0
+        return Pointer(self.memory.view(torch.int64), self.at // 2)
+
+
+@pytest.mark.parametrize("BN", [64, 128])
+def test_a_tile_is_hidden_where_its_bits_are_0(
+    BN: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At all places of a mask, rows and keys that do not exist among them."""
+    language = SimpleNamespace(
+        arange=lambda start, stop, layout: torch.arange(start, stop),
+        full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+        where=lambda c, x, y: torch.where(c, x, torch.tensor(y)),
+        convert_layout=lambda x, layout, assert_trivial: x,
+        cdiv=lambda a, b: -(-a // int(b)),
+        pointer_type=lambda dtype: dtype,
+        load=load,
+        SliceLayout=lambda dim, parent: None,
+        int64=torch.int64,
+    )
+    monkeypatch.setattr(consumers, "gl", language)
+    monkeypatch.setattr(consumers, "along", lambda layout, dim, rank: None)
+    generator = random.Random(seed)
+    for _ in range(5):
+        Sq, Sk = generator.randrange(1, 400), generator.randrange(1, 400)
+        seen = blocks(generator, (1, 2, Sq, Sk))
+        memory, _ = packed(seen)
+        for h, row, col in itertools.product(range(2), range(0, Sq, 64), range(0, Sk, BN)):
+            bits = Bits(memory.flatten(), h * memory[0, 0].numel())
+            x = torch.randn(64, BN).as_subclass(Tile)
+            got = consumers.mask_by_bits.fn(x, row, col, Sk, bits).as_subclass(Tensor)
+            own = seen[0, h, row : row + 64, col : col + BN]
+            wanted = torch.full((64, BN), -math.inf)
+            wanted[: own.shape[0], : own.shape[1]] = torch.where(
+                own, x.as_subclass(Tensor)[: own.shape[0], : own.shape[1]], -math.inf
+            )
+            assert torch.equal(got, wanted)
+
+
 @pytest.mark.parametrize(
     ("lengths", "behind"),
-    [([(70, 70), (0, 5), (200, 90), (33, 300), (64, 0)], (9, 2)), ([], (40, 0)), ([(1, 1)], (0, 0))],
+    [
+        ([(70, 70), (0, 5), (200, 90), (33, 300), (64, 0)], (9, 2)),
+        ([], (40, 0)),
+        ([(1, 1)], (0, 0)),
+        ([(0, 0), (0, 3)], (0, 0)),
+    ],
 )
+@pytest.mark.parametrize("gap", [None, (0, 3), (150, 40)])
 @pytest.mark.parametrize(
     "kind", [Kind(VARLEN=True), Kind(True, True, True, VARLEN=True)], ids=lambda kind: kind.name
 )
 def test_slots_of_sequences_come_longest_first(
-    lengths: list[tuple[int, int]], behind: tuple[int, int], kind: Kind, device: str
+    lengths: list[tuple[int, int]],
+    behind: tuple[int, int],
+    kind: Kind,
+    gap: tuple[int, int] | None,
+    device: str,
 ) -> None:
     """Each tile of each sequence once, with what its sequence is, and of the key tiles it visits as
-    many as key_ranges says; tokens behind the last sequence see none."""
+    many as key_ranges says; tokens behind the last sequence see none, and gaps have no tile."""
+    if not any(n for n, _ in lengths) and not behind[0] and not (gap and gap[0]):
+        pytest.skip("no query")
     BM, BN, left, first = 64, 32, 70, 40
-    cu = starts(lengths, device)
+    used = [torch.tensor([n[side] for n in lengths], dtype=torch.int32) for side in (0, 1)]
+    of_gap = gap or (0, 0)
+    cu = starts([(Sq + of_gap[0], Sk + of_gap[1]) for Sq, Sk in lengths], device)
     totals = [int(x[-1]) + more for x, more in zip(cu, behind, strict=True)]
     sequences, queries, keys = (2 * n + 1 for n in (len(lengths), *totals))
     given = Given(
@@ -152,6 +261,8 @@ def test_slots_of_sequences_come_longest_first(
         first=first if kind.FIRST else None,
         cu_seqlens_q=cu[0],
         cu_seqlens_k=cu[1],
+        seqused_q=None if gap is None or gap[0] == 0 else used[0].to(device),
+        seqused_k=None if gap is None else used[1].to(device),
         sequences=sequences,
         queries=queries,
         keys=keys,
@@ -171,9 +282,12 @@ def test_slots_of_sequences_come_longest_first(
                 begin = min(max(i0 + Sk - Sq - left, 0) // BN, end)
                 early = min(-(-first // BN), begin)
             wanted.append((max(end - begin + early, 1), i0, at[0], Sq, at[1], Sk))
-        at = [at[0] + Sq, at[1] + Sk]
+        at = [at[0] + Sq + of_gap[0], at[1] + Sk + of_gap[1]]
     count = int(ordered[0, 0])
     found = [tuple(x[:6]) for x in ordered[1:].tolist()]
+    if not wanted:  # a slot without queries, since programs take one at least
+        assert count == 1 and found[0][:1] == (0,) and found[0][1] >= found[0][3]
+        wanted = found[:1]
     assert sorted(found[:count]) == sorted(wanted)
     tiles = [x[0] for x in found]
     assert tiles == sorted(tiles, reverse=True) and not any(tiles[count:])
@@ -215,7 +329,12 @@ def test_kinds_that_the_kernels_have_and_those_they_have_not() -> None:
     q = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16)
     have = Kind(True, True, True, True, 1, True, True, True, VARLEN=True)
     assert list(reasons("hopper", Variant(have), q, q, q, True)) == []
-    for kind, text in ((Kind(ENTROPY=True), "no entropy"),):
+    table = dataclasses.replace(have, INTERVALS=False, VARLEN=False, TABLE=True)
+    assert list(reasons("hopper", Variant(table), q, q, q, True)) == []
+    for kind, text in (
+        (Kind(ENTROPY=True), "no entropy"),
+        (Kind(INTERVALS=True, TABLE=True), "no intervals beside table"),
+    ):
         (reason,) = reasons("hopper", Variant(kind), q, q, q, True)
         assert isinstance(reason, str) and text in reason
     for kind in (Kind(), Kind(CAUSAL=True)):
@@ -234,6 +353,15 @@ SHAPES = {
     "few queries": (3, 4, 2, 5, 900),
     "more items than programs": (30, 4, 4, 400, 700),
 }
+TABLES = (
+    ("boolean",),
+    ("from_function",),
+    ("either", "sinks"),
+    ("dilated", "softcap"),
+    ("boolean", "causal"),
+    ("boolean", "window", "max_score"),
+    ("from_function", "first_keys", "softcap", "sinks", "alibi", "max_score"),
+)
 SETS = (
     ("causal", "left_window"),
     ("window", "softcap"),
@@ -254,6 +382,7 @@ SETS = (
     ("tree",),
     ("intervals", "causal", "max_score"),
     ("documents", "first_keys", "softcap", "sinks", "alibi", "max_score"),
+    *TABLES,
 )
 
 
@@ -294,7 +423,9 @@ def test_features_against_float64(
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", ["more keys", "more queries", "few queries"])
 @pytest.mark.parametrize("D", [64, 96, 256])
-@pytest.mark.parametrize("names", [SETS[0], SETS[8], SETS[-1]], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [SETS[0], SETS[8], SETS[18], TABLES[0], TABLES[4], TABLES[6]], ids="+".join
+)
 def test_features_at_other_head_dims(
     names: tuple[str, ...], D: int, shape: str, seed: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

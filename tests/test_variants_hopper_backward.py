@@ -14,7 +14,7 @@ import torch
 from attention_problem import Problem
 from hopper_attention import determinism
 from rows import poison
-from schedule_on_the_host import Pointer, load, ranges_on_the_host
+from schedule_on_the_host import Pointer, blocks, load, ranges_on_the_host
 from torch import Tensor
 from variant_problem import Call, assert_within_bound, drawn, exact_and_eager, make, run
 
@@ -25,6 +25,7 @@ from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
 from flashproto.kernels.scores import Given, Variables
 from flashproto.ops import attention as attention_op
+from flashproto.reference.mask_table import TILE, packed
 from flashproto.variant import (
     Kind,
     Variant,
@@ -40,6 +41,10 @@ BRAIN = torch.bfloat16
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_of(monkeypatch)
+
+
+def host_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device code of the schedule runs as Python."""
     ranges_on_the_host(monkeypatch)
     language = SimpleNamespace(
@@ -48,11 +53,12 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
         where=lambda c, x, y: x if c else y,
         cdiv=lambda a, b: -(-a // b),
         load=lambda pointer: int(load(pointer)),
+        int64=torch.int64,
     )
     monkeypatch.setattr(work, "gl", language)
     monkeypatch.setattr(work, "query_range", schedule.query_range.fn)
     monkeypatch.setattr(work, "clamp", schedule.clamp)
-    for name in ("tile_of_intervals", "queries_of_tile"):
+    for name in ("tile_of_intervals", "queries_of_tile", "list_of"):
         monkeypatch.setattr(work, name, getattr(work, name).fn)
 
 
@@ -88,18 +94,31 @@ def walks(
     H, h0 = Hk * GROUP, hk * GROUP
     start = work.first_tile.fn(col, m0, M, up, config)
     began = work.first_head.fn(h0, col, GROUP, config)
-    h, m = began, start
+    h, m, n, has_lists = began, start, col // config.BN, config.KIND.TABLE
     produced = []
-    for _ in range((m1 - m0) * GROUP):
-        produced.append(((b * H + h) * M + m, m * config.BM + offset - col))
+    steps = (m1 - m0) * GROUP
+    if has_lists:
+        steps = work.listed_steps.fn(b, h0, n, NB, M, GROUP, given)
+    for _ in range(steps):
+        at = m
+        if has_lists:
+            at, m1 = work.listed_tile.fn(b, h, n, m, NB, M, given)
+        produced.append(((b * H + h) * M + at, at * config.BM + offset - col))
         h, m = work.next_tile.fn(h, m, h0, began, m0, m1, start, up, GROUP, config)
+    assert not has_lists or (h, m) == (h0 + GROUP, 0)
     tile = (b * H + h0) * M + start
     low, high = m0 * config.BM + offset - col, m1 * config.BM + offset - col
     outer, begin, end, last_key = work.loops.fn(low, high, m0, m1, up, GROUP, config)
     consumed = []
-    for _ in range(outer):
+    for i in range(outer):
+        if has_lists:
+            listed = work.list_of(b, h0 + i, n, NB, M, given)
+            end = work.gl.load(listed)
         for index in range(begin, end, config.STEP):
-            consumed.append((tile, work.last_visible_key.fn(index, last_key, config)))
+            place, to = index, tile
+            if has_lists:
+                place, to, _ = work.listed_step.fn(index, last_key, tile, listed, config)
+            consumed.append((to, work.last_visible_key.fn(place, last_key, config)))
             tile = work.inner_step.fn(tile, M, config)
         tile, last_key = work.outer_step.fn(tile, last_key, m0, m1, M, up, GROUP, config)
     return (b, hk, col), produced, consumed
@@ -160,6 +179,75 @@ def test_producer_and_consumers_visit_all_queries_that_see_a_key(
         assert Counter(items) == Counter(wanted)
 
 
+@pytest.mark.parametrize("per_head", [False, True])
+@pytest.mark.parametrize("band", BANDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_producer_and_consumers_visit_what_a_table_lists(
+    D: int, band: Kind, per_head: bool, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key tile of each head once, with one step for each head at least; both sides take the same
+    steps, and no query that sees a key is left out.  Without a band no other tile is visited than those
+    of which the table shows some, and those that are clear are marked."""
+    kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, ALIBI=True, TABLE=True)
+    config = configs.attention_backward_hopper(D, 4096, kind)
+    BM, BN = config.BM, config.BN
+    generator = random.Random(seed)
+    problems = []
+    for _ in range(2):
+        Sq, Sk = generator.randrange(1, 600), generator.randrange(1, 600)
+        offset = generator.choice((Sk - Sq, 0, 300, -200))
+        left, first = generator.randrange(600), generator.randrange(1, 600)
+        B, Hk, GROUP = 2, 2, generator.choice((1, 3))
+        rows = generator.choice((1, B)), Hk * GROUP if per_head else 1
+        shown = blocks(generator, (*rows, Sq, Sk))
+        _, table = packed(shown)
+        NB, M = -(-Sk // BN), -(-Sq // BM)
+        columns = torch.full((rows[0] * rows[1], NB, 1 + M), -7, dtype=torch.int32, device=device)
+        given = Given(left if kind.WINDOW else None, first if kind.FIRST else None)
+        constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": band, "MARKED": True}
+        of_band = () if band.PLAIN else given
+        schedule.columns_kernel[(rows[0] * rows[1] * NB,)](
+            columns, table.to(device), Sq, Sk, offset, of_band, **constants
+        )
+        given = given._replace(
+            columns=Pointer(columns.cpu().long().flatten()),
+            table_of_batch=torch.tensor(rows[1] if rows[0] > 1 else 0),
+            table_of_head=torch.tensor(1 if per_head else 0),
+        )
+        problems.append((Sq, Sk, offset, left, first, (NB, M, Hk, GROUP, B), shown, table, given))
+    host_of(monkeypatch)
+    for Sq, Sk, offset, left, first, sizes, shown, table, given in problems:
+        NB, M, Hk, GROUP, B = sizes
+        H = Hk * GROUP
+        i, j = torch.arange(Sq)[:, None], torch.arange(Sk)[None, :]
+        seen = shown.expand(B, H, Sq, Sk).clone()
+        if kind.CAUSAL:
+            seen &= j <= i + offset
+        if kind.WINDOW:
+            seen &= (j >= i + offset - left) | (j < (first if kind.FIRST else 0))
+        items = []
+        for t in range(NB * B * Hk):
+            (b, hk, col), produced, consumed = walks(config, t, sizes, offset, given)
+            items.append((b, hk, col))
+            assert produced == consumed and len(set(produced)) == len(produced)
+            tiles = {tile for tile, _ in produced}
+            for h, m in itertools.product(range(hk * GROUP, (hk + 1) * GROUP), range(M)):
+                visited = (b * H + h) * M + m in tiles
+                pairs = (b, h, slice(m * BM, (m + 1) * BM), slice(col, col + BN))
+                assert visited or not seen[pairs].any()
+                listed = work.list_of(b, h, col // BN, NB, M, given)
+                places = range(work.gl.load(listed))
+                own = [work.listed_step.fn(n, 0, 0, listed, config)[1:] for n in places]
+                assert own == sorted(own) and own
+                assert (m, 1) not in own or shown.expand(B, H, Sq, Sk)[pairs].all()
+                if band.PLAIN and not band.CAUSAL:
+                    what = table.expand(B, H, -1, -1)[b, h, m * BM // TILE, col // TILE]
+                    assert visited == (what > 0 or (own == [(0, 0)] and m == 0))
+                    assert ((m, 1) in own) == (what == 2)
+        wanted = itertools.product(range(B), range(Hk), range(0, Sk, BN))
+        assert Counter(items) == Counter(wanted)
+
+
 # --- what happens to a tile of scores ---------------------------------------------------------------
 
 
@@ -171,13 +259,14 @@ class Tile(Tensor):
         return SimpleNamespace(layout=None)
 
 
-@pytest.mark.parametrize("intervals", [False, True])
+@pytest.mark.parametrize("other", ["", "intervals", "table"])
 @pytest.mark.parametrize("band", BANDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("BM", [64, 128])
 def test_masks_and_distances_of_a_tile(
-    BM: int, band: Kind, intervals: bool, seed: int, host: None, monkeypatch: pytest.MonkeyPatch
+    BM: int, band: Kind, other: str, seed: int, host: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As visible() and ALiBi are defined, for tiles at all places; what is not masked needs no mask."""
+    intervals, has_table = other == "intervals", other == "table"
     language = SimpleNamespace(
         minimum=lambda a, b: min(int(a), int(b)),
         maximum=lambda a, b: max(int(a), int(b)),
@@ -186,21 +275,24 @@ def test_masks_and_distances_of_a_tile(
         load=lambda pointer, mask=True, other=0: load(pointer, mask, other),
         convert_layout=lambda x, layout, assert_trivial: x.as_subclass(Tile),
         SliceLayout=lambda dim, parent: None,
+        cdiv=lambda a, b: -(-a // b),
         float32=torch.float32,
         int64=torch.int64,
     )
     monkeypatch.setattr(tile_masks, "gl", language)
     monkeypatch.setattr(tile_masks, "accumulator", lambda N: None)
-    monkeypatch.setattr(tile_masks, "along", lambda layout, dim: None)
+    monkeypatch.setattr(tile_masks, "along", lambda layout, dim, rank=6: None)
+    monkeypatch.setattr(tile_masks, "TILE", TILE)
+    monkeypatch.setattr(tile_masks, "list_of", lambda *_: 0)
     monkeypatch.setattr(tile_masks, "EVERYWHERE", tile_masks.EVERYWHERE.value)
     monkeypatch.setattr(tile_masks, "clamp", lambda x, low, high: torch.clamp(x, low, high))
     monkeypatch.setattr(tile_masks, "tile_of_intervals", work.tile_of_intervals)
     monkeypatch.setattr(
         tile_masks, "modified", lambda s, _, v, kind, i, j: s + (i - j + v.head.diagonal)
     )
-    for name in ("mask", "mask_keys", "of_keys"):
+    for name in ("mask", "mask_keys", "of_keys", "bits_of_keys"):
         monkeypatch.setattr(tile_masks, name, getattr(tile_masks, name).fn)
-    kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, INTERVALS=intervals, ALIBI=True)
+    kind = Kind(band.CAUSAL, band.WINDOW, band.FIRST, INTERVALS=intervals, ALIBI=True, TABLE=has_table)
     generator = random.Random(seed)
     whole = masked = 0
     for _ in range(60):
@@ -220,9 +312,28 @@ def test_masks_and_distances_of_a_tile(
             given = given._replace(begin=Pointer(begin.view(-1)), end=Pointer(end.view(-1)))
         given = given._replace(alibi_slopes=Pointer(torch.tensor([0.5])), rows=2 * Sq + 1)
         row, i0 = generator.randrange(0, Sk, 64), generator.randrange(0, Sq, BM)
+        clear = 0
+        if has_table:
+            shown = blocks(generator, (1, 2, Sq, Sk))
+            bits, table = packed(shown)
+            clear = int(table[0, 1, i0 // TILE, row // TILE] == 2)
+            h = torch.tensor(1)
+            given = given._replace(bits=Pointer(bits.flatten()), table_of_batch=0, table_of_head=h)
         NB = -(-Sk // config.BN)
         given = given._replace(row_of_batch=torch.tensor(0), row_of_head=torch.tensor(0))
-        head = tile_masks.as_seen_from.fn(row, torch.tensor(0), 0, given, Sk, offset, 0, NB, config)
+        place_of_head = 1 if has_table else 0
+        slopes = Pointer(torch.tensor([0.5, 0.5]))
+        head = tile_masks.as_seen_from.fn(
+            row,
+            torch.tensor(0),
+            place_of_head,
+            given._replace(alibi_slopes=slopes),
+            Sk,
+            offset,
+            0,
+            NB,
+            config,
+        )
         seen = Variables(given, head)
         i, j = i0 + torch.arange(BM)[None, :], row + torch.arange(64)[:, None]
         wanted = (j < Sk) & (i > -1)
@@ -233,17 +344,19 @@ def test_masks_and_distances_of_a_tile(
         if begin is not None and end is not None:
             b, e = (x.view(-1)[j.clamp(max=Sk - 1)] for x in (begin, end))
             wanted = wanted & (b <= i) & (i < e)
+        if has_table:
+            wanted = wanted & shown[0, 1][i.clamp(max=Sq - 1), j.clamp(max=Sk - 1)]
         x = torch.zeros(64, BM).as_subclass(Tile)
         place = i0 + offset - row
-        for function in (tile_masks.mask, tile_masks.mask_if_needed.fn):
-            got = function(x, Sk - 1 - row, place, seen, kind).as_subclass(Tensor) == 0
+        for function, more in ((tile_masks.mask, ()), (tile_masks.mask_if_needed.fn, (clear,))):
+            got = function(x, Sk - 1 - row, place, seen, kind, *more).as_subclass(Tensor) == 0
             there = (i < Sq).expand(64, BM)
             assert torch.equal(got & there, wanted & there)
         whole += bool(got.all())
         masked += not got.all()
         distance = tile_masks.modify.fn(x, place, 1.0, seen, kind).as_subclass(Tensor)
         assert torch.equal(distance, (i + (Sk - Sq) - j).float())
-    assert masked > 5 and (whole > 0 or kind.WINDOW), (masked, whole)
+    assert masked > 5 and (whole > 0 or kind.WINDOW or has_table), (masked, whole)
 
 
 # --- where gradients are computed -------------------------------------------------------------------
@@ -262,7 +375,8 @@ def test_the_main_kernel_sees_no_sinks() -> None:
 def test_backends_of_gradients() -> None:
     for kind in (Kind(), Kind(True), Kind(True, SINKS=True), Kind(MAX_SCORE=True)):
         assert backward_backend("hopper", kind, ordered=True) == "hopper"
-    for kind in (Kind(True, True, True), Kind(SOFTCAP=1), Kind(ALIBI=True), Kind(INTERVALS=True)):
+    lists = Kind(INTERVALS=True), Kind(TABLE=True)
+    for kind in (Kind(True, True, True), Kind(SOFTCAP=1), Kind(ALIBI=True), *lists):
         assert backward_backend("hopper", kind) == "hopper"
         assert backward_backend("hopper", kind, ordered=True) == "triton"
         assert backward_backend("triton", kind) == "triton"
@@ -277,7 +391,8 @@ def variant_of_call(call: Call, q: Tensor, k: Tensor) -> Variant:
     names = ("causal", "window", "mask", "softcap")
     options = {n: x for n, x in options.items() if n in names}
     options |= {n: x.detach() for n, x in call.parameters.items()}
-    return attention_request("attention", q, k, k, **options).variant
+    request = attention_request("attention", q, k, k, **options)
+    return (request.with_table(True) if request.variant.kind.TABLE else request).variant
 
 
 def backward_of(
@@ -293,7 +408,7 @@ def backward_of(
     out, lse, *_ = attention_op.attention((q, k, v, *tensors), settings, (0, 1))
     dout, dlse = gradients
     dlse = torch.where(lse.isinf(), 0.0, dlse)
-    given = (dout, dlse, None, None, q, k, v, out, lse, *tensors)
+    given = attention_op.backward_inputs((dout, dlse, out, lse), q, k, v, [*tensors])
     needs = (True, True, True, *(name == "sinks" for name in names))
     recipe = attention_op.attention.backward_recipe(
         given, settings._replace(backend=impl), needs, False
@@ -339,6 +454,13 @@ SETS = (
     ("tree", "alibi"),
     ("intervals",),
     ("documents", "first_keys", "softcap", "sinks", "alibi"),
+    ("boolean",),
+    ("from_function",),
+    ("either", "sinks"),
+    ("dilated", "softcap"),
+    ("causal", "boolean"),
+    ("boolean", "window"),
+    ("from_function", "first_keys", "softcap", "sinks", "alibi"),
 )
 
 
@@ -359,7 +481,7 @@ def test_gradients_against_float64(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("D", [40, 96, 192])
-@pytest.mark.parametrize("names", [SETS[2], SETS[7], SETS[12]], ids="+".join)
+@pytest.mark.parametrize("names", [SETS[2], SETS[7], SETS[12], ("boolean", "causal")], ids="+".join)
 def test_padded_head_dims_of_float16(
     D: int, names: tuple[str, ...], seed: int, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

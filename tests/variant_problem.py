@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from attention_problem import ATOL, Problem, error, lay_out
 from torch import Tensor
@@ -162,6 +163,69 @@ def intervals(generator: random.Random, p: Problem, device: str) -> Drawn:
     return Drawn({}, lambda o, b, h, i, j: (begin[b, h, j] <= i) & (i < end[b, h, j]), mask)
 
 
+def boolean(generator: random.Random, p: Problem, device: str) -> Drawn:
+    """Of any shape that broadcasts; in places runs of keys that all or none see."""
+    shape = [generator.choice((1, n)) for n in (p.B, p.Hq, p.Sq)] + [p.Sk]
+    if generator.random() < 0.2:
+        shape = [*shape[:2], p.Sq, 1]
+    x = torch.rand(shape, device=device) < generator.choice((0.3, 0.9))
+    for seen in (False, True):
+        start = generator.randrange(p.Sk + 1)
+        x[..., start : start + generator.randrange(p.Sk + 1)] = seen
+    if generator.random() < 0.5:
+        x = x.mT.contiguous().mT
+    given = x[0] if shape[0] == 1 else x
+    x = x.expand(p.B, p.Hq, p.Sq, p.Sk)
+    return Drawn({}, lambda o, b, h, i, j: x[b, h, i, j], masks.boolean(given))
+
+
+def from_function(generator: random.Random, p: Problem, device: str) -> Drawn:
+    step, of_batch, of_head = (generator.randrange(n) for n in (5, 2, 2))
+
+    def function(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        at = i - j
+        at = at + b if of_batch else at
+        at = at + 2 * h if of_head else at
+        return at % (step + 2) != 0
+
+    return Drawn({}, lambda o, *at: function(*at), masks.from_function(function))
+
+
+def either(generator: random.Random, p: Problem, device: str) -> Drawn:
+    """A window, or what intervals hide."""
+    band, other = window(generator, p, device), intervals(generator, p, device)
+    mask = masks.window(*band.options["window"]) | ~other.mask
+    return Drawn({}, lambda *at: band.sees(*at) | ~other.sees(*at), mask)
+
+
+def chunks(generator: random.Random, p: Problem, device: str) -> Drawn:
+    size = generator.randrange(1, p.Sk + 2)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return torch.div(i + o, size, rounding_mode="floor") == j // size
+
+    return Drawn({}, sees, masks.chunks(size))
+
+
+def global_tokens(generator: random.Random, p: Problem, device: str) -> Drawn:
+    n = generator.randrange(1, p.Sk + 2)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return (j < n) | ((i + o >= 0) & (i + o < n))
+
+    return Drawn({}, sees, masks.global_tokens(n))
+
+
+def dilated(generator: random.Random, p: Problem, device: str) -> Drawn:
+    far, step = generator.randrange(p.Sk + 2), generator.randrange(1, 5)
+
+    def sees(o: int, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        distance = i + o - j
+        return (distance >= 0) & (distance <= far) & (distance % step == 0)
+
+    return Drawn({}, sees, masks.dilated(far, step))
+
+
 def softcap(generator: random.Random, p: Problem, device: str) -> Drawn:
     return Drawn({"softcap": generator.choice((0.5, 3.0, 30.0))})
 
@@ -178,13 +242,41 @@ def alibi(generator: random.Random, p: Problem, device: str) -> Drawn:
     return Drawn({"alibi_slopes": (by_head(p, device).abs() * 0.3).requires_grad_()})
 
 
+def bias(generator: random.Random, p: Problem, device: str) -> Drawn:
+    """Of any shape that broadcasts, and any strides; some pairs are hidden, and maybe whole rows."""
+    shape = [generator.choice((1, n)) for n in (p.B, p.Hq, p.Sq, p.Sk)]
+    shape = shape[generator.randrange(1 + next((d for d in range(4) if shape[d] > 1), 3)) :]
+    x = torch.randn(shape, device=device)
+    if generator.random() < 0.5:
+        x[torch.rand(shape, device=device) < 0.2] = -math.inf
+    if len(shape) > 1 and generator.random() < 0.5:
+        x = x.mT.contiguous().mT
+    if generator.random() < 0.2:
+        x = x.expand(p.B, p.Hq, p.Sq, p.Sk)
+    return Drawn({"bias": x.to(generator.choice((p.dtype, torch.float32))).requires_grad_()})
+
+
+def relative_bias(generator: random.Random, p: Problem, device: str) -> Drawn:
+    columns = generator.choice((1, 2, 7, p.Sq + p.Sk - 1))
+    offset = generator.choice((0, columns // 2, p.Sq - 1, -2))
+    table = torch.randn(generator.choice((1, p.Hq)), columns, device=device)
+    return Drawn({"relative_bias": table.requires_grad_(), "relative_offset": offset})
+
+
+def dropout(generator: random.Random, p: Problem, device: str) -> Drawn:
+    share = generator.choice((0.1, 0.5, 0.9, 1.0))
+    seed = torch.tensor([generator.randrange(2**63)], device=device)
+    return Drawn({"dropout_p": share, "dropout_seed": seed})
+
+
 def of_scores() -> Iterator[Feature]:
     """What variant.FEATURES has beside masks; a number without a row here is one of few."""
-    own = {"softcap": softcap, "sinks": sinks, "alibi": alibi}
+    own = {"softcap": softcap, "sinks": sinks, "alibi": alibi, "dropout": dropout}
+    own |= {"bias": bias, "relative_bias": relative_bias}
     for row in OPTIONS:
         name = row.field.lower()
         if name in own:
-            yield Feature(name, own[name])
+            yield Feature(name, own[name], packed="attention_varlen" in row.functions)
         elif row.what == STATISTIC:
             yield Feature(name, lambda _, p, device, name=name: Drawn({"return_aux": (name,)}))
         elif isinstance(row.what, Number):
@@ -211,6 +303,12 @@ FEATURES = {
         Feature("prefix", prefix, packed=False),
         Feature("tree", tree, packed=False),
         Feature("intervals", intervals, packed=False),
+        Feature("chunks", chunks, packed=False),
+        Feature("global_tokens", global_tokens, packed=False),
+        Feature("boolean", boolean, packed=False),
+        Feature("from_function", from_function, packed=False),
+        Feature("either", either, packed=False),
+        Feature("dilated", dilated, packed=False),
         *of_scores(),
     )
 }
@@ -245,12 +343,14 @@ def covering(generator: random.Random, count: int, most: int = 6) -> list[tuple[
 
 @dataclass(frozen=True)
 class Call:
-    """A problem and the features that are drawn for it."""
+    """A problem and the features that are drawn for it; sequence: its number, of one side by side with
+    others."""
 
     problem: Problem
     names: tuple[str, ...]
     options: dict[str, Any] = field(default_factory=dict)
     sees: tuple[Predicate, ...] = ()
+    sequence: int = 0
 
     @property
     def aux(self) -> tuple[str, ...]:
@@ -270,6 +370,20 @@ class Call:
         for sees in self.sees:
             seen = seen & sees(p.offset, *places)
         return seen
+
+    def kept(self, device: torch.device) -> Tensor:
+        """1 / (1 - p) of a probability that dropout keeps and 0 of others, [B, Hq, Sq, Sk]."""
+        p, share = self.problem, round(self.options.get("dropout_p", 0.0) * 65536)
+        if not share:
+            return torch.ones((), device=device)
+        b, h, i, j = np.ogrid[: p.B, : p.Hq, : p.Sq, : p.Sk]
+        # Queries i, i + 8 and keys j, j + 1, j + 8, j + 9 of a square of 16 x 16 share four words.
+        counters = (j >> 4) * 4 + ((j & 7) >> 1), (i >> 4) * 8 + (i & 7), (self.sequence + b) * p.Hq + h
+        words = philox(int(self.options["dropout_seed"]), *counters)
+        word = np.choose(2 * (i >> 3 & 1) + (j >> 3 & 1), words)
+        bits = np.where(j & 1, word >> 16, word & 0xFFFF)
+        kept = torch.from_numpy(bits >= share).double().to(device)
+        return kept / (1 - share / 65536) if share < 65536 else torch.zeros_like(kept)
 
 
 def drawn(generator: random.Random, problem: Problem, names: Sequence[str], device: str) -> Call:
@@ -294,6 +408,19 @@ def drawn(generator: random.Random, problem: Problem, names: Sequence[str], devi
     return Call(problem, tuple(names), options, tuple(sees))
 
 
+def philox(seed: int, *counters: np.ndarray) -> list[np.ndarray]:
+    """Philox-4x32 of 7 rounds, as Salmon et al. have it in figure 1, of three counters and 1."""
+    low = np.uint64(2**32 - 1)
+    c0, c1, c2, c3 = np.broadcast_arrays(*(np.asarray(x, np.uint64) for x in (*counters, 1)))
+    keys = [np.uint64(seed & 0xFFFFFFFF), np.uint64(seed >> 32)]
+    for _ in range(7):
+        first, second = c0 * np.uint64(0xD2511F53), c2 * np.uint64(0xCD9E8D57)
+        c0, c1 = (second >> np.uint64(32)) ^ c1 ^ keys[0], second & low
+        c2, c3 = (first >> np.uint64(32)) ^ c3 ^ keys[1], first & low
+        keys = [(k + np.uint64(w)) & low for k, w in zip(keys, (0x9E3779B9, 0xBB67AE85), strict=True)]
+    return [c0.astype(np.int64), c1.astype(np.int64), c2.astype(np.int64), c3.astype(np.int64)]
+
+
 # --- by definition --------------------------------------------------------------------------------
 
 
@@ -306,28 +433,39 @@ def eager(
     k, v = (t.repeat_interleave(group, 1) for t in (k, v))
     s = (q @ k.mT) * (p.D**-0.5 if p.scale is None else p.scale)
     seen = call.visible(q.device)
-    top = s.masked_fill(~seen, -math.inf).amax(-1)
+    raw = s
     if "softcap" in options:
         s = options["softcap"] * torch.tanh(s / options["softcap"])
     if "alibi_slopes" in parameters:
         i = torch.arange(p.Sq, device=q.device)[:, None] + p.offset
         distance = (i - torch.arange(p.Sk, device=q.device)).abs().to(q.dtype)
         s = s - parameters["alibi_slopes"].to(q.dtype)[:, None, None] * distance
+    if "bias" in parameters:
+        s = s + parameters["bias"].to(q.dtype)
+    if "relative_bias" in parameters:
+        i = torch.arange(p.Sq, device=q.device)[:, None] + p.offset + options["relative_offset"]
+        table = parameters["relative_bias"].to(q.dtype)
+        column = (i - torch.arange(p.Sk, device=q.device)).clamp(0, table.shape[1] - 1)
+        s = s + table[:, column]
+    seen = seen & (s != -math.inf)
+    top = raw.masked_fill(~seen, -math.inf).amax(-1)
     s = s.masked_fill(~seen, -math.inf)
     keyless = ~seen.any(-1, keepdim=True)
     keys = torch.softmax(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless, 0.0)
-    entropy = torch.special.entr(keys).sum(-1)
+    logs = torch.log_softmax(s.masked_fill(keyless, 0.0), -1).masked_fill(~seen, 0.0)
+    entropy = -(keys * logs).sum(-1)
+    kept = call.kept(q.device).to(q.dtype)
     if "sinks" in parameters:
         sink = parameters["sinks"].to(q.dtype)[:, None, None].expand(p.B, -1, p.Sq, 1)
         s = torch.cat([s, sink], -1)
         return {
-            "out": torch.softmax(s, -1)[..., :-1] @ v,
+            "out": (torch.softmax(s, -1)[..., :-1] * kept) @ v,
             "lse": torch.logsumexp(s, -1),
             "max_score": top,
             "entropy": entropy,
         }
     lse = torch.logsumexp(s.masked_fill(keyless, 0.0), -1).masked_fill(keyless[..., 0], -math.inf)
-    return {"out": keys @ v, "lse": lse, "max_score": top, "entropy": entropy}
+    return {"out": (keys * kept) @ v, "lse": lse, "max_score": top, "entropy": entropy}
 
 
 def eager_packed(
@@ -341,11 +479,11 @@ def eager_packed(
     """The same of sequences side by side [T, H, D], one after another."""
     made: list[dict[str, Tensor]] = []
     at = [0, 0]
-    for Sq, Sk in (*lengths, (q.shape[0] - sum(n for n, _ in lengths), 0)):
+    for s, (Sq, Sk) in enumerate((*lengths, (q.shape[0] - sum(n for n, _ in lengths), 0))):
         parts = q[at[0] : at[0] + Sq], *(x[at[1] : at[1] + Sk] for x in (k, v))
         at = [at[0] + Sq, at[1] + Sk]
         if Sq and Sk:
-            one = replace(call, problem=replace(call.problem, B=1, Sq=Sq, Sk=Sk))
+            one = replace(call, problem=replace(call.problem, B=1, Sq=Sq, Sk=Sk), sequence=s)
             made.append(eager(*(x.transpose(0, 1)[None] for x in parts), parameters, one))
         elif Sq:
             rows = q.new_zeros(1, q.shape[1], Sq)
@@ -355,7 +493,8 @@ def eager_packed(
             made.append({"out": out, "lse": lse.to(q.dtype), "max_score": none, "entropy": rows})
     found = {name: torch.cat([x[name] for x in made], 2)[0] for name in made[0]}
     none = sum(x[:0].sum() for x in (q, k, v, *parameters.values()))  # so that all have gradients
-    return found | {"out": found["out"].transpose(0, 1) + none, "lse": found["lse"] + none}
+    found |= {name: found[name] + none for name in ("lse", "entropy")}
+    return found | {"out": found["out"].transpose(0, 1) + none}
 
 
 # --- results and their errors ---------------------------------------------------------------------
@@ -379,13 +518,18 @@ def with_gradients(
     parameters: dict[str, Tensor],
     gradients: Sequence[Tensor],
 ) -> dict[str, Tensor]:
-    """outputs and the gradients of out and lse; rows without a key give lse none."""
+    """outputs and the gradients of out, lse and the entropy; rows without a key give lse none."""
     out, lse = outputs["out"], outputs["lse"]
     dout, dlse = gradients
     dlse = torch.where(lse.isinf(), 0.0, dlse).to(lse.dtype)
+    given = {"out": dout.to(out.dtype), "lse": dlse}
+    if "entropy" in outputs:
+        given["entropy"] = gradients[1].flip(-1).to(outputs["entropy"].dtype)
     leaves = {"dq": inputs[0], "dk": inputs[1], "dv": inputs[2]}
     leaves |= {f"d{name}": x for name, x in parameters.items() if x.requires_grad}
-    grads = torch.autograd.grad([out, lse], list(leaves.values()), [dout.to(out.dtype), dlse])
+    grads = torch.autograd.grad(
+        [outputs[name] for name in given], list(leaves.values()), list(given.values())
+    )
     made = dict(zip(leaves, grads, strict=True))
     return {name: x.detach() for name, x in outputs.items()} | made
 
@@ -411,6 +555,24 @@ def starts(lengths: Lengths, device: str) -> list[Tensor]:
         torch.tensor([0, *(n[side] for n in lengths)], device=device).cumsum(0, dtype=torch.int32)
         for side in (0, 1)
     ]
+
+
+def tokens_of_gapped(used: Lengths, gaps: Lengths, behind: tuple[int, int], side: int) -> Tensor:
+    """Where the tokens of sequences of `used` lengths, and those behind them all, lie where each has so
+    many others behind its own."""
+    at, places = 0, []
+    for own, gap in (*zip(used, gaps, strict=True), (behind, behind)):
+        places.append(torch.arange(at, at + own[side]))
+        at += own[side] + gap[side]
+    return torch.cat(places)
+
+
+def with_gaps(x: Tensor, places: Tensor, dim: int, value: float) -> Tensor:
+    """x, whose dimension `dim` has tokens, with them at `places`, up to the last of these, and `value`
+    between them."""
+    shape = [*x.shape]
+    shape[dim] = int(places[-1]) + 1 if places.numel() else 0
+    return x.new_full(shape, value).index_copy(dim, places, x)
 
 
 def outputs_of(
@@ -470,11 +632,11 @@ def exact_and_eager(
     return found[0], found[1]
 
 
-def sum_of_rows(out: Tensor, lse: Tensor, sinks: Tensor) -> float:
-    """The size of what dsinks gathers of roundings of out: a row's term is exp(sink - lse) times the
-    product of out and dout, which is drawn from N(0, 1), and rows' roundings are independent."""
+def sum_of_rows(out: Tensor, weights: Tensor | float) -> float:
+    """The size of what a sum over a head's rows gathers of roundings of out: a row's term is at most
+    its weight [Hq, rows] times the product of out and dout, which is drawn from N(0, 1), and rows'
+    roundings are independent."""
     heads = out.movedim(1, 0).flatten(1, -2)  # of packed ones [T, H, D] too
-    weights = torch.exp(sinks.detach()[:, None] - lse.movedim(-2, 0).flatten(1))
     return (weights * heads.norm(dim=-1)).norm(dim=-1).max().item()
 
 
@@ -482,14 +644,21 @@ def assert_within_bound(
     got: dict[str, Tensor], exact: dict[str, Tensor], plain: dict[str, Tensor], call: Call
 ) -> None:
     """No further off than twice what eager is, thrice with a softcap, and one unit in the last place:
-    at 1, and of what is summed over all rows at its own size or that of rounded terms' sum."""
+    at 1, with dropout at 1 / (1 - p), by which the rounded out has been multiplied unless p is 1; and
+    of what is summed over all rows at its own size or that of rounded terms' sum."""
     dtype, times = call.problem.dtype, 3 if "softcap" in call.options else 2
     assert got.keys() == exact.keys()
     for name, value in got.items():
         assert value.shape == exact[name].shape, name
         size = exact[name].abs().max().item() if name[1:] in call.parameters else 1.0
+        kept = 1 - call.options.get("dropout_p", 0.0)
+        size = max(size, 1 / kept if kept else 0.0)
         if name == "dsinks":
-            size = max(size, sum_of_rows(exact["out"], exact["lse"], call.parameters["sinks"]))
+            sinks, lse = call.parameters["sinks"].detach(), exact["lse"].movedim(-2, 0).flatten(1)
+            size = max(size, sum_of_rows(exact["out"], torch.exp(sinks[:, None] - lse)))
+        if name in ("dbias", "drelative_bias") and "dropout_p" in call.options:
+            # Of out as it is divided by 1 - p; a row's probabilities are its weight.
+            size = max(size, sum_of_rows(exact["out"], 1.0))
         allowed = times * error(plain[name], exact[name]) + ATOL[dtype] * max(size, 1.0)
         ours = error(value, exact[name])
         assert ours <= allowed, f"{name}: error {ours:.3g}, allowed {allowed:.3g} ({call})"

@@ -1,0 +1,49 @@
+"""Which cases of parametrised tests run without --all: of each test so many that each value of each of
+its parameters occurs, drawn by the run's seed."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+FEW = 4  # cases of a test that all run
+
+
+def covering(cases: list[dict[str, Any]], generator: random.Random) -> list[int]:
+    """Numbers of cases that have all the values that all cases have: {parameter: value}.
+
+    Values are told apart as objects, in whose place stands the first case that has them: processes then
+    choose alike, whatever their memory.
+    """
+    first: dict[tuple[str, int], int] = {}
+    of_case = [
+        {(name, first.setdefault((name, id(value)), i)) for name, value in case.items()}
+        for i, case in enumerate(cases)
+    ]
+    order = list(range(len(cases)))
+    generator.shuffle(order)
+    seen: set[tuple[str, int]] = set()
+    chosen = []
+    for i in order:
+        if not of_case[i] <= seen:
+            seen |= of_case[i]
+            chosen.append(i)
+    return sorted(chosen)
+
+
+def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
+    """Those that do not run."""
+    tests: dict[str, list[Any]] = defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    out: set[pytest.Item] = set()
+    for name, cases in tests.items():
+        if len(cases) > FEW:
+            chosen = covering([x.callspec.params for x in cases], random.Random(seed + name))
+            out.update(x for i, x in enumerate(cases) if i not in chosen)
+    return out
