@@ -228,7 +228,7 @@ class Kind:
         options that they have not together."""
         there = fields_on(place, backward)
         missing = [name.lower() for name in self.given if name not in there]
-        apart = (pair for pair in APART.get(place, ()) if self.given.keys() >= {*pair})
+        apart = (pair for pair in APART.get(place, ()) if all(name in self.given for name in pair))
         return missing + [" beside ".join(pair).lower() for pair in apart if {*pair} <= {*there}]
 
 

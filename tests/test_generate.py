@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -320,6 +322,33 @@ def test_steps_of_a_graph_are_those_without(model, monkeypatch, page_size):
             assert all(map(torch.equal, got, plain))
             assert cache.counts == cache.lengths.tolist()
     assert 1 < len(made) <= 2  # one for each number of tokens, kept with the cache
+
+
+def test_graphs_go_with_their_cache(model, monkeypatch):
+    """At once, and not when the collector comes, in another capture say."""
+    monkeypatch.setattr(generation, "on_another_stream", lambda device, run: run())
+    monkeypatch.setattr(generation, "wants_graph", lambda model, cache, asked: True)
+    cache = model.make_cache(2)
+    model.generate(prompts_of(3, 6), 1 + generation.WARM, cache=cache)
+    step = weakref.ref(cache.decoder[1].step(1))
+    assert step().calls == generation.WARM
+    del cache
+    assert step() is None
+
+
+@pytest.mark.gpu
+def test_no_garbage_is_collected_in_a_capture(model):
+    """A graph that the collector alone finds goes before or behind a capture."""
+    prompts, threshold = prompts_of(3, 6), gc.get_threshold()
+    want = model.generate(prompts, 8, cuda_graph=False, temperature=0)
+    try:
+        for _ in range(5):
+            gc.set_threshold(2)
+            cache: Any = model.make_cache(2)
+            assert all(map(torch.equal, model.generate(prompts, 8, cache=cache, temperature=0), want))
+            cache.itself = cache
+    finally:
+        gc.set_threshold(*threshold)
     assert made[0].replays > 30
     with torch.no_grad():
         model.norm.weight.mul_(1.5)  # where it lies

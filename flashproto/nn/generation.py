@@ -5,6 +5,7 @@ Legend: B sequences, n tokens of each in one call, V vocabulary.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,7 @@ class Decoder:
 
     def step(self, n: int) -> Step:
         if n not in self.steps:
-            self.steps[n] = Step(self, n)
+            self.steps[n] = Step(self.seeds, n)
         return self.steps[n]
 
     def draw(self, logits: Tensor, guesses: Tensor | None = None) -> Tensor:
@@ -80,29 +81,28 @@ class Step:
     graph can be captured once and replayed.
     """
 
-    def __init__(self, decoder: Decoder, n: int) -> None:
-        B, device = len(decoder.seeds), decoder.seeds.device
-        self.draw = decoder.draw
+    def __init__(self, seeds: Tensor, n: int) -> None:
+        B, device = len(seeds), seeds.device
         self.tokens = torch.zeros(B, n, dtype=torch.int64, device=device)
         self.drawn = torch.zeros_like(self.tokens)
         self.calls, self.graph = 0, None
 
-    def run(self, model: nn.Module, cache: KVCache) -> None:
-        logits = model(self.tokens, cache=cache)[0]
-        self.drawn.copy_(self.draw(logits, self.tokens[:, 1:]))
+    def __call__(self, decoder: Decoder, model: nn.Module, cache: KVCache, with_graph: bool) -> Tensor:
+        def run() -> None:
+            logits = model(self.tokens, cache=cache)[0]
+            self.drawn.copy_(decoder.draw(logits, self.tokens[:, 1:]))
 
-    def __call__(self, model: nn.Module, cache: KVCache, with_graph: bool) -> Tensor:
         if not with_graph:
-            self.run(model, cache)
+            run()
             return self.drawn
         n, device = self.tokens.shape[1], self.tokens.device
         self.calls += 1
         if self.calls <= WARM:
-            on_another_stream(device, lambda: self.run(model, cache))
+            on_another_stream(device, run)
             return self.drawn
         cache.reserve(n)  # pages are handed out by the host: not in a graph
         if self.graph is None:
-            self.graph = captured(device, lambda: self.run(model, cache))
+            self.graph = captured(device, run)
         cache.replay(self.graph, n)
         return self.drawn
 
@@ -260,7 +260,7 @@ def generated(
         step.tokens[:, :1] = last
         if guesses:
             step.tokens[:, 1:] = torch.tensor(guesses, device=seeds.device)
-        drawn = step(model, cache, with_graph)
+        drawn = step(decoder, model, cache, with_graph)
 
 
 def prefill(model: nn.Module, cache: KVCache, prompts: Sequence[Tensor]) -> Tensor:
@@ -334,8 +334,17 @@ def on_another_stream(device: torch.device, run: Callable[[], None]) -> None:
 
 
 def captured(device: torch.device, run: Callable[[], None]) -> Any:
-    """A CUDA graph of run(), which is not executed."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
-        run()
+    """A CUDA graph of run(), which is not executed.
+
+    Python's garbage collector waits meanwhile: if it found another graph, say, what that does to the
+    device would break this one.
+    """
+    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+            run()
+    finally:
+        if collects:
+            gc.enable()
     return graph
