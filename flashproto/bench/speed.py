@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import first_calls, report, ring
+from . import doors, first_calls, generate, report, ring
 from .measure import OURS, is_peer
 from .plots import title
 
@@ -273,6 +273,42 @@ def ring_section(data: dict[str, Any]) -> Iterator[str]:
     yield markdown(rows)
 
 
+def generate_section(data: dict[str, Any]) -> Iterator[str]:
+    """Tokens/s of generation, and how much host and device have to do for a step of a token."""
+    yield "## Text, token by token: `generate`"
+    yield prose(generate)
+    yield provenance(data["runs"])
+    rows = [["case", "contender", "tokens/s", "first token, ms", "ms a token", "of these the device's"]]
+    for case, found in data["cells"].items():
+        for name, made in found.items():
+            if "token_ms" in made:
+                times = (made[which] for which in ("first_ms", "token_ms", "device_token_ms"))
+                rows.append([case, name, f"{made['tokens_s']:.0f}", *(f"{t:.2f}" for t in times)])
+    yield markdown(rows)
+
+
+def doors_section(data: dict[str, Any]) -> Iterator[str]:
+    """Models of transformers on this library and without it."""
+    yield "## Models of transformers: `doors`"
+    yield prose(doors)
+    yield provenance(data["runs"])
+    rows = [["part", "contender", "ms a step", "GiB", "tokens/s", "first token, ms", "ms a token"]]
+    for part in ("train", "generate"):
+        for name, made in data["parts"].get(part, {}).items():
+            step = [f"{made['ms']:.1f}", f"{made['gib']:.1f}"] if "ms" in made else ["", ""]
+            tokens = [f"{made['tokens_s']:.0f}"] if "tokens_s" in made else [""]
+            times = [f"{made[n]:.2f}" if n in made else "" for n in ("first_ms", "token_ms")]
+            rows.append([part, name, *step, *tokens, *times])
+    yield markdown(rows)
+
+
+APART = {  # subjects whose tables are no contenders' times of cells
+    "launch": launch_section,
+    "first_calls": first_calls_section,
+    "ring": ring_section,
+    "generate": generate_section,
+    "doors": doors_section,
+}
 LOSSES = """
 ## The same loss on every backend: `examples/compare_losses.py`
 
@@ -310,14 +346,11 @@ def page(found: list[Results], pictures: Sequence[str]) -> str:
         known = [subject for subject in SECTIONS if subject in results]
         others = [subject for subject in results if subject not in SECTIONS]
         for subject in [*known, *others]:
-            if subject != "ring" and results[subject].get("cells"):
+            if subject not in APART and results[subject].get("cells"):
                 parts += section(subject, results[subject])
-        if "launch" in results:
-            parts += launch_section(results["launch"])
-        if "first_calls" in results:
-            parts += first_calls_section(results["first_calls"])
-        if "ring" in results:
-            parts += ring_section(results["ring"])
+        for subject, of_subject in APART.items():
+            if subject in results:
+                parts += of_subject(results[subject])
         losses = [data for data in results.values() if "losses" in data]
         parts += [LOSSES.strip()] if losses else []
         for data in losses:
