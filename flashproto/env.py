@@ -26,7 +26,6 @@ PEERS = {  # import name: distribution
 VARIABLES = (
     "FLASHPROTO_IMPL",
     "FLASHPROTO_CHECKED",
-    "FLASHPROTO_FEW_ROWS",
     "TRITON_INTERPRET",
     "TRITON_CACHE_DIR",
     "CUDA_VISIBLE_DEVICES",

@@ -1,5 +1,5 @@
 """Configurations of the gated linear units, of the rotary embedding, of QK norm, of merge_attention, of
-linear layers of few rows."""
+the linear layer of one row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from compile_case import Case
 
 from flashproto import configs
-from flashproto.kernels import attention_merge, glu, linear_rows, qk_norm, rope
+from flashproto.kernels import attention_merge, glu, linear_row, qk_norm, rope
 
 ITEMSIZE = {"*bf16": 2, "*fp16": 2, "*fp32": 4}
 
@@ -117,27 +117,8 @@ def linear_row_case(
     options |= {"C": config.inner, "CHUNKS": chunks, "WHOLE": chunks * config.inner == K, "PDL": pdl}
     name = f"linear-row-{N}x{K}{'-' * bool(norm)}{norm}{'-' * bool(act)}{act}{'-pdl' * pdl}-{element}"
     pointers = dict.fromkeys(names, f"*{element}")
-    made = case(name, linear_rows.linear_row_kernel, pointers, options, config.num_warps)
+    made = case(name, linear_row.linear_row_kernel, pointers, options, config.num_warps)
     return replace(made, divisible_by_16=(*made.divisible_by_16, *["K"][: K % 16 == 0]))
-
-
-def linear_rows_case(
-    M: int, N: int, K: int, element: str, act: str = "", up: bool = False, pdl: bool = False
-) -> Case:
-    """A linear layer of some rows."""
-    config = configs.linear_rows(M, N, K, up, 132, 1024)
-    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "y_ptr"), f"*{element}")
-    if config.splits > 1:
-        pointers |= {"partial_ptr": "*fp32", "counter_ptr": "*i32"}
-    options = {"ACT": act, "UP": up, "BLOCK_M": config.rows, "BLOCK_N": config.columns}
-    options |= {"BLOCK_K": config.inner, "STEPS": config.steps, "SPLITS": config.splits}
-    options |= {"WHOLE": K % config.inner == 0, "PDL": pdl}
-    name = (
-        f"linear-rows-{M}x{N}x{K}{'-' * bool(act)}{act}-{config.splits}-parts{'-pdl' * pdl}-{element}"
-    )
-    made = case(name, linear_rows.linear_rows_kernel, pointers, options, config.num_warps)
-    aligned = (*made.divisible_by_16, *["K"][: K % 16 == 0])
-    return replace(made, divisible_by_16=aligned, num_stages=config.num_stages)
 
 
 def linear_cases(arch: int) -> list[Case]:
@@ -151,13 +132,6 @@ def linear_cases(arch: int) -> list[Case]:
         linear_row_case(2048, 5632, "bf16"),
         linear_row_case(22016, 4096, "fp16", "rms", "silu", True, **pdl),
         linear_row_case(1000, 1001, "bf16", "rms", "gelu_tanh", True),
-        linear_rows_case(2, 768, 768, "bf16"),
-        linear_rows_case(16, 3072, 768, "fp16", "gelu_tanh", **pdl),
-        linear_rows_case(32, 2304, 768, "bf16"),
-        linear_rows_case(64, 768, 3072, "bf16", **pdl),
-        linear_rows_case(64, 5632, 2048, "bf16", "silu", True, **pdl),
-        linear_rows_case(64, 9216, 4096, "fp16"),
-        linear_rows_case(7, 999, 1001, "bf16", "gelu_tanh", True),
     ]
 
 

@@ -3,11 +3,10 @@
     python -m flashproto.bench generate
 
 Three parts, --parts: `decode`, greedy tokens behind a prompt, with a room of 1024 (on a GPU in bfloat16
-with CUDA graphs on both sides: ours, without and with FLASHPROTO_FEW_ROWS=1 ("few rows"), and
-torch.compile(mode="reduce-overhead") of plain_decoder.py with SDPA and with FlexAttention; prompts go
-through models that are not compiled); `lookup`, guesses from the text that is there, for one sequence;
-`cpu`, the cache beside the whole text put through the model for each token, float32 on the CPU, one
-sequence.
+with CUDA graphs on both sides: ours, and torch.compile(mode="reduce-overhead") of plain_decoder.py with
+SDPA and with FlexAttention; prompts go through models that are not compiled); `lookup`, guesses from
+the text that is there, for one sequence; `cpu`, the cache beside the whole text put through the model
+for each token, float32 on the CPU, one sequence.
 
 The model of `lookup` writes a text that is given: its positions hold the next token, and its layers add
 nothing to the stream, though they are computed as ever.  The text `round` repeats 32 tokens, so that
@@ -29,12 +28,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest import mock
 
 import torch
 from torch import Tensor
 
-from ..nn import GPT, GPTConfig, few_rows
+from ..nn import GPT, GPTConfig
 from . import report, warm
 from .doors import device_of_this_machine, kernels_of, wait
 from .plain_decoder import writer
@@ -42,7 +40,7 @@ from .workers import command_of, in_process
 
 # Of each part its contenders, and how many of the first of them are compared with.
 PARTS: dict[str, tuple[list[str], int]] = {
-    "decode": (["sdpa", "flex", "flashproto", "flashproto few rows"], 2),
+    "decode": (["sdpa", "flex", "flashproto"], 2),
     "lookup": (["plain", "4 guesses", "8 guesses", "15 guesses"], 1),
     "cpu": (["recomputed", "flashproto"], 1),
 }
@@ -119,9 +117,8 @@ def decode(model: str, batch: int, contender: str, options: argparse.Namespace) 
     device = device_of_this_machine()
     decoder = model_of(config_of(model, options), device)
     prompts = torch.randint(decoder.config.vocab_size, (batch, options.prompt), device=device)
-    if contender.startswith("flashproto"):
-        with mock.patch.object(few_rows, "ENABLED", contender.endswith("few rows")):
-            return measured(by_cache(decoder, prompts, ROOM), prompts, options)
+    if contender == "flashproto":
+        return measured(by_cache(decoder, prompts, ROOM), prompts, options)
     is_compiled = device.type == "cuda" or options.compile
     made = measured(writer(decoder, prompts, ROOM, contender, is_compiled), prompts, options)
     skips = torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]

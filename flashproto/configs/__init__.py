@@ -43,7 +43,7 @@ from .hopper_forward import (
     forward_parts,
     heads_together_forward,
 )
-from .linear_rows import MOST_NORMALIZED, MOST_ROWS, linear_row, linear_rows
+from .linear_row import MOST_NORMALIZED, linear_row
 from .rows import (
     RowConfig,
     column_sums,

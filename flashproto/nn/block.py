@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import masks
-from . import few_rows
+from . import one_row
 from .attention import Attention, Rope, beside_attention, check_heads
 from .kv_cache import KVLayer
 from .layers import given
@@ -108,8 +108,8 @@ class TransformerBlock(nn.Module):
         cache: KVLayer | None = None,
     ) -> tuple[Tensor, Tensor]:
         others = group, mask, cu_seqlens, positions
-        if cache is not None and others == (None,) * 4 and few_rows.takes(self, x, residual):
-            return few_rows.step(self, x, residual, rope, cache)
+        if cache is not None and others == (None,) * 4 and one_row.takes(self, x, residual):
+            return one_row.step(self, x, residual, rope, cache)
         if residual is None:
             x, residual = self.norm1(x), x
         else:

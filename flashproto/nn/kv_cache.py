@@ -19,7 +19,6 @@ from .. import functional as F
 from ..checks import FLOATS, check_integer, described, is_integer, is_readable, refuse
 
 EIGHT_BITS = torch.float8_e4m3fn
-COUNTERS = 1024  # of few_rows.py, all 0 between launches
 
 
 class KVCache:
@@ -133,7 +132,6 @@ class KVCache:
         try:
             with torch.inference_mode(False):  # whose tensors could not be written outside of it
                 self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-                self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
                 if page_size is not None:
                     self.page_table = torch.zeros(batch, a_sequence, dtype=torch.int32, device=device)
                 self._layers: list[tuple[Any, ...]] = [

@@ -1,17 +1,15 @@
-"""A block's decoding step in fewer launches: few rows, a cache, no gradient.
+"""A block's decoding step in fewer launches: one row, a cache, no gradient.
 
-With FLASHPROTO_FEW_ROWS=1 in the environment TransformerBlock comes here where `takes` says so.  One
-row's layer is then [norm, qkv], append, attention, its merge, [out], [norm, up, activation], [down]; of
-more rows the norms have launches of their own.  Adding the residual is the norm's work, as ever.
-Results are rounded where the modules round theirs.
+TransformerBlock comes here where `takes` says so.  A layer is then [norm, qkv], append, attention, its
+merge, [out], [norm, up, activation], [down].  Adding the residual is the norm's work, as ever.  Results
+are rounded where the modules round theirs.
 
-Legend: that of block.py.
+Legend: that of block.py, with B = S = 1.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any, cast
 
 import torch
@@ -19,14 +17,14 @@ from torch import Tensor, nn
 
 from .. import backends, configs
 from ..backends import autocast_dtype
-from ..functional.linear_rows import DTYPES, linear_rows
+from ..functional.linear_row import DTYPES, linear_row
 from .attention import Attention, Rope
 from .kv_cache import KVLayer
 from .layers import Linear, has_plain_call, is_as_made, is_unwatched
 from .mlp import MLP
-from .norm import LayerNorm, RMSNorm, norm_before_linear
+from .norm import LayerNorm, RMSNorm
 
-ENABLED = os.environ.get("FLASHPROTO_FEW_ROWS", "0") == "1"
+ENABLED = True  # but where tests compare with the modules
 DEVICES = ("cuda",)  # tests add the CPU, for the interpreter
 KERNELS = (None, *backends.KERNELS)
 
@@ -41,7 +39,8 @@ def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
         and x.device.type in DEVICES
         and x.dtype in DTYPES
         and x.ndim == 3
-        and 0 < x.shape[:2].numel() <= configs.MOST_ROWS
+        and x.shape[:2] == (1, 1)
+        and x.shape[2] <= configs.MOST_NORMALIZED
         and (residual is None or residual.dtype == x.dtype)
         and autocast_dtype(x) is None
         and has_plain_call(attention, Attention)
@@ -56,7 +55,8 @@ def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
         all(impl in KERNELS for impl in impls)
         and not backends.device_reasons("triton", x.device)
         and all(is_as_made(n, LayerNorm, RMSNorm) for n in norms)
-        and all(is_as_made(f, Linear, nn.Linear) and f.weight.dtype == x.dtype for f in linears)
+        and all(is_as_made(f, Linear, nn.Linear) for f in linears)
+        and all(f.weight.dtype == x.dtype and f.weight.stride(1) == 1 for f in linears)
     )
 
 
@@ -68,34 +68,26 @@ def step(
     What is launched before the first linear layer is the caller's, and may write weights; before the
     others it is from here, and does not.
     """
-    counters, attention, mlp = cache.cache.counters, block.attention, block.mlp
+    attention, mlp = block.attention, block.mlp
 
     def qkv_of(x: Tensor) -> Tensor:
         nonlocal residual
-        qkv, residual = behind_norm(block.norm1, attention.qkv, x, residual, counters=counters)
+        qkv, residual = behind_norm(block.norm1, attention.qkv, x, residual)
         return qkv
 
     def linear(of: nn.Linear, x: Tensor) -> Tensor:
-        return cast(Tensor, linear_rows(x, of.weight, of.bias, counters=counters, overlap=True))
+        return cast(Tensor, linear_row(x, of.weight, of.bias, overlap=True))
 
     x = attention._between(qkv_of, functools.partial(linear, attention.out), x, rope, cache=cache)
-    options: dict[str, Any] = {"activation": mlp.kind, "counters": counters, "overlap": True}
-    x, residual = behind_norm(block.norm2, mlp.up, x, residual, **options)
+    x, residual = behind_norm(block.norm2, mlp.up, x, residual, activation=mlp.kind, overlap=True)
     return linear(mlp.down, x), residual
 
 
 def behind_norm(
-    norm: LayerNorm | RMSNorm,
-    of: nn.Linear,
-    x: Tensor,
-    residual: Tensor | None,
-    **options: Any,
+    norm: LayerNorm | RMSNorm, of: nn.Linear, x: Tensor, residual: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """(act(of(norm(x + residual))), x + residual), where residual None is 0."""
-    if x.shape[:2].numel() == 1 and x.shape[2] <= configs.MOST_NORMALIZED:
-        options["norm"] = "layer" if isinstance(norm, LayerNorm) else "rms"
-        options |= {"eps": norm.eps, "casting": norm.casting}
-        made = linear_rows(x, of.weight, of.bias, residual, norm.weight, norm.bias, **options)
-        return made if isinstance(made, tuple) else (made, x)
-    y, total = (norm(x), x) if residual is None else norm_before_linear(norm, x, residual)
-    return cast(Tensor, linear_rows(y, of.weight, of.bias, **options)), total
+    options["norm"] = "layer" if isinstance(norm, LayerNorm) else "rms"
+    options |= {"eps": norm.eps, "casting": norm.casting}
+    made = linear_row(x, of.weight, of.bias, residual, norm.weight, norm.bias, **options)
+    return made if isinstance(made, tuple) else (made, x)

@@ -1,27 +1,20 @@
-"""Linear layers of few rows: y = act(x W^T + bias), with the residual add and the norm of a single row
-before it.
+"""A linear layer of one row: y = act(x W^T + bias), with the residual add and the norm before it.
 
-Few rows leave nothing to do but to read the weights, once and as fast as they come.
+One row leaves nothing to do but to read the weights, once and as fast as they come.  A program
+multiplies the row by BLOCK_N rows of W and sums, on the ordinary cores.  BLOCK_N may be as small as the
+number of programs wants, since a row of W is long and lies in one piece.  The norm of one row is cheap
+beside that: each program works it out again, and program 0 writes the sum of x and residual, which
+others read later.  The first of the weights are on their way meanwhile.
 
- -  linear_row_kernel takes one row.  A program multiplies it by BLOCK_N rows of W and sums, on the
-    ordinary cores.  BLOCK_N may be as small as the number of programs wants, since a row of W is long
-    and lies in one piece.  The norm of one row is cheap beside that: each program works it out again,
-    and program 0 writes the sum of x and residual, which others read later.  The first of the weights
-    are on their way meanwhile.
- -  linear_rows_kernel takes up to 64 rows, by tensor cores.  Where there are too few tiles of columns
-    for the card, SPLITS programs share one, each with a part of the inner dimension.  Each writes what
-    it has summed, and the last one to come adds up all of it in the order of the parts: same bits
-    always.  counters are 0 before a launch and behind it.
+What modules round, the kernel rounds: the norm, and what the linear layer gives before the activation,
+gate and up each (glu.py).
 
-What modules round, kernels round: the row's norm, and what the linear layer gives before the
-activation, gate and up each (glu.py).
-
-Legend: x, residual [M, K] with unit column stride; weight [N, K] with unit column stride, or with UP
-[2N, K], gates first, then as many rows of up; bias [N] or [2N]; y [M, N] and total [1, K] contiguous;
-partials [SPLITS, 1 or 2, M, N] float32; counters int32, one a tile of columns.  16 bits in memory,
-float32 in registers.  A pointer that is None leaves out its part.  NORM: "", "rms" or "layer".
-WHOLE: K fills its tiles to the last.  PDL: the launch begins before the one before it has ended, and
-reads weights, but not x and residual, before it waits for that; and allows the next one the same.
+Legend: x, residual [1, K] with unit column stride; weight [N, K] with unit column stride, or with UP
+[2N, K], gates first, then as many rows of up; bias [N] or [2N]; y [1, N] and total [1, K] contiguous.
+16 bits in memory, float32 in registers.  A pointer that is None leaves out its part.  NORM: "", "rms"
+or "layer".  WHOLE: K fills its tiles to the last.  PDL: the launch begins before the one before it has
+ended, and reads weights, but not x and residual, before it waits for that; and allows the next one the
+same.
 """
 
 # ruff: noqa: RUF005  (Triton has no starred expressions in tuples)
@@ -33,7 +26,6 @@ from .glu import activation
 from .moments import average, reciprocal_deviation
 from .norm import columns_of, load_parameters, load_sum, moments_of_chunks, y_from
 from .rounding import rounded, store
-from .tiles import dot
 
 
 @triton.jit
@@ -159,58 +151,3 @@ def linear_row_kernel(
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     y = finished(tl.sum(gate, 1) + bias, tl.sum(up, 1) + up_bias, ACT, UP, dtype)
     store(y_ptr, col, y, col < N)
-
-
-@triton.jit(do_not_specialize=["M"])
-def linear_rows_kernel(
-    x_ptr, weight_ptr, bias_ptr,  # in
-    y_ptr, partial_ptr, counter_ptr,  # out
-    x_stride, weight_stride, M, N, K,
-    ACT: tl.constexpr, UP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, STEPS: tl.constexpr, SPLITS: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Program t * SPLITS + s sums part s, STEPS tiles of BLOCK_K, of tile t of y's columns."""
-    tile, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
-    row = tl.arange(0, BLOCK_M)[:, None]
-    col = tile * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    is_row, is_col = row < M, col < N
-    bias, up_bias = load_bias(bias_ptr, col, is_col, N, UP)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    x_from = x_ptr + row.to(tl.int64) * x_stride
-    w_from = weight_ptr + col.to(tl.int64) * weight_stride
-    v_from = w_from + tl.cast(N, tl.int64) * weight_stride
-    for step in range(split * STEPS, tl.minimum(split * STEPS + STEPS, tl.cdiv(K, BLOCK_K))):
-        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
-        down, across = k[:, None], k[None, :]
-        x = tl.load(x_from + across, mask=is_row if WHOLE else is_row & (across < K), other=0.0)
-        there = is_col if WHOLE else is_col & (down < K)
-        gate = dot(x, tl.load(w_from + down, mask=there, other=0.0), gate, False)
-        if UP:
-            up = dot(x, tl.load(v_from + down, mask=there, other=0.0), up, False)
-    inside, last = is_row & is_col, True
-    if SPLITS > 1:
-        halves: tl.constexpr = 2 if UP else 1
-        here = partial_ptr + row * N + col
-        size = M * N
-        tl.store(here + split * halves * size, gate, mask=inside)
-        if UP:
-            tl.store(here + (split * halves + 1) * size, up, mask=inside)
-        tl.debug_barrier()  # all threads have stored theirs before one of them counts the program
-        last = tl.atomic_add(counter_ptr + tile, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
-        if last:
-            tl.store(counter_ptr + tile, 0)
-            gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-            for s in range(SPLITS):
-                gate += tl.load(here + s * halves * size, mask=inside, other=0.0)
-                if UP:
-                    up += tl.load(here + (s * halves + 1) * size, mask=inside, other=0.0)
-    if last:
-        dtype: tl.constexpr = y_ptr.dtype.element_ty
-        y = finished(gate + bias, up + up_bias, ACT, UP, dtype)
-        store(y_ptr, row * N + col, y, inside)
