@@ -90,23 +90,9 @@ def test_backward_configurations_fit(kind: Kind, group: int) -> None:
         (192, 12, False),
     ],
 )
-def test_is_taken_by_name_alone(D: int, Dv: int, taken: bool) -> None:
+def test_which_are_taken(D: int, Dv: int, taken: bool) -> None:
     q, v = half(1, 2, 5, D), half(1, 2, 5, Dv)
     assert (not backends.texts(hopper_attention_reasons(q, q, v))) == taken
-    reasons = backends.texts(hopper_attention_reasons(q, q, v, any_of=True))
-    assert reasons
-    if taken:
-        (reason,) = reasons
-        assert "not measured yet" in reason
-
-
-def test_who_asks_by_name() -> None:
-    assert backends.is_any(None) and not backends.is_any("triton")
-    backends.set_default("triton")
-    try:
-        assert not backends.is_any(None)
-    finally:
-        backends.set_default(None)
 
 
 def test_gradients_that_triton_computes() -> None:

@@ -41,15 +41,18 @@ def test_takes_whatever_tma_takes(D: int, strides: str) -> None:
     assert list(hopper_attention_reasons(one, one, one)) == []
 
 
-def test_a_table_runs_if_hopper_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_masks_run_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "device_reasons", lambda backend, device: ())
     monkeypatch.setattr(backends, "_usable", lambda device, interpreted: backends.BACKENDS)
-    for mask, chosen in ((masks.boolean(torch.ones(5, 5) > 0), "triton"), (masks.causal(), "hopper")):
-        request = attention_request("attention", FITS, FITS, FITS, mask=mask)
-        assert request.choose(None) == chosen and request.choose("hopper") == "hopper"
-        monkeypatch.setattr(backends, "_default", "hopper")
-        assert request.choose(None) == "hopper"
-        monkeypatch.setattr(backends, "_default", None)
+    boolean = masks.boolean(torch.ones(5, 5) > 0)
+    documents = masks.documents(torch.zeros(5, dtype=torch.int32))
+    for mask, chosen in (
+        (masks.causal(), "hopper"),
+        (documents, "hopper"),
+        (boolean, "hopper"),
+        (boolean & documents, "triton"),
+    ):
+        assert attention_request("attention", FITS, FITS, FITS, mask=mask).choose(None) == chosen
 
 
 def test_takes_calls_when_asked_for_determinism(deterministic: None) -> None:

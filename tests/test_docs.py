@@ -176,7 +176,8 @@ def test_contenders_of_a_plot_have_colours_of_their_own() -> None:
     for results in RESULTS:
         for subject, data in results.items():
             cells = data.get("cells", {}).values()
-            names = list({n for c in cells for by_name in c["passes"].values() for n in by_name})
+            passes = [by_name for c in cells for by_name in c.get("passes", {}).values()]
+            names = list({name for by_name in passes for name in by_name})
             assert len(set(plots.colours(names).values())) == len(names), subject
     one, other = (plots.colours(names) for names in (["fa4", "flex"], ["torch", "fa4"]))
     assert one["fa4"] == other["fa4"]

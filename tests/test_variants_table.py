@@ -148,7 +148,7 @@ def test_kinds_are_those_of_calls(
     """Of the feature as the table has it, and as tests draw it."""
     feature, seen = BY_NAME[name], []
 
-    def note(request: Request, backend: str, any_of: bool = False) -> list[str]:
+    def note(request: Request, backend: str) -> list[str]:
         seen.append(request.variant.kind)
         return []
 

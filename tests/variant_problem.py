@@ -654,9 +654,9 @@ def assert_within_bound(
         kept = 1 - call.options.get("dropout_p", 0.0)
         size = max(size, 1 / kept if kept else 0.0)
         if name in ("dq", "dk") and "dropout_p" in call.options and exact["out"].numel():
-            # A row of one key has out = v / (1 - p), rounded, and so is what its gradient subtracts; in
-            # eager no softmax of one has a gradient.  Of these D terms meet k or q times 1 / sqrt(D), and
-            # a key's gradient has rows of all heads of its group.
+            # A row of one key has out = v / (1 - p), rounded, and so is what its gradient subtracts;
+            # in eager no softmax of one has a gradient.  Of these D terms meet k or q times
+            # 1 / sqrt(D), and a key's gradient has rows of all heads of its group.
             group = call.problem.Hq / call.problem.Hkv if name == "dk" else 1.0
             size = max(size, (group * exact["out"].square().mean(-1).max()).sqrt().item())
         if name == "dsinks":

@@ -144,6 +144,10 @@ def norm(function: Callable[..., Any], x: Tensor, weight: Tensor, impl: str) -> 
     return function(x, COLUMNS, weight, impl=impl)
 
 
+def softmax(x: Tensor, impl: str) -> Any:
+    return flashproto.softmax(x, impl=impl)
+
+
 def classes(x: Tensor) -> Tensor:
     return torch.arange(x.shape[1], device=x.device).repeat(x.shape[0]) % 240
 
@@ -187,7 +191,7 @@ CASES = (
     Case("merge_attention", parts, merge_attention, backends=ALIKE),
     Case("rms_norm", weighted, partial(norm, flashproto.rms_norm), "", SHARED, ALIKE, but=FEW_ROWS),
     Case("layer_norm", weighted, partial(norm, flashproto.layer_norm), "", SHARED, ALIKE, but=FEW_ROWS),
-    Case("softmax", rows, lambda x, impl: flashproto.softmax(x, impl=impl), "", (), ALIKE, but=FEW_ROWS),
+    Case("softmax", rows, softmax, backends=ALIKE, but=FEW_ROWS),
     Case("cross_entropy", rows, cross_entropy, backends=ALIKE, but=FEW_ROWS),
     Case("linear_cross_entropy", of_linear, linear_cross_entropy, "", SHARED, ALIKE, alone=()),
     Case("swiglu", halves, swiglu, backends=ALIKE),

@@ -15,6 +15,9 @@ all guesses are right; `quotes` has passages of 24 tokens of the prompt, each be
 Each contender has a process of its own.  Tokens/s are those behind the first token, but for `cpu`,
 where they are those of the whole call.  host: until the call has launched everything; device: what
 kernels take.  A file that is there is added to, so contenders may be run one after another.
+
+In result files of before 29 November 2026 "flashproto" is the modules alone, and "few rows" what one
+sequence runs by default since, and several do not.
 """
 
 from __future__ import annotations

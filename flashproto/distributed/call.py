@@ -88,7 +88,7 @@ class Call(NamedTuple):
 
         def reasons(backend: str) -> Iterator[backends.Reason]:
             for request in by_band.values():
-                yield from request.reasons(backend, backends.is_any(self.impl))
+                yield from request.reasons(backend)
 
         return backends.choose(NAME, self.impl, (q, k, v), reasons)
 

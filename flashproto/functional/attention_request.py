@@ -81,9 +81,8 @@ class Request(NamedTuple):
     deterministic: bool = False
     num_splits: int = 0
 
-    def reasons(self, backend: str, any_of: bool = False) -> Iterator[Reason]:
-        """Why a backend does not take it.  any_of: no backend was asked for, and the quickest is
-        wanted."""
+    def reasons(self, backend: str) -> Iterator[Reason]:
+        """Why a backend does not take it."""
         q, k, v = self.q, self.k, self.v
         yield from reasons(backend, self.variant, q, k, v, 1 in self.results)
         if backend == "torch" and backends.has_tangents((q, k, v)):
@@ -101,11 +100,10 @@ class Request(NamedTuple):
             if q.device.type != "cuda" or not fused:
                 yield "PyTorch shards its fused attention on a GPU alone, in 16 bits and with Dv = D"
         if backend == "hopper":
-            yield from hopper_attention_reasons(q, k, v, any_of, self.variant.kind.TABLE)
+            yield from hopper_attention_reasons(q, k, v, self.variant.kind.TABLE)
 
     def choose(self, impl: str | None) -> str:
-        any_of, tensors = backends.is_any(impl), tuple(self.inputs.values())
-        return backends.choose(self.operator, impl, tensors, lambda b: self.reasons(b, any_of))
+        return backends.choose(self.operator, impl, tuple(self.inputs.values()), self.reasons)
 
     def run(self, impl: str | None) -> Any:
         """Its results by the backend chosen for it; of kernels a Call where there can be one."""

@@ -404,7 +404,7 @@ def _cache_reasons(
         if not all(is_readable(x) for x in cache if x is not None):
             yield "it takes sequences one by one, and their lengths cannot be read here"
     if backend == "hopper":
-        yield from request.reasons(backend, any_of)
+        yield from request.reasons(backend)
         if q.shape[3] != v_cache.shape[3]:
             yield "the cache has values of head_dim {} and q has {}", v_cache.shape[3], q.shape[3]
         rolls = "left" in request.variant.named

@@ -269,7 +269,7 @@ def _keys_of(mask: Tensor, q: Tensor, S: int, lead: Sequence[int]) -> Tensor | N
 def _mask_reasons(backend, request) -> Iterator[Reason]:
     """Of dropout and masks, which torch's own operator takes too."""
     if backend != "torch":
-        yield from request.reasons(backend, backends.is_any(None))
+        yield from request.reasons(backend)
 
 
 def _as_4d(x: Tensor, lead: Sequence[int], heads: int) -> Tensor:

@@ -48,11 +48,8 @@ def hopper_cache_reasons(
         )
 
 
-def hopper_attention_reasons(
-    q: Tensor, k: Tensor, v: Tensor, any_of: bool = False, table: bool = False
-) -> Iterator[Reason]:
-    """What TMA and the tiles of kernels/hopper do not take.  any_of: no backend was asked for; table:
-    the mask has one."""
+def hopper_attention_reasons(q: Tensor, k: Tensor, v: Tensor, table: bool = False) -> Iterator[Reason]:
+    """What TMA and the tiles of kernels/hopper do not take.  table: whether the mask has one."""
     D, Dv = q.shape[3], v.shape[3]
     if q.dtype not in (torch.bfloat16, torch.float16):
         yield f"dtype is {str(q.dtype)[6:]}; the kernels take bfloat16 and float16"
@@ -66,15 +63,6 @@ def hopper_attention_reasons(
         )
     elif Dv != D and table:
         yield "q and k have head_dim {} and v has {}; a mask with a table takes one for all", D, Dv
-    elif Dv != D and any_of:
-        yield (
-            "q and k have head_dim {} and v has {}, whose kernels were not measured yet; hopper runs "
-            "if it is asked for by name",
-            D,
-            Dv,
-        )
-    if table and any_of:
-        yield "a mask with a table was not measured there yet; hopper runs if it is asked for by name"
     if D > 256 or D % 8:
         yield "head_dim is {}; the kernels take multiples of 8 up to 256", D
     if Dv % 8:
