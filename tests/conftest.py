@@ -1,7 +1,8 @@
 """The tests run on an NVIDIA GPU where there is one, else on the CPU in Triton's interpreter.
 
 FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same failure again
---all                    all cases of parametrised tests, not a sample of them (sampled_cases.py)
+--slow                   tests that are marked slow too
+--all                    these, and all cases of each test, not a sample of them (sampled_cases.py)
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ MEMORY_SECONDS = 240  # the most that a test waits for memory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="all cases, not a sample of them")
+    parser.addoption("--slow", action="store_true", help="tests that are marked slow too")
+    parser.addoption("--all", action="store_true", help="all tests and all cases, not a sample")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,6 +67,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
         left_out = sampled_cases.left_out(items, os.environ["FLASHPROTO_TEST_SEED"])
+        if not config.getoption("--slow"):
+            left_out |= {x for x in items if x.get_closest_marker("slow")}
         config.hook.pytest_deselected(items=[x for x in items if x in left_out])
         items[:] = [x for x in items if x not in left_out]
     if torch.cuda.is_available():
