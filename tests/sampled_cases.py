@@ -26,12 +26,10 @@ def covering(cases: list[dict[str, Any]], generator: random.Random) -> list[int]
     ]
     order = list(range(len(cases)))
     generator.shuffle(order)
-    seen: set[tuple[str, int]] = set()
-    chosen = []
-    for i in order:
-        if not of_case[i] <= seen:
-            seen |= of_case[i]
-            chosen.append(i)
+    unseen, chosen = set().union(*of_case), []
+    while unseen:
+        chosen.append(max(order, key=lambda i: len(of_case[i] & unseen)))
+        unseen -= of_case[chosen[-1]]
     return sorted(chosen)
 
 

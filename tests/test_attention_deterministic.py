@@ -58,6 +58,7 @@ class Backwards(TorchDispatchMode):
         return op(*args, **kwargs or {})
 
 
+@pytest.mark.slow
 def test_no_other_call_is(device: str) -> None:
     """Of calls that are alike otherwise, whichever backward comes first."""
     q = torch.randn(1, 2, 9, 16, device=device, requires_grad=True)

@@ -438,6 +438,7 @@ def test_ratio_compares_with_the_best_peer() -> None:
     assert report.ratio(results, "liger") is None
 
 
+@pytest.mark.slow
 def test_time_layers_example(tmp_path: Path) -> None:
     small = ["--d-model", "64", "--length", "32", "--batch", "1", "--repeats", "1", "--no-compile"]
     if torch.cuda.is_available():

@@ -111,6 +111,7 @@ def attention_varlen(*args, **named):
     return tree
 
 
+@pytest.mark.slow
 def test_two_trees_take_turns(
     other_tree: Path,
     tmp_path: Path,

@@ -79,6 +79,7 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "arch", "shard"),
     [(family, a, i) for family, of in SHARDS.items() for a, n in of.items() for i in range(n)],
@@ -93,6 +94,7 @@ def test_compiles_within_budget(family: str, arch: int, shard: int) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_a_sample_of_other_kinds_compiles() -> None:
     """For one architecture, by the run's seed, which is printed: FLASHPROTO_TEST_SEED repeats it."""
     arch = random.Random(kinds.seed()).choice(ARCHES)
@@ -195,6 +197,7 @@ def test_every_case_has_its_day() -> None:
     assert sum(days) == 2
 
 
+@pytest.mark.slow
 def test_another_result_than_recorded_is_a_failure() -> None:
     line = selftest(90)["fits"]
     assert complaints({**line, "recorded": compile_record.facts_of(line)}, 90) == []
@@ -253,6 +256,7 @@ def selftest(arch: int) -> dict[str, Any]:
     return compile_family("selftest", arch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHES)
 def test_harness_sees_spills(arch: int) -> None:
     lines = selftest(arch)

@@ -564,6 +564,7 @@ def test_two_processes() -> None:
     processes.run(CASES | KERNELS | OTHERS, 2)
 
 
+@pytest.mark.slow
 def test_four_processes() -> None:
     processes.run(CASES | OTHERS, 4)
 

@@ -125,6 +125,7 @@ def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
     assert len(sampled) == 4 + 40 + 1
 
 
+@pytest.mark.slow
 def test_killed_and_stopped_run_goes_on_to_the_same_losses(tmp_path, text):
     whole, folder = tmp_path / "whole", tmp_path / "run"
     called("train_gpt", "--data", text, "--device", "cpu", *SMALL, "--out", whole)
@@ -302,6 +303,7 @@ def test_resume_takes_the_newest_run_also_one_without_a_checkpoint(tmp_path, mon
     assert fingerprint(Path("runs/gpt-1")) == before
 
 
+@pytest.mark.slow
 def test_resume_auto_is_one_command_for_all_of_a_runs_life(tmp_path, monkeypatch, text, tiny):
     monkeypatch.chdir(tmp_path)
     command = ["--data", text, *TINY, "--resume", "auto"]
@@ -366,6 +368,7 @@ def test_options_given_to_resume_hold_after_a_kill(tmp_path, monkeypatch, tiny):
     assert (facts["step"], facts["settings"]["steps"]) == (24, 30)
 
 
+@pytest.mark.slow
 def test_init_from_begins_with_the_weights_of_a_run(tmp_path, monkeypatch, capsys, tiny):
     monkeypatch.chdir(tmp_path)
     train_gpt, checkpoint = map(importlib.import_module, ("train_gpt", "checkpoint"))
@@ -536,6 +539,7 @@ def garble(lines: list[bytes]) -> list[bytes]:
     return [*lines[:4], b"\xff\xfe\x00\x01", b'{"step": 6}', *lines[6:9], b"[10]", *lines[10:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [delete, garble])
 def test_a_hole_in_the_log_is_reported(tmp_path, capsys, tiny, damage):
     folder = tmp_path / "run"
@@ -788,6 +792,7 @@ def test_a_reader_that_goes_ends_generate_without_a_traceback(tmp_path, tiny):
 # --- losses of backends, compared -----------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_losses_of_backends_are_compared(tmp_path, text):
     """The table and the file say of two backends what their logs say."""
     out = tmp_path / "losses.json"

@@ -55,6 +55,7 @@ def windowed(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_options_are_part_of_the_models_shape(tmp_path, capsys, text, windowed):
     """Kept with the run; a stopped one goes on to the same bits, sinks included; text comes from it."""
     tensors, facts = module("checkpoint").load(windowed / CHECKPOINT)
@@ -119,6 +120,7 @@ def tiny_of(tmp_path, text):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_of_before_the_options_goes_on(tmp_path, text, tiny_of):
     called("train_gpt", "--data", text, *TINY, *SMALL, "--steps", "12", "--out", tmp_path / "whole")
     older = tiny_of()
@@ -260,6 +262,7 @@ def test_documents_train_as_in_a_batch_of_their_own(documents, options):
     assert found["validation"] == pytest.approx(want.item(), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_on_documents_goes_on_and_is_fixed(tmp_path, capsys, text, documents):
     """To the same bits; --documents may not change; a text is one document."""
     options = ["--data", documents, *ON_DOCUMENTS, *KINDS["rope"], "--documents"]

@@ -246,6 +246,7 @@ def test_a_signal_before_anything_is_written_leaves_nothing(tmp_path, script, nu
 # --- runs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_runs_that_begin_at_once_have_a_folder_each(tmp_path, text):
     runs = [
         start("train_gpt.py", "--data", text, *SMALL, "--seed", seed, cwd=tmp_path) for seed in (1, 2)
@@ -288,6 +289,7 @@ def test_a_run_that_goes_on_is_read_but_not_resumed_until_it_is_killed(
     assert [row["step"] for row in rows(folder)] == list(range(1, len(rows(folder)) + 1))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_it_wrote_leaves_nothing_that_hurts(
     tmp_path, monkeypatch, capsys, text, tiny
 ):
@@ -307,6 +309,7 @@ def test_a_run_that_was_killed_before_it_wrote_leaves_nothing_that_hurts(
     assert {p.name for p in Path("runs/gpt-1").iterdir()} == FILES
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available(), reason="torch is built without it")
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of torchrun in /proc")
 def test_processes_of_torchrun_have_one_lock_and_one_refusal(tmp_path, capsys, text):

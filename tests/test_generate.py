@@ -438,6 +438,7 @@ def test_numbers_may_be_of_any_kind(model):
     assert all(map(torch.equal, got, want))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_generates_the_same():
     model, prompts = model_of("windows"), prompts_of(2, 5)
     want = model.generate(prompts, 6, temperature=0)

@@ -458,6 +458,7 @@ def test_there_is_no_gradient():
         model(tokens_of(1, 3), cache=model.make_cache(1))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_caches_too():
     model, tokens = model_of("windows"), tokens_of(2, 9)
     want = model(tokens)[0]

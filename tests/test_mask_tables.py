@@ -316,6 +316,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_a_table_is_made_once_for_layers_and_steps(way: str, device: str) -> None:
     """And anew when its tensor was written to, forward and backward the same."""
@@ -343,6 +344,7 @@ def test_a_table_is_made_once_for_layers_and_steps(way: str, device: str) -> Non
     assert not torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_a_table_of_attn_mask_is_made_once(device: str) -> None:
     """Of the tensor, and of views that are cut from it anew."""
     q, k, v = inputs(device)

@@ -455,6 +455,7 @@ def test_gpt_refuses_documents_that_do_not_fit():
 # --- what any torch model can do ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compiled_gpt_with_options_has_no_graph_break_and_equals_eager():
     model, (tokens, targets, ids) = gpt(GPT_OSS | {"n_layers": 2}), packed_documents()
     for options in ({}, {"documents": ids}):

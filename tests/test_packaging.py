@@ -211,6 +211,7 @@ except AttributeError as error:
     assert lines == ["8 shard", "False False", "module 'flashproto' has no attribute 'modules'"]
 
 
+@pytest.mark.slow
 def test_import_takes_under_one_and_a_half_times_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -401,6 +401,7 @@ def shared_sequences_are_exact(folder: Path, options: list[object]) -> None:
             assert got == pytest.approx(want, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_processes_train_as_one(tmp_path, text):
     """Of each number of processes all cases in one start; those of 4 load what 2 have written."""
     checkpoint, sharded = map(module, ("checkpoint", "sharded"))
@@ -465,6 +466,7 @@ def failure(*arguments: object, cwd: Path, largest_file: int | None = None) -> s
     return torchrun.last_lines(err)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the processes of torchrun in /proc")
 def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
     folder, whole, alone = tmp_path / "run", tmp_path / "whole", tmp_path / "alone"

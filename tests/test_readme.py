@@ -138,6 +138,7 @@ def options(text: str) -> set[str]:
     return set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w", text)) - {"--help"}
 
 
+@pytest.mark.slow
 def test_options_of_the_trainer_are_documented() -> None:
     """All of train_gpt.py, generate.py and prepare_data.py, and none that neither they nor torchrun
     have."""

@@ -298,6 +298,7 @@ def test_few_graphs_for_many_lengths(impl: str, dynamic: bool | None, device: st
     assert count.frame_count <= 2
 
 
+@pytest.mark.slow
 def test_inductor_compiles_symbols(device: str) -> None:
     def step(x: Tensor, w: Tensor, W: Tensor, t: Tensor) -> Tensor:
         h = flashproto.rms_norm(x, x.shape[-1], w, impl="triton")
@@ -344,6 +345,7 @@ BESIDE_FIXED: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("name", BESIDE_FIXED)
 def test_fixed_sizes_beside_symbols(name: str, impl: str, device: str) -> None:
@@ -353,6 +355,7 @@ def test_fixed_sizes_beside_symbols(name: str, impl: str, device: str) -> None:
     torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["triton", "torch"])
 @pytest.mark.parametrize("grad", [False, True])
 def test_inductor_compiles_numbers(grad: bool, impl: str, device: str) -> None:

@@ -25,6 +25,7 @@ TESTS = {
 }
 
 
+@pytest.mark.slow
 def test_the_diff_makes_a_variant(tmp_path: Path) -> None:
     if shutil.which("git") is None:
         pytest.skip("git, which applies the diff, is not installed")

@@ -49,6 +49,7 @@ def check(code: dict[tuple[str, str], list[str]], direction: str, field: str) ->
     assert given != without, f"FEATURES sends {field} to Hopper's {direction}, which has no code for it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("direction", "field"), RUNS)
 def test_hopper_has_code_for_what_it_is_sent(
     direction: str, field: str, code: dict[tuple[str, str], list[str]]

@@ -39,8 +39,24 @@ class Row(NamedTuple):
     example: str
 
 
+VARIANTS = "window|8 documents|16 sequences|tree|softcap|sinks|ALiBi|key padding"
+MASKS = "boolean|block diffusion|global tokens|causal D192"
 ROWS = (
     Row("attention, head_dim 64 to 256", "attention", "", "D128 S8192 causal"),
+    Row(
+        "windows, documents, softcap, sinks, ALiBi",
+        "variants",
+        f"^({VARIANTS})",
+        "8 documents of 2048 D128 S16384",
+    ),
+    Row(
+        "masks of any kind, head_dim 192 / 128",
+        "variants",
+        f"^({MASKS})",
+        "block diffusion 16 D128 S8192",
+    ),
+    Row("biases", "variants", "bias", "bias D128 S2048"),
+    Row("decoding, 1 to 16 queries", "decode", "^decode ", "decode B16 H32/8 S8192 Sq4"),
     Row("attention inside a block", "views", "", "views d2048 T4096 B4"),
     Row("`rms_norm`", "norm", "^RMSNorm", "RMSNorm 49152x4096"),
     Row("`layer_norm`", "norm", "^LayerNorm", "LayerNorm 49152x4096"),
