@@ -235,7 +235,7 @@ def forward_case(element: str, config: configs.HopperForward) -> Case:
     given, absent = given_of(
         attention_forward_kernel, config.KIND, work=config.KIND.VARLEN or config.KIND.TABLE, cache=cache
     )
-    absent |= dict.fromkeys({"more_q_desc", "more_k_desc"} - set(descriptors))
+    absent |= dict.fromkeys(sorted({"more_q_desc", "more_k_desc"} - set(descriptors)))
     return case(
         config.name,
         attention_forward_kernel,

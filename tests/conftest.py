@@ -1,7 +1,7 @@
 """The tests run on an NVIDIA GPU where there is one, else on the CPU in Triton's interpreter.
 
 FLASHPROTO_TEST_SEED=N   the seed that a failing run printed, to see the same failure again
---slow                   tests that are marked slow too
+--slow                   tests that are marked slow too; else they run if a test is given by name
 --all                    these, and all cases of each test, not a sample of them (sampled_cases.py)
 """
 
@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header(config: pytest.Config) -> list[str]:
     where = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU, Triton interpreter"
     cases = "all cases" if config.getoption("--all") else "a sample of the cases (--all for all)"
+    if not (config.getoption("--all") or config.getoption("--slow")):
+        cases += ", no slow tests (--slow)"
     return [f"flashproto: {where}; {cases}; FLASHPROTO_TEST_SEED={os.environ['FLASHPROTO_TEST_SEED']}"]
 
 
@@ -68,7 +70,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all"):
         left_out = sampled_cases.left_out(items, os.environ["FLASHPROTO_TEST_SEED"])
         if not config.getoption("--slow"):
-            left_out |= {x for x in items if x.get_closest_marker("slow")}
+            named = {x.partition("[")[0].rpartition("/")[2] for x in config.args if "::" in x}
+            slow = [x for x in items if x.get_closest_marker("slow")]
+            left_out |= {x for x in slow if x.nodeid.partition("[")[0].rpartition("/")[2] not in named}
         config.hook.pytest_deselected(items=[x for x in items if x in left_out])
         items[:] = [x for x in items if x not in left_out]
     if torch.cuda.is_available():

@@ -1,5 +1,6 @@
 """Which cases of parametrised tests run without --all: of each test so many that each value of each of
-its parameters occurs, drawn by the run's seed."""
+its parameters occurs, drawn by the run's seed.  Those for a GPU are drawn apart from the others, and
+all run of a test marked whole."""
 
 from __future__ import annotations
 
@@ -35,12 +36,13 @@ def covering(cases: list[dict[str, Any]], generator: random.Random) -> list[int]
 
 def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
     """Those that do not run."""
-    tests: dict[str, list[Any]] = defaultdict(list)
+    tests: dict[tuple[str, bool], list[Any]] = defaultdict(list)
     for item in items:
-        if hasattr(item, "callspec"):
-            tests[item.nodeid.partition("[")[0]].append(item)
+        if hasattr(item, "callspec") and not item.get_closest_marker("whole"):
+            needs_gpu = item.get_closest_marker("gpu") is not None
+            tests[item.nodeid.partition("[")[0], needs_gpu].append(item)
     out: set[pytest.Item] = set()
-    for name, cases in tests.items():
+    for (name, _), cases in tests.items():
         if len(cases) > FEW:
             chosen = covering([x.callspec.params for x in cases], random.Random(seed + name))
             out.update(x for i, x in enumerate(cases) if i not in chosen)

@@ -80,6 +80,7 @@ def complaints(line: dict[str, Any], arch: int) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("family", "arch", "shard"),
     [(family, a, i) for family, of in SHARDS.items() for a, n in of.items() for i in range(n)],

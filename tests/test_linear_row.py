@@ -323,6 +323,27 @@ def test_what_else_is_the_modules_own(device, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("everywhere")
+def test_what_the_kernel_does_not_take_is_the_modules_own(device, monkeypatch) -> None:
+    x = torch.randn(1, 1, 32, device=device).to(bf16)
+    with torch.no_grad():
+        block = block_of(device)
+        block.norm1.double()
+        assert not is_fused(decode(block, x)[2])
+        block = block_of(device)
+        block.norm1 = nn.RMSNorm((1, 32), device=device, dtype=bf16).requires_grad_(False)
+        assert not is_fused(decode(block, x)[2])
+        block = block_of(device)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.MLP, "forward", lambda self, x: torch.zeros_like(x))
+            y, _, kernels = decode(block, x)
+            assert not is_fused(kernels) and not y.any()
+        made = torch.func.functionalize(lambda x: decode(block, x)[0])(x)
+        torch.testing.assert_close(made, decode(block, x)[0], rtol=0.1, atol=0.1)
+        block.norm2.impl = "hopper"
+        assert not one_row.takes(block, x, None)
+
+
+@pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("kind", ["gpt", "llama, groups"])
 def test_greedy_text_is_that_of_the_modules(device, kind) -> None:
     """A likely token: its logit is within two roundings of the likeliest's."""

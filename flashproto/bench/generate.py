@@ -16,8 +16,8 @@ Each contender has a process of its own.  Tokens/s are those behind the first to
 where they are those of the whole call.  host: until the call has launched everything; device: what
 kernels take.  A file that is there is added to, so contenders may be run one after another.
 
-In result files of before 29 November 2026 "flashproto" is the modules alone, and "few rows" what one
-sequence runs by default since, and several do not.
+In result files of before 29 November 2026 "flashproto" and the contenders of `lookup` call the modules
+of a block one by one.  "few rows" has fewer launches: for one sequence that is the default since.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def attention_backward_hopper(
 
     All this holds for the causal mask and for none.  Other kinds take the plain walk: from zeros, head
     by head, from the first query tile that sees the keys to the last, in no order.  So do keys wider
-    than values, but down under the causal mask; none of that was measured."""
+    than values, but down under the causal mask; for these no other walk was measured."""
     if more := more_columns(head_dim, head_dim_v):
         assert not ordered, "dq has a fixed order where queries and values have one head_dim"
         walk: Walk = "down" if kind.PLAIN and kind.CAUSAL else "by_head"

@@ -269,7 +269,7 @@ def attention_forward_hopper(
 def _wider_keys(config: HopperForward, more: int) -> HopperForward:
     """The same with more columns of queries and keys: tiles of 128 keys in two buffers, which is what
     shared memory has room for.  Two consumers have registers for 64 columns of their queries, and three
-    have not enough.  (None of it was measured.)"""
+    have not enough.  (Other tiles were not measured.)"""
     W = min(config.W, 2)
     kept = 64 * (W == 2 and config.KIND.PLAIN)
     return replace(config, MORE=more, BN=128, W=W, KS=2, VS=2, Q_IN_REGS=kept)

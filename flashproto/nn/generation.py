@@ -6,6 +6,7 @@ Legend: B sequences, n tokens of each in one call, V vocabulary.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from ..checks import refuse
 from .kv_cache import KVCache
 from .sampling import Sampling, sample
 
+CAPTURING = threading.Lock()
 WARM = 2  # steps that run as they are before one is captured
 
 # --- tokens that are drawn ------------------------------------------------------------------------
@@ -336,15 +338,16 @@ def on_another_stream(device: torch.device, run: Callable[[], None]) -> None:
 def captured(device: torch.device, run: Callable[[], None]) -> Any:
     """A CUDA graph of run(), which is not executed.
 
-    Python's garbage collector waits meanwhile: if it found another graph, say, what that does to the
-    device would break this one.
+    Other captures wait meanwhile, and so does Python's garbage collector: if it found another graph,
+    say, what that does to the device would break this one.
     """
-    graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
-    gc.disable()
-    try:
-        with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
-            run()
-    finally:
-        if collects:
-            gc.enable()
+    with CAPTURING:
+        graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.device(device), torch.cuda.graph(graph, stream=torch.cuda.Stream(device)):
+                run()
+        finally:
+            if collects:
+                gc.enable()
     return graph

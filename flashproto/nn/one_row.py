@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .. import backends, configs
 from ..backends import autocast_dtype
-from ..functional.linear_row import DTYPES, linear_row
+from ..functional.linear_row import ACTIVATIONS, DTYPES, linear_row
 from .attention import Attention, Rope
 from .kv_cache import KVLayer
 from .layers import Linear, has_plain_call, is_as_made, is_unwatched
@@ -26,7 +26,7 @@ from .norm import LayerNorm, RMSNorm
 
 ENABLED = True  # but where tests compare with the modules
 DEVICES = ("cuda",)  # tests add the CPU, for the interpreter
-KERNELS = (None, *backends.KERNELS)
+PLAIN = {kind: kind.forward for kind in (Attention, MLP, LayerNorm, RMSNorm, Linear, nn.Linear)}
 
 
 def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
@@ -41,8 +41,12 @@ def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
         and x.ndim == 3
         and x.shape[:2] == (1, 1)
         and x.shape[2] <= configs.MOST_NORMALIZED
+        and all(is_as_made(n, LayerNorm, RMSNorm) and fits(n, x.shape[2]) for n in norms)
         and (residual is None or residual.dtype == x.dtype)
         and autocast_dtype(x) is None
+        and backends.misfit((x,)) is None
+        and all(kind.forward is forward for kind, forward in PLAIN.items())
+        and mlp.kind in ACTIVATIONS
         and has_plain_call(attention, Attention)
         and has_plain_call(mlp, MLP)
         and is_unwatched(attention)
@@ -50,14 +54,19 @@ def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
     ):
         return False
     linears = attention.qkv, attention.out, mlp.up, mlp.down
-    impls = backends.get_default(), attention.impl, mlp.impl, *(getattr(n, "impl", "") for n in norms)
     return (
-        all(impl in KERNELS for impl in impls)
+        all(impl in (None, "triton") for impl in (backends.get_default(), *(n.impl for n in norms)))
+        and all(impl in (None, *backends.KERNELS) for impl in (attention.impl, mlp.impl))
         and not backends.device_reasons("triton", x.device)
-        and all(is_as_made(n, LayerNorm, RMSNorm) for n in norms)
         and all(is_as_made(f, Linear, nn.Linear) for f in linears)
         and all(f.weight.dtype == x.dtype and f.weight.stride(1) == 1 for f in linears)
     )
+
+
+def fits(norm: LayerNorm | RMSNorm, columns: int) -> bool:
+    """Whether its parameters are what the kernel reads, of so many columns."""
+    parameters = [p for p in (norm.weight, norm.bias) if p is not None]
+    return all(p.shape == (columns,) and p.dtype in (*DTYPES, torch.float32) for p in parameters)
 
 
 def step(
