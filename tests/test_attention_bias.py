@@ -78,6 +78,7 @@ def test_nothing_of_the_size_of_the_scores_is_made(shape, device: str, monkeypat
     assert made and max(made) < B * H * SQ * SK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["transposed", "every other", "expanded", "float16", "offset"])
 def test_biases_of_any_strides(how: str, device: str) -> None:
     """As a contiguous one of the same numbers and dtype, to the bit."""
@@ -149,6 +150,7 @@ def test_keys_hidden_by_a_bias_have_no_part_in_statistics(impl: str, device: str
 # --- by distance ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dropout_p", [0.0, 0.25])
 @pytest.mark.parametrize(
     "shape", [(1, 2, 300, 300), (2, 300, 300), (300, 300), (1, 1, 300), ()], ids=str
@@ -192,6 +194,7 @@ def test_columns_count_from_the_position_of_a_query(impl: str, device: str) -> N
         torch.testing.assert_close(got, torch.softmax(table[0][torch.tensor(columns)], -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", [1, 6, 300])
 @pytest.mark.parametrize("rows", [1, H])
 def test_gradients_of_tables(rows: int, R: int, device: str) -> None:

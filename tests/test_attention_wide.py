@@ -33,6 +33,7 @@ def check(problem: Problem, names: tuple[str, ...], device: str, seed: int) -> N
     assert_within_bound(run(call, inputs, gradients, "triton"), exact, plain, call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", list(ATOL))
 @pytest.mark.parametrize(("D", "Dv"), HEAD_DIMS)
 def test_gradients_of_grouped_heads(

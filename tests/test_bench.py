@@ -256,6 +256,7 @@ def test_problems_have_names_of_their_own(module: Any) -> None:
             assert len(set(keys)) == len(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("subject", "cell"),
     [
@@ -323,6 +324,7 @@ def test_parts_add_up_and_nothing_is_overwritten(
         bench.main([*common, "--resume"])
 
 
+@pytest.mark.slow
 def test_several_subjects_and_compiling_ahead(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -253,6 +253,7 @@ def expected(p: Problem) -> set[str]:
     return names | {f"{ours} varlen"} if p.packed else names
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("key", list(cells()))
 def test_every_contender_computes_what_the_cell_is_of(key: str, every_peer: ModuleType) -> None:
@@ -336,6 +337,7 @@ def factor(p: Problem) -> Tensor:
     return kept / (1 - round(DROPOUT * 65536) / 65536)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", list(cells()))
 def test_right_results_in_bfloat16_pass_the_check(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p = replace(cells()[key], dtype=torch.bfloat16)
@@ -456,6 +458,7 @@ def test_dropout_of_the_exact_result_is_that_of_dropout_mask() -> None:
     assert sampled.check(out, torch.autograd.grad(out, (q, k, v), grad.detach())) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "others"),
     [
@@ -494,6 +497,7 @@ def test_a_backend_that_does_not_take_a_cell_says_why() -> None:
         assert results["flashproto[hopper]"]["error"].startswith("BackendError: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "keys"),
     [

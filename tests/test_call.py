@@ -402,6 +402,7 @@ def precision() -> Iterator[Callable[[str], None]]:
 PRODUCTS = [case for case in CASES if "attention" in case.op and case.function != "merge_attention"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", PRODUCTS, ids=lambda case: case.name)
 def test_float32_products_follow_the_switch_of_torch(
     case: Case, device: str, precision: Callable[[str], None]
@@ -496,6 +497,7 @@ def selective_checkpoint(keeps: Policy) -> Callable[..., list[Tensor]]:
     return functools.partial(checkpoint, use_reentrant=False, context_fn=contexts(keeps))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "impl"), parameters(DIFFERENTIABLE))
 def test_checkpointing_from_the_first_step(case: Case, impl: str, device: str) -> None:
     inputs = inputs_of(case, impl, device)
@@ -707,6 +709,7 @@ def test_gradients_of_a_batch(case: Case, impl: str, device: str) -> None:
     base.assert_equal([x.flatten(0, 1) for x in twice(*(g.unflatten(0, (2, 2)) for g in batch))], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "impl"), parameters(CASES))
 def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
     """Their schemas, and what they make of tensors without memory, by the arguments of calls; of a
@@ -781,6 +784,7 @@ def test_grad_and_vjp(case: Case, impl: str, device: str) -> None:
     assert_near(list(got), base.results.gradients, unit_of(*base.inputs.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [c for c in MAIN_DIFFERENTIABLE if not c.writes], ids=lambda c: c.name)
 def test_jacrev(case: Case, device: str) -> None:
     """By whichever backend can; one that is asked for by name gives the same or says that it cannot."""
@@ -1026,6 +1030,7 @@ def test_attention_refuses_dtensors_beside_plain_ones(device: str, mesh: Any) ->
 # --- what is left behind ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "impl"), parameters(OPERATORS))
 def test_no_tensor_waits_for_the_garbage_collector(case: Case, impl: str, device: str) -> None:
     """From the first call on, its op's included.  What a cycle of references keeps is memory in use for

@@ -355,6 +355,7 @@ def cache(**given: Tensor) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's tensors are not looked at")
 @pytest.mark.parametrize(
     "make, name, right, wrong",

@@ -265,6 +265,7 @@ def test_harness_sees_spills(arch: int) -> None:
     assert "stack" in complaints(lines["spills"], arch)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHES)
 def test_harness_sees_lanes_apart(arch: int) -> None:
     lines = selftest(arch)

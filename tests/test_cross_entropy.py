@@ -176,6 +176,7 @@ def test_many_dimensions_and_int32_targets(device) -> None:
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["triton", "torch", "reference"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_classes_in_another_dimension(device, name, impl) -> None:

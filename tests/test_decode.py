@@ -218,6 +218,7 @@ def test_a_mode_sees_reads() -> None:
             read()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["pages, a window, padding", "side by side behind a prefix"])
 def test_it_compiles_whole(name: str, device: str, seed: int) -> None:
     """In one graph, the writes into the cache included; other lengths compile nothing anew."""

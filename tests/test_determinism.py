@@ -61,6 +61,7 @@ def differing(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
     return [name for name, x in wanted.items() if not torch.equal(got[name], x)]
 
 
+@pytest.mark.slow
 def test_run_to_run(claim: tuple[Case, str], dtype: torch.dtype, device: str) -> None:
     case, backend = claim
     given = made(case, 2, dtype, device)
@@ -75,6 +76,7 @@ def test_run_to_run(claim: tuple[Case, str], dtype: torch.dtype, device: str) ->
             assert not differing(results(case, backend, given, dout), wanted)
 
 
+@pytest.mark.slow
 def test_in_another_batch(claim: tuple[Case, str], dtype: torch.dtype, device: str) -> None:
     case, backend = claim
     if backend not in case.alone:

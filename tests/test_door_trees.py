@@ -160,6 +160,7 @@ CASES = [("reference", name) for name in MODELS]
 CASES += [("torch", "learned"), ("torch", "rope"), ("triton", "softcap and sinks")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("impl", "name"), [case for case in CASES if not backends.device_reasons(case[0], DEVICE)]
 )

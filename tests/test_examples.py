@@ -156,6 +156,7 @@ def test_killed_and_stopped_run_goes_on_to_the_same_losses(tmp_path, text):
     assert content(folder / CHECKPOINT) == content(whole / CHECKPOINT)
 
 
+@pytest.mark.slow
 def test_minutes_ends_early_and_a_torn_log_is_mended(tmp_path, monkeypatch, capsys, text, tiny):
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "runs" / "gpt-1"
@@ -176,6 +177,7 @@ def test_each_row_of_the_log_has_its_seconds_and_share_of_the_peak(tmp_path, mon
     assert all(0 < row["seconds"] < 60 and 0 < row["mfu"] < 1 for row in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiles", [True, False])
 def test_the_bar_says_when_it_compiles_and_warnings_are_lines_of_their_own(
     tmp_path, monkeypatch, capsys, text, compiles
@@ -242,6 +244,7 @@ def leave(folder: Path, *files: str) -> None:
         (folder / name).write_bytes(b"" if name == LOG else b"half of a f")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "files"),
     [
@@ -277,6 +280,7 @@ def test_a_run_on_tokens_that_died_before_its_first_checkpoint_begins_again(tmp_
     assert (folder / CHECKPOINT).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [[], [f"{SETTINGS}.partial"]])
 def test_a_run_that_died_before_it_wrote_anything_begins_again(tmp_path, capsys, text, tiny, files):
     folder = tmp_path / "run"
@@ -740,6 +744,7 @@ def test_generate_repeats_itself_from_a_seed(capsys, tiny):
     assert greedy == sampled("--top-k", "1", "--seed", "5")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "opening"),
     [("two words\n", "\n"), ("two words ", " "), ("baab", "a"), ("\u597d\u4f60", "\u4f60")],

@@ -146,6 +146,7 @@ def test_options_of_attention_that_do_not_fit_are_refused(tmp_path, capsys, text
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_dropout(tmp_path, capsys, text):
     """A stopped run goes on to the same bits; nothing is dropped in a validation or a sample; a run
     that begins with another one has its own."""

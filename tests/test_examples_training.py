@@ -246,6 +246,7 @@ def test_the_best_checkpoint_is_that_of_the_least_validation_loss(tmp_path, monk
     assert torch.equal(run.model.state_dict()["norm.weight"], seen[1.8]["norm.weight"])
 
 
+@pytest.mark.slow
 def test_profile_and_max_scores_are_written(tmp_path, capsys, text):
     folder = tmp_path / "run"
     shape = {"n_layers": 3, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "d_ff": 48}

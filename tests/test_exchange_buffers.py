@@ -180,6 +180,7 @@ def sets(device: str) -> list[list[Tensor]]:
     return [[torch.randn(2, N, device=device) for _ in range(2)] for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_kernels_clear_the_words_of_the_launch_before(device, monkeypatch) -> None:
     problems = sets(device)
     call_cache.forget()

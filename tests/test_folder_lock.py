@@ -230,6 +230,7 @@ start.run(script.main)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("script", ["train_gpt", "prepare_data"])
 def test_a_signal_before_anything_is_written_leaves_nothing(tmp_path, script, number, text, books):

@@ -426,6 +426,7 @@ MASKS_OF_KEYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("case", MASKS_OF_KEYS)
 def test_sdpa_runs_masks_of_keys_on_the_kernels(case: str, causal: bool, device: str) -> None:

@@ -131,6 +131,7 @@ def test_compiles_in_one_graph(device, case) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9])
 def test_dropout_keeps_its_share_and_scales_it(device, p) -> None:
     x = torch.ones(64, 1000, device=device)

@@ -220,6 +220,7 @@ def steps(model: nn.GPT, tokens: Tensor, n: int) -> tuple[Tensor, list[str]]:
     return torch.cat(made, 1), kernels
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("kind", MODELS)
 def test_steps_are_those_of_the_modules(device, monkeypatch, kind) -> None:
@@ -343,6 +344,7 @@ def test_what_the_kernel_does_not_take_is_the_modules_own(device, monkeypatch) -
         assert not one_row.takes(block, x, None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("everywhere")
 @pytest.mark.parametrize("kind", ["gpt", "llama, groups"])
 def test_greedy_text_is_that_of_the_modules(device, kind) -> None:

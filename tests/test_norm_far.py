@@ -210,6 +210,7 @@ def test_numbers_whose_squares_are_infinite(device, N) -> None:
     assert not y[:2].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("N", "options"), [(48, {}), (1000, {}), (1536, {}), (17000, {}), (600, SPLIT)]
 )

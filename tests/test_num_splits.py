@@ -102,6 +102,7 @@ def test_errors(name: str, device: str) -> None:
         call(num_splits=1.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", calls("cpu"))
 def test_compiled_whole(name: str, device: str) -> None:
     call = calls(device)[name]

@@ -670,6 +670,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     call_cache.forget()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OPERATORS, ids=lambda case: case.name)
 def test_every_operator_by_the_function_that_is_written(case: Case, played: Played) -> None:
     """Later calls give the bits of the first, which is Triton's own launches; an entry is handed what

@@ -84,6 +84,7 @@ def test_garbage_stays_where_it_is_on_torch(names: tuple[str, ...], seed: int) -
         check(names, "torch", "cpu", seed + other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

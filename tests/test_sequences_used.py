@@ -157,6 +157,7 @@ def test_gaps_on_torch(names: tuple[str, ...], side: str, seed: int) -> None:
 CASES = [*itertools.product(SETS, ["both"]), (SETS[2], "queries"), (SETS[2], "keys")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("names", "side"), CASES, ids=str)
 def test_gaps_in_kernels(
     names: tuple[str, ...], side: str, device: str, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -166,6 +167,7 @@ def test_gaps_in_kernels(
     check(names, side, "triton", device, seed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("causal", "sinks"), ("alibi",)], ids="+".join)
 def test_gaps_in_kernels_of_16_bits(
     names: tuple[str, ...], device: str, seed: int, monkeypatch: pytest.MonkeyPatch

@@ -266,6 +266,7 @@ def derivatives(y: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
 # --- sizes that are symbols ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_graph_for_all_sizes(name: str, impl: str, device: str) -> None:
@@ -480,6 +481,7 @@ def losses(name: str, x: Tensor, impl: str, **options: Any) -> Tensor:
     return fp.cross_entropy(x, t, impl=impl, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("impl", ["triton", "reference"])
 @pytest.mark.parametrize("case", NUMBERS)
 def test_numbers_change(case: str, impl: str, device: str) -> None:

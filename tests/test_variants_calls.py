@@ -65,6 +65,7 @@ def assert_close(got: dict[str, Tensor], wanted: dict[str, Tensor], **tolerance:
         torch.testing.assert_close(got[name], value, msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
+@pytest.mark.slow
 def test_compiles_in_one_graph(case) -> None:
     """The mask is an argument, as are sinks and slopes; forward and backward."""
     torch.compiler.reset()
@@ -94,6 +95,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_masks_made_of_other_lengths_compile_nothing(name: str, device: str) -> None:
     def attend(q: Tensor, x: Tensor) -> Tensor:
@@ -110,6 +112,7 @@ def test_masks_made_of_other_lengths_compile_nothing(name: str, device: str) -> 
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 def test_ops_are_sound(case) -> None:
     call, lengths, inputs, gradients = case
     recorder = Recorder()

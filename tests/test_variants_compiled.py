@@ -38,6 +38,7 @@ def compiled() -> dict[str, dict[str, list[list[tuple[str, list[str]]]]]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", first_calls.NAMES)
 @pytest.mark.parametrize("impl", ["hopper", "triton"])
 def test_kernels_are_compiled_for_no_value_and_no_length(impl: str, name: str) -> None:

@@ -63,6 +63,7 @@ def without_code() -> dict[tuple[str, str], list[str]]:
     return code_of("MADE_UP")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_a_row_without_code_fails(
     direction: str, without_code: dict[tuple[str, str], list[str]]
