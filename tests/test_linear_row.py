@@ -334,6 +334,9 @@ def test_what_the_kernel_does_not_take_is_the_modules_own(device, monkeypatch) -
         block.norm1 = nn.RMSNorm((1, 32), device=device, dtype=bf16).requires_grad_(False)
         assert not is_fused(decode(block, x)[2])
         block = block_of(device)
+        block.mlp = torch.nn.Identity()  # which has no kind
+        assert not is_fused(decode(block, x)[2])
+        block = block_of(device)
         with monkeypatch.context() as patch:
             patch.setattr(nn.MLP, "forward", lambda self, x: torch.zeros_like(x))
             y, _, kernels = decode(block, x)

@@ -46,9 +46,9 @@ def takes(block: Any, x: Tensor, residual: Tensor | None) -> bool:
         and autocast_dtype(x) is None
         and backends.misfit((x,)) is None
         and all(kind.forward is forward for kind, forward in PLAIN.items())
-        and mlp.kind in ACTIVATIONS
         and has_plain_call(attention, Attention)
         and has_plain_call(mlp, MLP)
+        and mlp.kind in ACTIVATIONS
         and is_unwatched(attention)
         and is_unwatched(mlp)
     ):
