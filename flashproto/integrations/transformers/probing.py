@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ... import functional
 from ...functional.autocast import without_autocast
+from ...nn.recompute import through_activation
 
 if torch.distributed.is_available():
     from torch.distributed.tensor import DTensor
@@ -284,6 +285,6 @@ def mlp_forward(module: nn.Module, mlp: MLP) -> Callable[..., Tensor]:
         if isinstance(x, SHARDED):
             return original(self, x)
         children: dict[str, Any] = self._modules
-        return children[last](glu(*[children[name](x) for name in first]))
+        return through_activation(children[last], glu, *[children[name](x) for name in first])
 
     return forward
