@@ -42,7 +42,13 @@ TRAIN = {
     "sdpa is_causal compiled": ("causal_sdpa", "", True),
     "liger compiled": ("sdpa", "liger", True),
 }
-GENERATE = {"flashproto Cache": "proto", "sdpa StaticCache": "static", "sdpa DynamicCache": "dynamic"}
+# The cache, and whether the model is patched.
+GENERATE = {
+    "flashproto Cache": ("proto", False),
+    "flashproto Cache and patch": ("proto", True),
+    "sdpa StaticCache": ("static", False),
+    "sdpa DynamicCache": ("dynamic", False),
+}
 LLAMA_1B = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
@@ -151,7 +157,8 @@ def kernels_of(call: Callable[[], Any], device: torch.device) -> tuple[list[str]
     with torch.profiler.profile(activities=kinds) as profile:
         call()
         torch.cuda.synchronize()
-    events = [x for x in profile.key_averages() if x.self_device_time_total > 0]
+    on_device = torch.autograd.DeviceType.CUDA  # the ops that launch kernels have their time too
+    events = [x for x in profile.key_averages() if x.device_type == on_device]
     names = [x.key for x in events if any(word in x.key.lower() for word in OF_ATTENTION)]
     return names, sum(x.self_device_time_total for x in events) / 1e3
 
@@ -212,8 +219,12 @@ def cache_of(kind: str, config: Any, room: int) -> Any:
 
 
 def generate(contender: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    kind, device = GENERATE[contender], device_of_this_machine()
+    (kind, patched), device = GENERATE[contender], device_of_this_machine()
     model = model_of(options, device, "proto" if kind == "proto" else "sdpa").eval()
+    if patched:
+        from ..integrations.transformers import patch
+
+        patch(model)
     model.generation_config.eos_token_id = None
     prompts = torch.randint(model.config.vocab_size, (batch, options.prompt), device=device)
     given: dict[str, Any] = {"input_ids": prompts, "attention_mask": torch.ones_like(prompts)}
