@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from flashproto import attention as flash_attention
-from flashproto import backends, configs
+from flashproto import backends, configs, reference
 from flashproto.bench import __main__ as bench
 from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
 from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
@@ -483,10 +483,30 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
     assert len({c.key for c in calls}) == len(calls)
 
 
+@pytest.mark.parametrize("page, packed", [(0, False), (16, False), (16, True)])
+def test_sanitize_compares_caches(page, packed, monkeypatch) -> None:
+    call = sanitize.CacheCall("triton", 64, page, 5, packed)
+    assert sanitize.cache_checked(call, "cpu") is None
+    right = reference.attention_with_kv_cache
+
+    def wrong(*args: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = right(*args, **options)
+        return out + 1, lse
+
+    monkeypatch.setattr(reference, "attention_with_kv_cache", wrong)
+    assert "out" in (sanitize.cache_checked(call, "cpu") or "")
+
+
+def test_sanitize_names_calls_of_caches_apart() -> None:
+    calls = sanitize.cache_calls()
+    assert len({call.key for call in calls}) == len(calls)
+    assert {call.impl for call in calls} == {"hopper", "triton"}
+
+
 def test_sanitize_says_what_it_needs() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for options in ([], ["--controls"]):
+    for options in ([], ["--controls"], ["--caches"]):
         with pytest.raises(SystemExit, match="compute capability"):
             bench.main(["sanitize", *options])
 

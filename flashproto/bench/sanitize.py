@@ -5,6 +5,10 @@
     compute-sanitizer --tool memcheck python -m flashproto.bench sanitize
     compute-sanitizer --tool racecheck python -m flashproto.bench sanitize
     compute-sanitizer --tool racecheck python -m flashproto.bench sanitize --controls
+    compute-sanitizer --tool memcheck python -m flashproto.bench sanitize --caches
+
+--caches has calls of attention_with_kv_cache instead, on the portable kernels too: new tokens are put
+into rows or pages, and what nobody wrote is NaN.
 
 No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
 each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
@@ -37,6 +41,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -188,6 +193,74 @@ def checked(call: Call) -> str | None:
     return compare(got, want, rounding)
 
 
+@dataclass(frozen=True)
+class CacheCall:
+    """One call of attention_with_kv_cache; page: tokens of a page, 0 for rows; packed: queries lie
+    sequence behind sequence."""
+
+    impl: str
+    D: int
+    page: int
+    Sq: int
+    packed: bool = False
+
+    @property
+    def key(self) -> str:
+        keys = f"pages of {self.page}" if self.page else "rows"
+        return f"cache {self.impl} D{self.D} {keys} Sq{self.Sq}{' packed' * self.packed}"
+
+
+CACHE_HEADS = 4, 2
+CACHE_LENGTHS = (0, 1, 77, 513)  # before the call
+CACHE_ROOM = 1024
+
+
+def cache_calls() -> list[CacheCall]:
+    """Few queries and chunks, in rows and in pages of all kinds of copies."""
+    made = [
+        CacheCall(impl, D, page, Sq)
+        for impl, D in itertools.product(("hopper", "triton"), (64, 128))
+        for page, Sq in itertools.product((0, 16, 48, 64, 128), (1, 5, 200))
+    ]
+    return made + [CacheCall("triton", 128, page, 9, packed=True) for page in (0, 16, 64)]
+
+
+def cache_checked(call: CacheCall, device: str = "cuda") -> str | None:
+    """What is wrong with out and with the rows or pages behind the call; None if nothing."""
+    (Hq, Hkv), B, page = CACHE_HEADS, len(CACHE_LENGTHS), call.page or CACHE_ROOM
+    per_sequence = -(-CACHE_ROOM // page)
+    options: dict[str, Tensor] = {"lengths": torch.tensor(CACHE_LENGTHS, dtype=torch.int32)}
+    pool = [
+        torch.full((B * per_sequence + 1, page, Hkv, call.D), torch.nan, dtype=torch.bfloat16)
+        for _ in range(2)
+    ]
+    places = torch.randperm(B * per_sequence).view(B, -1) if call.page else None
+    for b, n in enumerate(CACHE_LENGTHS):
+        for x in pool:
+            for j in range(n):
+                at = b if places is None else places[b, j // page]
+                x[at, j % page] = torch.randn(Hkv, call.D)
+    if places is None:
+        pool = [x[:B].contiguous() for x in pool]
+    else:
+        options["page_table"] = places.int()
+    q, k, v = (torch.randn(B, call.Sq, H, call.D).bfloat16() for H in (Hq, Hkv, Hkv))
+    if call.packed:
+        options["cu_seqlens_q"] = torch.arange(B + 1, dtype=torch.int32) * call.Sq
+    q, k, v = (x.flatten(0, 1) if call.packed else x.transpose(1, 2) for x in (q, k, v))
+    found = {}
+    for impl, where in ((call.impl, device), ("reference", "cpu")):
+        caches = [x.to(where, copy=True) for x in pool]
+        tensors: Any = {name: x.to(where) for name, x in (options | {"k": k, "v": v}).items()}
+        out = flashproto.attention_with_kv_cache(q.to(where), *caches, **tensors, impl=impl)
+        assert isinstance(out, Tensor)
+        found[impl] = [x.cpu() for x in (out, *caches)]
+    (out, *caches), (wanted, *rows) = found[call.impl], found["reference"]
+    if not all(torch.equal(*map(torch.nan_to_num, pair)) for pair in zip(caches, rows, strict=True)):
+        return "other rows"
+    return compare({"out": out}, {"out": wanted.float()}, {})
+
+
 def control(name: str) -> str | None:
     """What is wrong with the results of one of CONTROLS; None if nothing."""
     from ..kernels.hopper.racecheck_controls import control_kernel  # not every Triton has Gluon
@@ -207,8 +280,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", metavar="REGEX", default="", help="only calls whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new call after that")
     parser.add_argument("--controls", action="store_true", help="run kernels without a race instead")
+    parser.add_argument("--caches", action="store_true", help="run calls on caches instead")
     options = parser.parse_args(arguments)
-    wanted = [call for call in calls() if re.search(options.cells, call.key)]
+    listed: Sequence[Call | CacheCall] = cache_calls() if options.caches else calls()
+    wanted = [call for call in listed if re.search(options.cells, call.key)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reasons = backends.device_reasons("hopper", device)
     if reasons:
@@ -228,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.budget is not None and time.perf_counter() - started > options.budget:
             print(f"stopped with {len(wanted) - index} calls left, from {call.key}")
             break
-        torch.use_deterministic_algorithms(call.deterministic)
+        torch.use_deterministic_algorithms(isinstance(call, Call) and call.deterministic)
         try:
-            complaint = run(call)
+            complaint = run(call) if isinstance(call, Call) else cache_checked(call)
         except backends.BackendError as refusal:
             print(f"{call.key}: does not run: {refusal}", flush=True)
             continue
