@@ -25,8 +25,8 @@ FUNCTIONS = (
 
 
 class Calls:
-    """forward: how often each function was called, without what backward passes make again; backward:
-    how often a gradient came to its result; options: of the last call."""
+    """forward: how often each function was called, without activations that a backward pass
+    makes again; backward: how often a gradient came to its result; options: of the last call."""
 
     def __init__(self) -> None:
         self.forward: Counter[str] = Counter()
@@ -39,8 +39,8 @@ class Calls:
         @functools.wraps(function)
         def counted(*args: Any, **options: Any) -> Any:
             made = function(*args, **options)
-            if torch._C._current_graph_task_id() != -1:
-                return made
+            if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+                return made  # what checkpointing runs once more has gradients, and counts
             self.forward[name] += 1
             self.options = options
             out = made[0] if isinstance(made, tuple) else made

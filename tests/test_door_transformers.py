@@ -1261,6 +1261,20 @@ def test_generate_compiles_its_steps(calls: Calls) -> None:
     assert calls.forward == {CALL: 1} and cache.layers[0].counted is None  # the prompt; steps compiled
 
 
+def test_generate_compiles_steps_of_patched_models(calls: Calls, device: str) -> None:
+    """Keys are then a result of an operator with several, which torch 2.11 treats in its own way."""
+    model, ids = tiny_model("llama").to(device), IDS.to(device)
+    options = {**NEW, "attention_mask": LEFT.to(device), "disable_compile": False}
+    expected = model.generate(ids, **options)
+    model.set_attn_implementation(NAME)
+    patch(model)
+    compiling = transformers.CompileConfig(backend="aot_eager", fullgraph=True, mode=None)
+    compiling._compile_all_devices = True
+    torch._dynamo.reset()
+    found = model.generate(ids, cache=Cache(model.config, 32), compile_config=compiling, **options)
+    assert torch.equal(found, expected)
+
+
 def refused_by_cache(config: Any, match: str, room: Any = 16, error: Any = NotImplementedError) -> None:
     with pytest.raises(error, match=match):
         Cache(config, room)

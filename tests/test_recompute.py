@@ -155,3 +155,14 @@ def test_functional_gradients(device) -> None:
     loss = torch.func.grad(lambda *x: (through_activation(layer, swiglu, *x) * dout).sum(), (0, 1))
     for found, right in zip(loss(*inputs), wanted, strict=True):
         torch.testing.assert_close(found, right)
+
+
+def test_compiled(device) -> None:
+    """torch.compile decides by itself what is kept."""
+    layer, inputs = problem(device)
+    wanted = gradients(layer(swiglu(*inputs)), layer, inputs)
+    torch._dynamo.reset()
+    run = functools.partial(through_activation, layer, swiglu)
+    out = torch.compile(run, backend="aot_eager", fullgraph=True)(*inputs)
+    for found, right in zip(gradients(out, layer, inputs), wanted, strict=True):
+        torch.testing.assert_close(found, right)

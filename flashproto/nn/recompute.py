@@ -29,9 +29,10 @@ def through_activation(
     decides what autograd keeps, as checkpointing and offloading do, everything is kept as they say.
     """
     h = activation(*inputs)
-    # How an autograd.Function names itself: the activation's own node, or torch's, which are others.
-    node: Any = h.grad_fn
-    if not (isinstance(node, BackwardCFunction) and h.is_contiguous()) or saving_is_taken():
+    if saving_is_taken():
+        return layer(h)
+    node: Any = h.grad_fn  # of an autograd.Function, if the activation is one of this library's kernels
+    if not (isinstance(node, BackwardCFunction) and h.is_contiguous()):
         return layer(h)
     memory, dtype, version = h.untyped_storage().data_ptr(), h.dtype, h._version
 

@@ -69,6 +69,9 @@ class Layer(cache_utils.CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         self.check_room(key_states.shape[2])
         self.is_waiting = True
+        if torch.compiler.is_compiling():
+            # torch 2.11 cannot put an attribute on a result of an op with several.
+            key_states = key_states.view(key_states.shape)
         key_states.flashproto_layer = self  # type: ignore[attr-defined]
         return key_states, value_states
 
