@@ -16,8 +16,9 @@ Each contender has a process of its own.  Tokens/s are those behind the first to
 where they are those of the whole call.  host: until the call has launched everything; device: what
 kernels take.  A file that is there is added to, so contenders may be run one after another.
 
-In result files of before 29 November 2026 "flashproto" and the contenders of `lookup` call the modules
-of a block one by one.  "few rows" has fewer launches: for one sequence that is the default since.
+In result files of 28 November 2026 "by modules" is one sequence whose steps call the modules of a block
+one by one, as steps of several still do, and "few rows" a design with fewer launches for several
+sequences, which is gone.
 """
 
 from __future__ import annotations

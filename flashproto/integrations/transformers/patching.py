@@ -111,7 +111,7 @@ def patch(
 
     - RMSNorm (QK norms too) and LayerNorm: rms_norm, layer_norm
     - SwiGLU, GeGLU and ReGLU: one operator between the model's own layers, so that LoRA and quantized
-      weights stay
+      weights stay; the backward pass makes its result again
     - RoPE: rope, in the attention's own forward
     - position biases of distances (T5's): attention's relative_bias, while attention is register()'s;
       no tensor of queries times keys is made
