@@ -18,6 +18,10 @@ c ln 2 is the weight of P log2 P.  Z is of the saved lse: where the sink has all
 probability its rounding is 1%.
 Dropout keeps a probability with the factor 1 / (1 - p), or makes it 0: dP is multiplied by that, dV is
 of what is kept, and delta is right as it stands, since O is of what is kept too.
+But O of 16 bits is rounded, and dS of a row is off by P times what its rounding makes of dO * O.  Where
+one key has all of a row dS should be 0.  Without dropout O is its V there, and delta exact; 1 / (1 - p)
+times its V is rounded, and in dK the errors of all such rows add up.  So they do in the gradient of a
+bias, where the terms of a row should cancel.  There delta is rowsum(P * dP), see the kernel of dQ.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
@@ -94,7 +98,8 @@ def attention_backward_rows_kernel(
     """Program: delta and lse2 of BLOCK_M queries, as one tile or, float32, as tiles of 16.  lse2 is lse
     in base 2; rows that saw no key get +inf, which makes their probabilities 0.
 
-    With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.
+    With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.  Where delta
+    is made anew, also what it has beside rowsum(P * dP).
     """
     end = Sq
     if KIND.VARLEN:
@@ -115,10 +120,12 @@ def attention_backward_rows_kernel(
         delta = row_sums(out, dout)
         i = i0 + tl.arange(0, ROWS)
         ds_sum = tl.zeros([ROWS], tl.float32)
+        beside = tl.zeros([ROWS], tl.float32)
         if HAS_DLSE:
             dlse_base = dlse_ptr + b * stride_lb + h * stride_lh
             dlse = tl.load(dlse_base + i.to(tl.int64) * stride_ls, i < Sq, 0.0)
             delta -= dlse
+            beside -= dlse
             ds_sum += dlse
         row = head.to(tl.int64) * Sq + i
         lse = tl.load(lse_ptr + row, i < Sq, 0.0)
@@ -139,10 +146,14 @@ def attention_backward_rows_kernel(
                 weight = tl.where(there, weight / of_keys, 0.0)
                 entropy -= tl.log(of_keys)
             shifted += weight * entropy
+            beside += weight * entropy
             tl.store(given.entropy_weights + row, weight * LN2, i < Sq)
             if given.sink_delta is not None:
                 tl.store(given.sink_delta + row, delta, i < Sq)
         tl.store(delta_ptr + row, shifted, i < Sq)
+        if KIND.DROPOUT or (KIND.BIAS or KIND.RELATIVE_BIAS):
+            if given.beside_delta is not None:
+                tl.store(given.beside_delta + row, beside, i < Sq)
         if SLOPES:
             if KIND.SINKS:
                 ds_sum += delta * sink_probability(given.sinks + h, lse2)
@@ -281,11 +292,11 @@ def query_gradients_from_tiles(
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    SLOPES: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    SLOPES: tl.constexpr, DELTA: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums [BM] of dS * distance, of
-    dS and of P * distance."""
-    dq, slope_sums, ds_sums, distances = sums
+    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2."""
+    dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
     unit = unit_of(scale, KIND)
     for tile in range(first, last):
         j0 = tile * BLOCK_N
@@ -307,20 +318,24 @@ def query_gradients_from_tiles(
         if KIND.DROPOUT:
             keep = kept_of(i0, j0, variables, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * kept_factor(variables.given), 0.0)
-        ds = score_gradient(p, dp, delta[:, None])
-        if KIND.ENTROPY:
-            ds += entropy_part(p, weight[:, None])
-        if SLOPES:
-            apart = distance(i, j, variables)
-            slope_sums += tl.sum(ds * apart, 1)
-            ds_sums += tl.sum(ds, 1)
-            distances += tl.sum(p * apart, 1)
-        if KIND.BIAS:
-            if variables.given.bias_gradient is not None:
-                store_bias_gradient(ds, i, j, variables)
-        ds = modified_gradient(ds, s, scale, variables, KIND)
-        dq = dot(rounded(ds, k.dtype), k, dq, TF32)
-    return dq, slope_sums, ds_sums, distances
+        if DELTA:
+            dp_sums += tl.sum(p * dp, 1)
+            p_sums += tl.sum(p, 1)
+        if DELTA != 2:
+            ds = score_gradient(p, dp, delta[:, None])
+            if KIND.ENTROPY:
+                ds += entropy_part(p, weight[:, None])
+            if SLOPES:
+                apart = distance(i, j, variables)
+                slope_sums += tl.sum(ds * apart, 1)
+                ds_sums += tl.sum(ds, 1)
+                distances += tl.sum(p * apart, 1)
+            if KIND.BIAS:
+                if variables.given.bias_gradient is not None:
+                    store_bias_gradient(ds, i, j, variables)
+            ds = modified_gradient(ds, s, scale, variables, KIND)
+            dq = dot(rounded(ds, k.dtype), k, dq, TF32)
+    return dq, slope_sums, ds_sums, distances, dp_sums, p_sums
 
 
 @triton.jit
@@ -335,10 +350,14 @@ def attention_backward_queries_kernel(
     given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-    TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
+    TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False, DELTA: tl.constexpr = 0,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
-    the gradient of its head's slope, where that is wanted."""
+    the gradient of its head's slope, where that is wanted.
+
+    DELTA: 1, delta is also made anew, of P * dP, for the kernels that come after this one; 2, it is all
+    that is made.  Of lse as it is rounded P does not sum to 1 exactly: the sum is divided by that of P.
+    """
     problem = problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M, KIND)
     head, i0, token, key = problem.head, problem.first, problem.token, problem.key
     Sq, Sk, offset, rows = problem.Sq, problem.Sk, problem.offset, problem.rows
@@ -348,13 +367,15 @@ def attention_backward_queries_kernel(
     k_base = k_ptr + b * stride_kb + h // GROUP * stride_kh
     v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
     dout_base = dout_ptr + b * stride_gb + h * stride_gh
-    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
+    if DELTA != 2:
+        dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
     if KIND.VARLEN:
         q_base += token.to(tl.int64) * stride_qs
         k_base += key.to(tl.int64) * stride_ks
         v_base += key.to(tl.int64) * stride_vs
         dout_base += token.to(tl.int64) * stride_gs
-        dq_base += token.to(tl.int64) * stride_dqs
+        if DELTA != 2:
+            dq_base += token.to(tl.int64) * stride_dqs
     number = problem.sequence * Hq + head
     variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND, number))
     row = head.to(tl.int64) * rows
@@ -370,7 +391,7 @@ def attention_backward_queries_kernel(
     if KIND.ENTROPY:
         weight = tl.load(given.entropy_weights + row + i, i < Sq, 0.0)
     none = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none
+    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none, none, none
     ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
     if KIND.INTERVALS or KIND.TABLE:
@@ -381,14 +402,14 @@ def attention_backward_queries_kernel(
                     sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
                 )  # fmt: skip
             else:
                 sums = query_gradients_from_tiles(
                     sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
                 )  # fmt: skip
             tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     else:
@@ -398,34 +419,41 @@ def attention_backward_queries_kernel(
                 sums, q, dout, lse2, delta, weight, k_base, v_base,
                 stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
             )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, TF32, WIDE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, TF32, WIDE,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
         )  # fmt: skip
-    dq, slope_sums, ds_sums, distances = sums
-    dq *= scale_natural
-    store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
+    dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
+    if DELTA != 2:
+        dq *= scale_natural
+        store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
     if SLOPES:
         # delta is of O as it was rounded: dS lacks P * off, which the distances would weigh too much.
         slope_sums_ptr = given.slope_sums + row + i
         off = tl.load(slope_sums_ptr, i < Sq, 0.0) - ds_sums
         tl.store(slope_sums_ptr, slope_sums + off * distances, i < Sq)
+    if DELTA:
+        anew = dp_sums / tl.where(p_sums > 0.0, p_sums, 1.0)
+        if KIND.SINKS:
+            anew *= 1.0 - sink_probability(given.sinks + h, lse2)
+        anew += tl.load(given.beside_delta + row + i, i < Sq, 0.0)
+        tl.store(delta_ptr + row + i, anew, i < Sq)
 
 
 @triton.jit

@@ -67,6 +67,7 @@ class Given(NamedTuple):
     entropy_gradient: Any = None  # of the entropy, and what the backward makes of it, as lse
     entropy_weights: Any = None
     sink_delta: Any = None
+    beside_delta: Any = None  # what delta has beside rowsum(P * dP), where it is made anew
     bias_gradient: Any = None  # [B, Hq, Sq, Sk]
     heads: Any = None  # Hq, for that
     rows: Any = None  # Sq, as `counts` has it, for the Hopper backward

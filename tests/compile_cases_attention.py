@@ -44,18 +44,20 @@ def case(
     given: tuple[str, ...] = (),
 ) -> Case:
     signature, aligned, values = {}, [], dict(constexprs)
+    if kernel is attention_backward_queries_kernel:
+        values.setdefault("DELTA", 0)
     for argument in kernel.arg_names:
         if argument == "given":
             signature[argument] = given
         elif argument == "columns_ptr":
             signature[argument] = "*i32"
             aligned.append(argument)
-        elif argument.endswith("_ptr"):
+        elif argument.endswith("_ptr") and argument not in values:
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
-        elif argument.startswith("stride_") and argument.endswith("d"):
+        elif argument.startswith("stride_") and argument.endswith("d") and argument not in values:
             values[argument] = 1  # a contiguous last dimension, as the launcher specialises it
-        elif argument.startswith("stride_"):
+        elif argument.startswith("stride_") and argument not in values:
             signature[argument] = "i32"
             aligned.append(argument)
         elif argument not in values:
@@ -249,6 +251,35 @@ def entropy_cases(arch: int) -> Iterator[Case]:
             yield case(kernel, name, element, config, values, VARIANT_STACK[arch], given)
 
 
+def delta_cases(arch: int) -> Iterator[Case]:
+    """Delta made anew: before all else, where there is dropout or a bias of all pairs, or beside dQ."""
+    capability, kernel = divmod(arch, 10), attention_backward_queries_kernel
+    for (D, Dv), (options, delta) in itertools.product(
+        (*HEAD_DIMS, *WIDE),
+        (
+            ({"DROPOUT": True, "CAUSAL": True}, 2),
+            ({"BIAS": True, "SINKS": True}, 2),
+            ({"BIAS": True, "CAUSAL": True}, 1),
+            ({"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True}, 1),
+        ),
+    ):
+        kind = Kind(**options)
+        slopes = kind.ALIBI and delta == 1
+        _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
+        given, absent = given_of(kernel, kind, slopes=slopes, made=("beside_delta",))
+        values = {
+            "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
+            "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": queries.block_m,
+            "BLOCK_N": queries.block_n, "KIND": kind, "TF32": False, "WIDE": False,
+            "SLOPES": slopes, "DELTA": delta,
+        }  # fmt: skip
+        if delta == 2:
+            values |= {"dq_ptr": None} | {f"stride_dq{axis}": 0 for axis in "bhsd"}
+        name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
+        stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
+        yield case(kernel, name, "bf16", queries, values | absent, stack, given)
+
+
 def one_query_cases(arch: int) -> Iterator[Case]:
     """Of a number that is 1 Triton makes a constant; where that leaves one tile of queries or none,
     Triton 3.6 divided by zero."""
@@ -350,3 +381,4 @@ def attention_cases(arch: int) -> Iterator[Case]:
     yield from one_query_cases(arch)
     yield from wide_cases(arch)
     yield from entropy_cases(arch)
+    yield from delta_cases(arch)

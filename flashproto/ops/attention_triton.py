@@ -262,6 +262,14 @@ def backward(
         more["entropy_weights"] = recipe.make(rows)
         if sinks is not None:
             more["sink_delta"] = of_sinks = recipe.make(rows)
+    # A bias of all pairs has dS for its gradient, which is written beside dQ.
+    of_pairs = bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk)
+    summed = relative_bias is not None or (bias is not None and not of_pairs)
+    # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
+    anew = q.element_size() == 2 and (kind.DROPOUT or of_pairs or summed)
+    before = anew and (kind.DROPOUT or of_pairs)
+    if anew:
+        more["beside_delta"] = recipe.make(rows)
     given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
     recipe.launch(
         attention_backward_rows_kernel,
@@ -287,6 +295,31 @@ def backward(
         BLOCK_M=block_m,
         num_warps=4,
     )
+    tensors = q, k, v, dout, lse2, delta
+
+    def launch_queries(dq: Operand | None, given: Any, delta_too: int) -> None:
+        recipe.launch(
+            attention_backward_queries_kernel,
+            programs(variant, Sq, for_queries.block_m, B * Hq),
+            *tensors,
+            dq,
+            *strides,
+            *((0, 0, 0, 0) if dq is None else dq.stride()),
+            *sizes,
+            given,
+            WIDE=wide,
+            SLOPES=slope_sums is not None and dq is not None,
+            DELTA=delta_too,
+            **constants(for_queries, q, Dv, kind),
+        )
+
+    if dq is None and (slope_sums is not None or of_pairs):
+        dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
+    beside_dq = anew and not before
+    if beside_dq:
+        launch_queries(dq, given, 2 if dq is None else 1)
+    elif before:
+        launch_queries(None, given, 2)
     if dk is not None and dv is not None:
         for_dk = given
         if kind.TABLE:
@@ -311,9 +344,8 @@ def backward(
             WIDE=wide,
             **constants(for_keys, q, Dv, kind),
         )
-    tensors = q, k, v, dout, lse2, delta
     scores = Scores(variant, tensors, strides, sizes[:-1], given, wide)
-    if bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk):  # it is dS
+    if bias is not None and of_pairs:
         if kind.CAUSAL or kind.WINDOW or kind.INTERVALS or kind.TABLE:  # not all tiles are visited
             bias.zero_()
         given = given._replace(bias_gradient=bias, heads=Hq)
@@ -321,27 +353,8 @@ def backward(
         backward_bias(recipe, scores, bias)
     if relative_bias is not None:
         backward_relative_bias(recipe, scores, relative_bias)
-    if dq is None and (slope_sums is not None or (kind.BIAS and given.bias_gradient is not None)):
-        dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
-    if dq is not None:
-        recipe.launch(
-            attention_backward_queries_kernel,
-            programs(variant, Sq, for_queries.block_m, B * Hq),
-            q,
-            k,
-            v,
-            dout,
-            lse2,
-            delta,
-            dq,
-            *strides,
-            *dq.stride(),
-            *sizes,
-            given,
-            WIDE=wide,
-            SLOPES=slope_sums is not None,
-            **constants(for_queries, q, Dv, kind),
-        )
+    if dq is not None and not beside_dq:
+        launch_queries(dq, given, 0)
     for gradient, terms in ((sinks, of_sinks), (alibi_slopes, slope_sums)):
         if gradient is not None:
             recipe.launch(
