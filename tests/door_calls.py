@@ -23,6 +23,8 @@ FUNCTIONS = (
     "scaled_dot_product_attention",
 )
 
+ACTIVATIONS = ("swiglu", "geglu", "reglu")  # of patch(), whose backward pass makes them again
+
 
 class Calls:
     """forward: how often each function was called, without activations that a backward pass
@@ -39,7 +41,8 @@ class Calls:
         @functools.wraps(function)
         def counted(*args: Any, **options: Any) -> Any:
             made = function(*args, **options)
-            if torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled():
+            in_backward = torch._C._current_graph_task_id() != -1
+            if name in ACTIVATIONS and in_backward and not torch.is_grad_enabled():
                 return made  # what checkpointing runs once more has gradients, and counts
             self.forward[name] += 1
             self.options = options
