@@ -382,11 +382,18 @@ def check_bias(operator: str, x: object, scores: Sequence[int], device: torch.de
     """x broadcasts to scores [B, Hq, Sq, Sk], floating-point."""
     check_tensor(operator, "bias", x)
     assert isinstance(x, Tensor)
-    check_on(operator, "bias", x, device)
+    check_by_pair(operator, "bias", x, scores, device, "Pass None for none.")
+
+
+def check_by_pair(
+    operator: str, name: str, x: Tensor, scores: Sequence[int], device: torch.device, do: str
+) -> None:
+    """x broadcasts to scores [B, Hq, Sq, Sk]."""
+    check_on(operator, name, x, device)
     sizes = zip(x.shape[::-1], scores[::-1], strict=False)
     if x.ndim > len(scores) or not all(spreads(n, size) for n, size in sizes):
         takes = f"a shape that broadcasts to [B, Hq, Sq, Sk], {list(scores)}"
-        refuse(operator, "bias", f"of shape {list(x.shape)}", takes, "Pass None for none.")
+        refuse(operator, name, f"of shape {list(x.shape)}", takes, do)
 
 
 def check_relative_bias(

@@ -1,4 +1,5 @@
-"""Hooks: element-wise functions fused into norms and softmax, before the row's statistics or after.
+"""Hooks: element-wise functions fused into norms and softmax, before the row's statistics or after, and
+into attention, between the scores and their softmax.
 
     @triton.jit
     def shifted(x, index, shift):            # a tile, its elements' positions, the operands
@@ -22,9 +23,31 @@ kernels/hooks.py; they see float32 tiles, so PyTorch's definition is given float
 Operands are tensors that broadcast to x, each loaded as it is: one value a row, one a column, one for
 all, or one an element.  Scalars are numbers.
 
-Built in: "multiply" (by an operand: one value a row, a column or an element), "silu_gate" (by silu(z)),
-"dropout" (an int64 seed and the scalar p), "quantize_e4m3" and "quantize_e5m2" (divide by a scale,
-given for all or for each row, and clamp to what float8_e4m3fn or float8_e5m2 holds; forward only).
+The other signature is "score", of attention's score_mod.  There the element is the score of a query and
+a key, after scale, softcap and biases and before the mask, and its place four integers:
+
+    @triton.jit
+    def warmer(score, b, h, i, j, heat):     # the indices of batch entry, query head, query and key
+        return score * heat
+
+    @triton.jit
+    def warmer_backward(dscore, score, b, h, i, j, heat):
+        return dscore * heat, dscore * score
+
+    flashproto.hooks.register(
+        "warmer", signature="score", forward=warmer, backward=warmer_backward,
+        reference=lambda score, b, h, i, j, heat: score * heat, operands=1,
+    )
+    mod = flashproto.hooks.call("warmer", heat)  # [Hq, 1, 1], a number for each head
+    out = flashproto.attention(q, k, v, score_mod=mod)
+
+Its operands broadcast to [B, Hq, Sq, Sk].
+
+Built in for rows: "multiply" (by an operand: one value a row, a column or an element), "silu_gate" (by
+silu(z)), "dropout" (an int64 seed and the scalar p), "quantize_e4m3" and "quantize_e5m2" (divide by a
+scale, given for all or for each row, and clamp to what float8_e4m3fn or float8_e5m2 holds; forward
+only).
+Built in for scores: see score_hooks.py.
 """
 
 from __future__ import annotations
@@ -39,15 +62,26 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import FLOATS, check_broadcasts, check_number, described, fixed, is_number, refuse
+from .checks import (
+    FLOATS,
+    check_broadcasts,
+    check_by_pair,
+    check_choice,
+    check_number,
+    described,
+    fixed,
+    is_number,
+    refuse,
+)
 from .reference.philox import WORD, philox
 
 if backends.HAS_TRITON:
     from .kernels import hooks as device
 
 
-__all__ = ["Call", "Hook", "call", "dropout", "get", "register"]
+__all__ = ["Call", "Hook", "call", "dropout", "get", "names", "register"]
 
+SIGNATURES = ("row", "score")
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -55,8 +89,10 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 class Hook:
     """An element-wise function in both languages; see the head of this module.  `register` makes one.
 
+    name: its own, in settings of operators; another one for each definition that a name was given.
     forward, backward: @triton.jit functions, see kernels/hooks.py; backward None: forward only.
     reference(x, index, *operands, *scalars): the same in PyTorch, differentiable if backward is given.
+    signature: one of SIGNATURES.  "score" has (b, h, i, j) for the index.
     operands, scalars: how many of each it takes.
     needs_value: whether backward reads x.  If it does not, a prologue need not keep x in memory.
 
@@ -73,6 +109,7 @@ class Hook:
     operands: int
     scalars: int
     needs_value: bool
+    signature: str = "row"
 
 
 @dataclass(frozen=True)
@@ -101,6 +138,8 @@ def register(
     operands: int = 0,
     scalars: int = 0,
     needs_value: bool = True,
+    signature: str = "row",
+    replace: bool = False,
 ) -> None:
     """Make a hook known under `name`.
 
@@ -108,12 +147,16 @@ def register(
         name: how `call` finds it.
         forward, backward: @triton.jit functions, as at the head of this module; backward None: forward
             only; forward None: for backend "reference" only.
-        reference: reference(x, index, *operands, *scalars) in PyTorch; differentiable if there is a
-            backward.
+        reference: reference(x, index, *operands, *scalars) in PyTorch, or of a score
+            reference(score, b, h, i, j, *operands, *scalars), of tensors that broadcast to it;
+            differentiable if there is a backward.
         operands, scalars: how many tensors and how many numbers it takes.
         needs_value: whether backward reads x.
+        signature: "row", for norms and softmax, or "score", for attention.
+        replace: whether the name may have had another definition, as an edited function in a notebook
+            has.  Calls made from now on have this one.  The backward of those made before keeps theirs.
 
-    Raises: ValueError: the name is taken.
+    Raises: ValueError: the name is taken, or there is no such signature.
 
     Example:
         >>> hooks.register("square", forward=None, reference=lambda x, index: x * x)
@@ -122,9 +165,26 @@ def register(
         >>> torch.allclose(y, torch.softmax(x * x, -1))
         True
     """
+    check_choice("hooks.register", "signature", signature, SIGNATURES, "Pass 'score' for attention.")
+    own = name
     if name in _hooks:
-        refuse("hooks.register", "name", f"{name!r}, which is taken", "a new name", "Choose another.")
-    _hooks[name] = Hook(name, forward, backward, reference, operands, scalars, needs_value)
+        if not replace:
+            do = "Choose another, or pass replace=True."
+            refuse("hooks.register", "name", f"{name!r}, which is taken", "a new name", do)
+        own = f"{name}#{len(_hooks)}"  # what is kept by the name of the other one is not found
+    arguments = forward, backward, reference, operands, scalars, needs_value, signature
+    _hooks[name] = _hooks[own] = Hook(own, *arguments)
+
+
+def names(signature: str | None = None) -> list[str]:
+    """Of all hooks, or of those of one signature.
+
+    Example:
+        >>> hooks.names("score")[:2]
+        ['forget', 'multiply_score']
+    """
+    found = [n for n, hook in _hooks.items() if signature in (None, hook.signature)]
+    return sorted({n.partition("#")[0] for n in found})
 
 
 def get(name: str) -> Hook:
@@ -137,7 +197,7 @@ def get(name: str) -> Hook:
         1
     """
     if name not in _hooks:
-        known = ", ".join(map(repr, sorted(_hooks)))
+        known = ", ".join(map(repr, names()))
         refuse("hooks.get", "name", repr(name), f"one of {known}", "Call hooks.register first.")
     return _hooks[name]
 
@@ -175,6 +235,25 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
     """Refuse a call whose operands do not fit x, or that needs a derivative the hook does not have."""
     if made is None:
         return
+    check_call(operator, argument, made, "row", (x,))
+    for i, operand in enumerate(made.operands):
+        check_broadcasts(operator, f"{argument} operand {i}", operand, x)
+
+
+def check_score_mod(
+    operator: str, made: Call, scores: Sequence[int], device: torch.device, tensors: Sequence[Tensor]
+) -> None:
+    """The same of attention's score_mod, for scores [B, Hq, Sq, Sk] of these tensors."""
+    check_call(operator, "score_mod", made, "score", tensors)
+    for i, operand in enumerate(made.operands):
+        check_by_pair(operator, f"score_mod operand {i}", operand, scores, device, "Reshape it.")
+
+
+def check_call(
+    operator: str, argument: str, made: object, signature: str, tensors: Sequence[Tensor]
+) -> None:
+    """Refuse what is no call of a hook of this signature, or one without the derivative that `tensors`
+    and its operands need."""
     if not isinstance(made, Call):
         refuse(
             operator,
@@ -184,9 +263,11 @@ def check(operator: str, argument: str, made: Call | None, x: Tensor) -> None:
             "Pass hooks.call(name, *arguments).",
             TypeError,
         )
-    for i, operand in enumerate(made.operands):
-        check_broadcasts(operator, f"{argument} operand {i}", operand, x)
-    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *made.operands))
+    if made.hook.signature != signature:
+        got = f"{made.hook.name!r}, of signature {made.hook.signature!r}"
+        takes = f"a hook of signature {signature!r}"
+        refuse(operator, argument, got, takes, f"Register one with signature={signature!r}.")
+    wanted = torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *made.operands))
     if wanted and made.hook.backward is None:
         refuse(
             operator,
@@ -226,6 +307,16 @@ def define(made: Call | None, x: Tensor) -> Tensor:
     index = torch.arange(x.numel(), device=x.device).view(x.shape)
     operands = [t.to(x.dtype) if t.is_floating_point() else t for t in made.operands]
     return made.hook.reference(x, index, *operands, *made.scalars)
+
+
+def define_score(made: Call) -> Callable[..., Tensor]:
+    """The hook of scores in plain PyTorch, as a function of (score, b, h, i, j)."""
+
+    def score_mod(score: Tensor, *places: Tensor) -> Tensor:
+        operands = [t.to(score.dtype) if t.is_floating_point() else t for t in made.operands]
+        return made.hook.reference(score, *places, *operands, *made.scalars)
+
+    return score_mod
 
 
 # --- dropout ---------------------------------------------------------------------------------------

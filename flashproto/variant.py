@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import hooks
 from .backends import Reason
 from .checks import is_readable
 
@@ -36,6 +37,7 @@ INTEGER = "an integer"
 BY_HEAD = "[Hq]"
 BY_PAIR = "[B|1, Hq|1, Sq|1, Sk|1], any strides"
 BY_DISTANCE = "[Hq|1, R], and an integer"
+USER_FUNCTION = "a call of a hook of scores, operands [B|1, Hq|1, Sq|1, Sk|1] of any strides"
 VECTORS = "int32"
 TABLE = "int32 and int8, made of a mask"
 STATISTIC = "[B, Hq, Sq], returned"
@@ -105,6 +107,10 @@ FEATURES = (
             functions=("attention", "attention_varlen", "attention_qkv"),
             forward=("reference", "triton"), backward=("reference", "triton"),
             gradients=("reference", "triton"), rescales=True),
+    Feature("SCORE_MOD", "score_mod", USER_FUNCTION, ("score_mod",),
+            functions=("attention", "attention_qkv"),
+            forward=("reference", "triton"), backward=("reference", "triton"),
+            gradients=("reference", "triton"), rescales=True, curved=True, unhides=True),
     Feature("DROPOUT", "dropout_p", SHARE, ("dropout_p", "dropout_seed"),
             functions=("attention", "attention_qkv", "attention_varlen",
                        "scaled_dot_product_attention"),
@@ -132,13 +138,20 @@ VARIABLES = {name: row.field for row in FEATURES for name in row.variables}
 DIFFERENTIABLE = tuple(row.variables[0] for row in FEATURES if row.gradients and row.variables)
 OF_HEADS = tuple(name for row in FEATURES if row.what == BY_HEAD for name in row.variables)
 # Tensors that kernels read as they lie in memory; they get others element behind element.
-STRIDED = tuple(name for row in FEATURES if row.what == BY_PAIR for name in row.variables)
+STRIDED = tuple(
+    name for row in FEATURES if row.what in (BY_PAIR, USER_FUNCTION) for name in row.variables
+)
 NUMBERS = {row.option: row.what for row in FEATURES if isinstance(row.what, Number)}
 # In the order of the operator's outputs behind lse.
 AUX = tuple(row.option for row in FEATURES if row.what == STATISTIC)
 NO_GRADIENT = (
     "flashproto: {} has no gradient on backend {!r}; pass impl='reference', or call .detach() on it"
 )
+
+
+def is_strided(name: str) -> bool:
+    """Of a variable, or of a score_mod's operand."""
+    return name.partition("[")[0] in STRIDED
 
 
 def fields_on(place: str, backward: bool = False) -> tuple[str, ...]:
@@ -166,6 +179,8 @@ class Kind:
     ALIBI: slope |i + Sk - Sq - j| is taken off.
     BIAS: bias[b, h, i, j] is added.
     RELATIVE_BIAS: relative_bias[h, i + Sk - Sq - j + relative_offset, or the nearest column] is added.
+    SCORE_MOD: a user's function has the score after all these and before the mask; which one is a
+        constant of its own beside the Kind.
     SINKS: one more score of each row, without a value.
     DROPOUT: probabilities are dropped, and the others multiplied by 1 / (1 - p).
     MAX_SCORE, ENTROPY: statistics of each row, returned beside lse.
@@ -187,6 +202,7 @@ class Kind:
     TABLE: bool = False
     BIAS: bool = False
     RELATIVE_BIAS: bool = False
+    SCORE_MOD: bool = False
     DROPOUT: bool = False
     RESCALES: bool = field(default=False, init=False)
     CURVED: bool = field(default=False, init=False)
@@ -237,7 +253,7 @@ FILLED_IN = ("RESCALES", "CURVED", "UNHIDES")  # fields that are no options
 
 class Variant(NamedTuple):
     """kind: see Kind.  offset: by how much the diagonal of a causal mask is moved to the right.  named:
-    those of VARIABLES that this kind uses, in their order."""
+    those of VARIABLES that this kind uses, in their order; score_mod is a hooks.Call."""
 
     kind: Kind = Kind()
     offset: int = 0
@@ -246,8 +262,26 @@ class Variant(NamedTuple):
     @property
     def tensors(self) -> dict[str, Tensor]:
         # Under torch.jit.trace integers are tensors without dimensions.
-        given = self.named.items()
-        return {n: x for n, x in given if isinstance(x, Tensor) and (x.ndim or n == "bias")}
+        made: dict[str, Tensor] = {}
+        for n, x in self.named.items():
+            if isinstance(x, Tensor) and (x.ndim or n == "bias"):
+                made[n] = x
+            elif n == "score_mod":
+                made |= zip(self.operand_names, self.operands, strict=True)
+        return made
+
+    @property
+    def score_mod(self) -> hooks.Call | None:
+        return self.named.get("score_mod")
+
+    @property
+    def operands(self) -> tuple[Any, ...]:
+        """Of its score_mod."""
+        return () if self.score_mod is None else self.score_mod.operands
+
+    @property
+    def operand_names(self) -> tuple[str, ...]:
+        return tuple(f"score_mod[{i}]" for i in range(len(self.operands)))
 
     @property
     def top_left(self) -> bool:
@@ -257,26 +291,33 @@ class Variant(NamedTuple):
     @property
     def form(self) -> Form:
         """What it is beside the values of its tensors."""
-        tensors = self.tensors
-        numbers = tuple((n, x) for n, x in self.named.items() if n not in tensors)
-        return Form(self.kind, self.offset, numbers, tuple(tensors))
+        tensors, mod = self.tensors, self.score_mod
+        numbers = tuple((n, x) for n, x in self.named.items() if n not in tensors and x is not mod)
+        named = None if mod is None else (mod.hook.name, mod.scalars)
+        return Form(self.kind, self.offset, numbers, tuple(tensors), named)
 
 
 class Form(NamedTuple):
     """A variant in the settings of an operator, whose last inputs are its tensors, here by their
-    names; the numbers by theirs.
+    names; the numbers by theirs; a score_mod by its hook's name, with its scalars.
 
-    An op takes it as a text, "causal+window+softcap=1+sinks/left/softcap/sinks": the kind, and the
-    names of integers, floats and tensors.  A list of optional tensors would lose their gradients.
+    An op takes it as a text, "causal+window+softcap=1+sinks/left/softcap/sinks": the kind, the names of
+    integers, floats and tensors, and behind these that of a score_mod, whose scalars are the last
+    floats.  A list of optional tensors would lose their gradients.
     """
 
     kind: Kind
     offset: int
     numbers: tuple[tuple[str, Any], ...]
     tensors: tuple[str, ...]
+    score_mod: tuple[str, tuple[float, ...]] | None = None
 
     def variant(self, tensors: Sequence[Any]) -> Variant:
         named = dict(self.numbers) | dict(zip(self.tensors, tensors, strict=True))
+        if self.score_mod is not None:
+            name, scalars = self.score_mod
+            operands = [named.pop(n) for n in self.tensors if n.startswith("score_mod")]
+            named["score_mod"] = hooks.Call(hooks.get(name), tuple(operands), scalars)
         return Variant(self.kind, self.offset, named)
 
     def flat(self) -> tuple[list[int], list[float], str]:
@@ -286,16 +327,19 @@ class Form(NamedTuple):
         }
         ints = {n: x for n, x in self.numbers if n not in floats}
         names = "/".join(map(",".join, (ints, floats, self.tensors)))
-        return [self.offset, *ints.values()], [*floats.values()], f"{self.kind.name}/{names}"
+        name, scalars = ("", ()) if self.score_mod is None else self.score_mod
+        text = f"{self.kind.name}/{names}" + (name and f"/{name}")
+        return [self.offset, *ints.values()], [*floats.values(), *scalars], text
 
     @staticmethod
     def of(ints: Sequence[int], floats: Sequence[float], variant: str) -> Form:
         """What `flat` made these of."""
-        kind, *lists = variant.split("/")
-        whole, real, tensors = ([*filter(None, names.split(","))] for names in lists)
+        kind, *lists = variant.split("/", 4)
+        whole, real, tensors = ([*filter(None, names.split(","))] for names in lists[:3])
         offset, *values = ints
-        numbers = (*zip(whole, values, strict=True), *zip(real, floats, strict=True))
-        return Form(kind_of(kind), offset, numbers, tuple(tensors))
+        numbers = (*zip(whole, values, strict=True), *zip(real, floats, strict=False))
+        mod = (lists[3], tuple(floats[len(real) :])) if len(lists) > 3 else None
+        return Form(kind_of(kind), offset, numbers, tuple(tensors), mod)
 
 
 SCHEMA = "SymInt[] ints, float[] floats, str variant"
@@ -384,6 +428,9 @@ def reasons(
         if q.numel() == 0 or v.numel() == 0:
             yield "q or v is empty"
     elif backend == "triton":
+        mod = variant.score_mod
+        if mod is not None and mod.hook.forward is None:
+            yield f"score_mod {mod.hook.name!r} has no @triton.jit function"
         if q.dtype == torch.float64:
             yield "dtype is float64; the kernels take float16, bfloat16 and float32"
         if q.shape[3] > LARGEST_HEAD_DIM or v.shape[3] > LARGEST_HEAD_DIM:

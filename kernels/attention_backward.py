@@ -57,6 +57,8 @@ from .scores import (
     probabilities,
     score_gradient,
     unit_of,
+    user_gradient,
+    user_modified,
     visible,
 )
 from .tiles import add_product, dot, load_tile, load_tile_clamped, store_tile
@@ -151,7 +153,7 @@ def attention_backward_rows_kernel(
             if given.sink_delta is not None:
                 tl.store(given.sink_delta + row, delta, i < Sq)
         tl.store(delta_ptr + row, shifted, i < Sq)
-        if KIND.DROPOUT or (KIND.BIAS or KIND.RELATIVE_BIAS):
+        if (KIND.DROPOUT or KIND.SCORE_MOD) or (KIND.BIAS or KIND.RELATIVE_BIAS):
             if given.beside_delta is not None:
                 tl.store(given.beside_delta + row, beside, i < Sq)
         if SLOPES:
@@ -176,6 +178,7 @@ def attention_backward_keys_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
+    SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: dK and dV of one tile of BLOCK_N keys of one key head.
 
@@ -248,6 +251,9 @@ def attention_backward_keys_kernel(
         lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
+        if KIND.SCORE_MOD:
+            before = changed
+            changed = user_modified(before, i[None, :], j[:, None], of_query, SCORE_MOD)
         p = probabilities(changed, lse2[None, :], unit, KIND)
         p = tl.where(visible(i[None, :], j[:, None], j0, Sk, offset, of_query, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
@@ -262,6 +268,8 @@ def attention_backward_keys_kernel(
         ds = score_gradient(p, dp, delta[None, :])
         if KIND.ENTROPY:
             ds += entropy_part(p, tl.load(given.entropy_weights + row + i, i < Sq, 0.0)[None, :])
+        if KIND.SCORE_MOD:
+            ds = user_gradient(ds, p, before, i[None, :], j[:, None], of_query, SCORE_MOD_BACKWARD)
         ds = modified_gradient(ds, s, scale, of_query, KIND)
         dk, dk_low = add_product(dk, dk_low, rounded(ds, q.dtype), q, TF32)
 
@@ -293,9 +301,12 @@ def query_gradients_from_tiles(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
     SLOPES: tl.constexpr, DELTA: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums [BM] of dS * distance, of
-    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2."""
+    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2.  With
+    SCORE_MOD the dS of the second one is behind it, and the distances are multiplied by its derivative
+    too."""
     dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
     unit = unit_of(scale, KIND)
     for tile in range(first, last):
@@ -303,7 +314,13 @@ def query_gradients_from_tiles(
         k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, MASKED, WIDE)
         s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)  # [BM, BN]
         # Indices behind p, where only the mask takes them: before it ptxas would order the loop anew.
-        if KIND.ALIBI or (KIND.BIAS or KIND.RELATIVE_BIAS):
+        if KIND.SCORE_MOD:
+            i = i0 + tl.arange(0, BLOCK_M)[:, None]
+            j = j0 + tl.arange(0, BLOCK_N)[None, :]
+            before = modified(s, scale, variables, KIND, i, j)
+            changed = user_modified(before, i, j, variables, SCORE_MOD)
+            p = probabilities(changed, lse2[:, None], unit, KIND)
+        elif KIND.ALIBI or (KIND.BIAS or KIND.RELATIVE_BIAS):
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit, KIND)
@@ -325,11 +342,16 @@ def query_gradients_from_tiles(
             ds = score_gradient(p, dp, delta[:, None])
             if KIND.ENTROPY:
                 ds += entropy_part(p, weight[:, None])
+            behind, shares = ds, p  # and before a user's function
+            if KIND.SCORE_MOD:
+                ds = user_gradient(behind, p, before, i, j, variables, SCORE_MOD_BACKWARD)
+                if SLOPES:
+                    shares = user_gradient(p, p, before, i, j, variables, SCORE_MOD_BACKWARD)
             if SLOPES:
                 apart = distance(i, j, variables)
                 slope_sums += tl.sum(ds * apart, 1)
-                ds_sums += tl.sum(ds, 1)
-                distances += tl.sum(p * apart, 1)
+                ds_sums += tl.sum(behind, 1)
+                distances += tl.sum(shares * apart, 1)
             if KIND.BIAS:
                 if variables.given.bias_gradient is not None:
                     store_bias_gradient(ds, i, j, variables)
@@ -351,6 +373,7 @@ def attention_backward_queries_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False, DELTA: tl.constexpr = 0,
+    SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
     the gradient of its head's slope, where that is wanted.
@@ -403,6 +426,7 @@ def attention_backward_queries_kernel(
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
+                    SCORE_MOD, SCORE_MOD_BACKWARD,
                 )  # fmt: skip
             else:
                 sums = query_gradients_from_tiles(
@@ -410,6 +434,7 @@ def attention_backward_queries_kernel(
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
+                    SCORE_MOD, SCORE_MOD_BACKWARD,
                 )  # fmt: skip
             tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     else:
@@ -420,24 +445,28 @@ def attention_backward_queries_kernel(
                 stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
+                SCORE_MOD, SCORE_MOD_BACKWARD,
             )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
+            SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
+            SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
+            SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
     dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
     if DELTA != 2:

@@ -1,4 +1,5 @@
-"""Attention backward: the gradients of biases, which are sums of dS.
+"""Attention backward: the gradients of biases, which are sums of dS, and of what a user's function of
+scores reads.
 
 A bias [B|1, Hq|1, Sq|1, Sk|1] that is broadcast has the sum of dS over what shares it: one program owns
 a tile of the bias and walks over batch entries, heads and tiles in a fixed order, so that nothing of
@@ -6,7 +7,8 @@ size [B, Hq, Sq, Sk] is made.  A bias by distance [Hq|1, R] has sums along diago
 down a diagonal of square tiles, all of which have their distances at the same places, and takes the
 diagonals of their sum apart at the end.  Both compute the scores and dP again: two products.
 
-A bias that each head of each batch entry has for itself gets dS from the kernel of dQ.
+A bias that each head of each batch entry has for itself gets dS from the kernel of dQ.  An operand of a
+SCORE_MOD is summed as a bias is, of the term that SCORE_MOD_BACKWARD has for it in the place of dS.
 
 Legend: as attention_backward.py.  `scale` is in base 2.
 """
@@ -27,6 +29,8 @@ from .scores import (
     probabilities,
     score_gradient,
     unit_of,
+    user_gradient,
+    user_modified,
     visible,
 )
 from .tiles import dot, load_tile
@@ -40,8 +44,10 @@ def score_gradients_of_tile(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
+    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr, RESULT: tl.constexpr = 0,
 ):  # fmt: skip
-    """dS [BM, BN] of the queries from i0 and the keys from j0 on, of the modified scores."""
+    """dS [BM, BN] of the queries from i0 and the keys from j0 on, of the modified scores; RESULT: n for
+    the terms of operand n - 1 of the SCORE_MOD."""
     i = i0 + tl.arange(0, BLOCK_M)
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, True, WIDE)  # [BN, D]
@@ -50,6 +56,9 @@ def score_gradients_of_tile(
     lse2 = tl.load(lse2_base + i, i < Sq, float("inf"))
     delta = tl.load(delta_base + i, i < Sq, 0.0)
     s = modified(s, scale, variables, KIND, i[:, None], j)
+    if KIND.SCORE_MOD:
+        before = s
+        s = user_modified(before, i[:, None], j, variables, SCORE_MOD)
     p = probabilities(s, lse2[:, None], unit_of(scale, KIND), KIND)
     p = tl.where(visible(i[:, None], j, j0, Sk, offset, variables, KIND), p, 0.0)
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
@@ -61,6 +70,8 @@ def score_gradients_of_tile(
     ds = score_gradient(p, dp, delta[:, None])
     if KIND.ENTROPY:
         ds += entropy_part(p, tl.load(weight_base + i, i < Sq, 0.0)[:, None])
+    if KIND.SCORE_MOD:
+        ds = user_gradient(ds, p, before, i[:, None], j, variables, SCORE_MOD_BACKWARD, RESULT)
     return ds
 
 
@@ -77,6 +88,8 @@ def attention_backward_bias_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr,
     BATCH: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
+    RESULT: tl.constexpr = 0,
 ):  # fmt: skip
     """Program: for one entry of the bias's batch and heads, i_tiles by j_tiles tiles of pairs.
 
@@ -136,6 +149,7 @@ def attention_backward_bias_kernel(
             Sq, Sk, offset, scale,
             Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND, head)),
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, TF32, WIDE,
+            SCORE_MOD, SCORE_MOD_BACKWARD, RESULT,
         )  # fmt: skip
 
     i = i_own + tl.arange(0, BLOCK_M)
@@ -170,6 +184,7 @@ def attention_backward_distances_kernel(
     given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr, KIND: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: down one diagonal of tiles [BLOCK, BLOCK] of one head: from a tile of queries and the
     first keys on, or from the first queries and a tile of keys.
@@ -230,6 +245,7 @@ def attention_backward_distances_kernel(
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_gs, stride_gd,
             (it + step) * BLOCK, (jt + step) * BLOCK, Sq, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK, BLOCK, KIND, TF32, WIDE,
+            SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
 
     index = tl.arange(0, BLOCK)

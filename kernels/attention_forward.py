@@ -33,7 +33,16 @@ from .online_softmax import (
     online_softmax_update,
 )
 from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
-from .scores import Variables, kept_factor, kept_of, modified, of_head, unit_of, visible
+from .scores import (
+    Variables,
+    kept_factor,
+    kept_of,
+    modified,
+    of_head,
+    unit_of,
+    user_modified,
+    visible,
+)
 from .tiles import dot, load_tile, store_tile
 
 
@@ -43,7 +52,7 @@ def attend_to_tiles(
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr, SCORE_MOD: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into the state: m [BM], l [BM], acc [BM, DV] and, where KIND has
     them, the largest raw score and the weighted sum for the entropy [BM]."""
@@ -64,12 +73,14 @@ def attend_to_tiles(
         i = i0 + tl.arange(0, BLOCK_M)[:, None]
         j = j0 + tl.arange(0, BLOCK_N)[None, :]
         s = modified(raw, scale, variables, KIND, i, j)
+        if KIND.SCORE_MOD:
+            s = user_modified(s, i, j, variables, SCORE_MOD)
         if MASKED:
             seen = visible(i, j, j0, Sk, offset, variables, KIND)
             s = tl.where(seen, s, -float("inf"))
             if KIND.MAX_SCORE:
                 raw = tl.where(seen, raw, -float("inf"))
-        if KIND.MAX_SCORE and (KIND.BIAS or KIND.RELATIVE_BIAS):
+        if KIND.MAX_SCORE and ((KIND.BIAS or KIND.RELATIVE_BIAS) or KIND.SCORE_MOD):
             raw = tl.where(s == -float("inf"), s, raw)
         if KIND.MAX_SCORE:
             top = tl.maximum(top, tl.max(raw, 1))
@@ -98,7 +109,7 @@ def attention_forward_kernel(
     given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr, SCORE_MOD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: one tile of BLOCK_M queries of one head.  Tiles of a head are neighbours in the grid,
     so that its keys and values stay in the L2 cache."""
@@ -133,12 +144,14 @@ def attention_forward_kernel(
                     state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
+                    SCORE_MOD,
                 )  # fmt: skip
             else:
                 state = attend_to_tiles(
                     state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+                    SCORE_MOD,
                 )  # fmt: skip
             tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     else:
@@ -147,21 +160,25 @@ def attention_forward_kernel(
                 state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first_tiles(begin, given, BLOCK_N, KIND), Sk, offset, scale, variables,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+                SCORE_MOD,
             )  # fmt: skip
         state = attend_to_tiles(
             state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+            SCORE_MOD,
         )  # fmt: skip
         state = attend_to_tiles(
             state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, EXACT, TF32, WIDE,
+            SCORE_MOD,
         )  # fmt: skip
         state = attend_to_tiles(
             state, q, k_base, v_base, stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, EXACT, TF32, WIDE,
+            SCORE_MOD,
         )  # fmt: skip
 
     m, l, acc, top, weighted = state

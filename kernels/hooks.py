@@ -1,4 +1,5 @@
-"""Element-wise functions fused into the kernels of rows: how they are called, and some of them.
+"""Element-wise functions fused into the kernels of rows and of attention: how they are called, and some
+of them.
 
 A hook is a @triton.jit function of float32 tiles,
 
@@ -14,6 +15,16 @@ gradient is ignored: it may return 0.0.
 A kernel takes a hook as two arguments: HOOK, the function as a tl.constexpr or None for no hook, and
 `arguments`, the pair (operands, scalars), or None where HOOK is None.  An operand is the triple
 (pointer, row stride, column stride), a stride None where the operand does not vary that way.
+
+A hook of attention's scores has the places of the elements for their index,
+
+    forward(score, b, h, i, j, *operands, *scalars) -> score
+    backward(dscore, score, b, h, i, j, *operands, *scalars) -> (dscore, d(operand 0), ...)
+
+score: a tile [M, N], or [N, M] where the backward has it transposed; b, h: the batch entry and the
+query head, int64 scalars; i: the queries' indices, [M, 1] or [1, M] int32; j: the keys', [1, N] or
+[N, 1].  So operands are of the tile's shape, of 1 in one of its dimensions, or scalars, and functions
+are written with broadcasting alone.  scores.py calls them.
 """
 
 import triton

@@ -2,7 +2,8 @@
 
 Between S = Q K^T and P V a variant of attention may mask scores or change them.  Both happen here and
 nowhere else: a mask is a condition in `visible` (and, to skip work, a range in schedule.py); a change
-of score is a line in `modified`, with its derivative in `modified_gradient`.
+of score is a line in `modified`, with its derivative in `modified_gradient`.  Behind `modified` and
+before the mask comes a user's function, SCORE_MOD: see hooks.py.
 
 KIND, of flashproto/variant.py, says at compile time what the variant has.  A kernel gets its numbers
 and tensors as `given`; with what `of_head` makes of it for a head they are the `variables` that all
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 
 from .cross_entropy import tanh as exact_tanh
+from .hooks import load_operand
 from .interpreter import INTERPRETED
 from .online_softmax import LN2, LOG2E
 from .philox import kept
@@ -42,6 +44,7 @@ class Given(NamedTuple):
     relative_row: Any = None  # rows from head to head: 1 or 0
     relative_columns: Any = None  # R, as `counts` has it
     relative_offset: Any = None  # the column of distance 0, times 4 and 2 more, for the same reason
+    score_mod: Any = None  # (operands, scalars), see score_operand
     dropout_p: Any = None  # a multiple of 1/65536
     dropout_seed: Any = None  # pointer to one int64
     begin: Any = None  # pointers to the intervals, [B|1, H|1, Sk]
@@ -82,7 +85,8 @@ class Head(NamedTuple):
     sink, slope: numbers.  begin, end: pointers to [Sk].  diagonal: Sk - Sq.  tiles: pointer to what
     intervals_kernel says of the head's key tiles.  bias, bias_gradient, relative_bias: pointers to the
     head's.  Sq, Sk: for these.  number: of the head, of all batch entries or sequences.  seed, dropped:
-    of dropout, see dropped_of.  bits, table: pointers to the head's, see mask_table.py.
+    of dropout, see dropped_of.  bits, table: pointers to the head's, see mask_table.py.  b, h: for a
+    user's function.
     """
 
     sink: Any = 0.0
@@ -101,6 +105,8 @@ class Head(NamedTuple):
     dropped: Any = 0
     bits: Any = 0
     table: Any = 0
+    b: Any = 0
+    h: Any = 0
 
 
 class Variables(NamedTuple):
@@ -121,6 +127,7 @@ def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr, numb
     bias, bias_gradient, relative, queries, keys = 0, 0, 0, 0, 0
     seed, dropped = 0, 0
     bits, table = 0, 0
+    batch, query_head = 0, 0
     if KIND.SINKS:
         sink = tl.load(given.sinks + h).to(tl.float32)
     if KIND.ALIBI:
@@ -142,12 +149,16 @@ def of_head(given, b, h, Sq, Sk, BLOCK_N: tl.constexpr, KIND: tl.constexpr, numb
             bias_gradient = given.bias_gradient + (b * given.heads + h) * Sq * Sk
     if KIND.RELATIVE_BIAS:
         relative = given.relative_bias + h * given.relative_row * (given.relative_columns >> 1)
+    if KIND.SCORE_MOD:
+        batch, query_head = b, h
+        queries, keys = Sq, Sk
     if KIND.DROPOUT:
         seed = tl.load(given.dropout_seed)
         dropped = dropped_of(given)
     return Head(
         sink, slope, begin, end, Sk - Sq, tiles,
         bias, bias_gradient, relative, queries, keys, number, seed, dropped, bits, table,
+        batch, query_head,
     )  # fmt: skip
 
 
@@ -240,6 +251,38 @@ def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
 
 
 @triton.jit
+def user_modified(s, i, j, variables, SCORE_MOD: tl.constexpr):
+    """Modified scores s behind the user's function, which has them without the factor of base 2.  What
+    a bias has hidden stays so."""
+    head = variables.head
+    operands, scalars = variables.given.score_mod
+    values = [score_operand(operand, i, j, head) for operand in operands]
+    made = LOG2E * SCORE_MOD(s * LN2, head.b, head.h, i, j, *values, *scalars)
+    return tl.where(s == -float("inf"), s, made)
+
+
+@triton.jit
+def user_gradient(
+    ds, p, s, i, j, variables, SCORE_MOD_BACKWARD: tl.constexpr, RESULT: tl.constexpr = 0
+):
+    """Gradient of modified scores s from ds, that of what the user's function makes of them; RESULT: n
+    for that of its operand n - 1.  Where no probability p depends on them, whatever the derivative."""
+    head = variables.head
+    operands, scalars = variables.given.score_mod
+    values = [score_operand(operand, i, j, head) for operand in operands]
+    gradients = SCORE_MOD_BACKWARD(ds, s * LN2, head.b, head.h, i, j, *values, *scalars)
+    return tl.where(p == 0.0, 0.0, gradients[RESULT])
+
+
+@triton.jit
+def score_operand(operand, i, j, head):
+    """An operand (pointer, strides of batch, head, query and key; None of what it is the same for)."""
+    pointer, batch, of_head, row, column = operand
+    base = pointer + head.b * batch + head.h * of_head
+    return load_operand((base, row, column), i.to(tl.int64), j.to(tl.int64), head.Sq, head.Sk)
+
+
+@triton.jit
 def distance(i, j, variables):
     """From query i's position to key j, as a float."""
     return tl.abs(i + variables.head.diagonal - j).to(tl.float32)
@@ -267,11 +310,12 @@ def probabilities(s, lse2, unit, KIND: tl.constexpr = None):
     """The softmax of modified scores s from their saved logsumexp: 2^(unit * s - lse2).
 
     unit and lse2 are in base-2 units; lse2 = +inf marks a row to be ignored and gives 0.  With a bias
-    scores may be so far from 0 that the rounding of lse2 makes powers that are above 1, or infinite.
+    or a user's function scores may be so far from 0 that the rounding of lse2 makes powers that are
+    above 1, or infinite.
     """
     p = tl.exp2(s * unit - lse2)
     if KIND is not None:
-        if KIND.BIAS or KIND.RELATIVE_BIAS:
+        if (KIND.BIAS or KIND.RELATIVE_BIAS) or KIND.SCORE_MOD:
             p = tl.where(p > 1.0, 1.0, p)
     return p
 

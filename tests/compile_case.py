@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashproto.kernels import score_hooks
 from flashproto.kernels.scores import Given
 from flashproto.variant import (
     BY_DISTANCE,
@@ -33,6 +34,7 @@ TYPES |= dict.fromkeys(("row_of_batch", "row_of_head", "sequences", "queries", "
 TYPES |= {"dropout_seed": "*i64"}
 TYPES |= {"bits": "*i32", "table": "*i8", "columns": "*i32"}
 TYPES |= dict.fromkeys(("table_of_batch", "table_of_head"), "i32")
+TYPES |= {"score_mod": ((("*fp32", "i32", "i32", "i32", "i32"),), ())}  # of multiply_score
 TYPES |= {"pages": "*i32", "page_stride": "i32", "room": "i32"}
 TYPES |= dict.fromkeys((*STRIDES, *TABLE, "heads"), "i32") | {"bias_gradient": "*fp32"}
 TYPES |= dict.fromkeys(MADE_ROWS, "*fp32") | {"work": "*i32"}
@@ -79,14 +81,14 @@ def given_of(
     bias_gradient: bool = False,
     gaps: bool = False,
     made: Iterable[str] = (),
-) -> tuple[Any, dict[Any, int | None]]:
-    """The types of what an attention kernel of this kind is given, and the places of what it is not
-    given.
+) -> tuple[Any, dict[Any, Any]]:
+    """The types of what an attention kernel of this kind is given, and constants: at the places of what
+    it is not given, and a score_mod's functions.
 
     work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
     whether the number of these is there; cache: what of a cache is given; bias_gradient: whether the
     kernel stores it; gaps: whether sequences have some behind them; made: rows of numbers beside.  The
-    columns of a bias are neighbours in memory.
+    columns of a bias, and of a score_mod's operand, are neighbours in memory.
     """
     if kind.PLAIN and not cache:
         return (), {}
@@ -105,9 +107,14 @@ def given_of(
     used |= {name for name, there in wanted.items() if there} | set(made)
     given = Given(*(TYPES[name] if name in used else "constexpr" for name in Given._fields))
     place = kernel.arg_names.index("given")
-    absent: dict[Any, int | None] = {
-        (place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"
-    }
+    absent: dict[Any, Any] = {(place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"}
     if kind.BIAS:
         absent[place, Given._fields.index("bias_column")] = 1
+    if kind.SCORE_MOD:
+        at = Given._fields.index("score_mod")
+        given = given._replace(score_mod=((("*fp32", "i32", "i32", "i32", "constexpr"),), ()))
+        absent[place, at, 0, 0, 4] = 1
+        absent["SCORE_MOD"] = score_hooks.multiply_score
+        if "SCORE_MOD_BACKWARD" in kernel.arg_names:
+            absent["SCORE_MOD_BACKWARD"] = score_hooks.multiply_score_backward
     return given, absent

@@ -10,6 +10,7 @@ from compile_case import Case, given_of
 from kinds import FIELDS, covering
 
 from flashproto import configs
+from flashproto.kernels import score_hooks
 from flashproto.kernels.attention_backward import (
     attention_backward_heads_kernel,
     attention_backward_keys_kernel,
@@ -24,6 +25,7 @@ from flashproto.kernels.attention_backward_bias import (
 from flashproto.kernels.attention_forward import attention_forward_kernel
 from flashproto.kernels.mask_table import mask_table_kernel
 from flashproto.kernels.schedule import columns_kernel, intervals_kernel
+from flashproto.kernels.scores import Given
 from flashproto.variant import Kind
 
 FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr", "sums_ptr"}
@@ -43,9 +45,8 @@ def case(
     max_stack: int,
     given: tuple[str, ...] = (),
 ) -> Case:
-    signature, aligned, values = {}, [], dict(constexprs)
-    if kernel is attention_backward_queries_kernel:
-        values.setdefault("DELTA", 0)
+    signature, aligned = {}, []
+    values = {p.name: p.default for p in kernel.params if p.has_default} | constexprs
     for argument in kernel.arg_names:
         if argument == "given":
             signature[argument] = given
@@ -79,7 +80,7 @@ SHAPES = ((128, 128, "bf16"), (64, 64, "fp16"), (64, 128, "bf16"), (64, 64, "fp3
 COVERING = covering(FIELDS, (Kind(), Kind(CAUSAL=True)))
 VARIANTS = tuple(zip(COVERING, itertools.cycle(SHAPES), strict=False))
 # Of all features at once; on sm_100 intervals beside ALiBi spill at head_dim 64, in the forward most.
-VARIANT_STACK = {80: 192, 90: 192, 100: 1536}
+VARIANT_STACK = {80: 256, 90: 384, 100: 1536}
 
 
 def variant_cases(
@@ -221,6 +222,37 @@ def bias_cases(arch: int) -> Iterator[Case]:
         values = {"BLOCK": block, "LOOKED_AT": 32, "COLUMNS": 32}
         kernel = attention_backward_relative_kernel
         yield case(kernel, f"relative-{block}", "bf16", four, values, 0)
+
+
+def score_mod_cases(arch: int) -> Iterator[Case]:
+    """A user's function of one value a query and one a key, and the gradient of the first of them."""
+    capability, at = divmod(arch, 10), Given._fields.index("score_mod")
+    strides = "*fp32", "i32", "i32", "constexpr", "constexpr"
+    for D, element, options in ((64, "fp32", {}), (128, "bf16", {"CAUSAL": True})):
+        kind, itemsize = Kind(SCORE_MOD=True, **options), ELEMENTS[element]
+        forward = configs.attention_forward(capability, itemsize, D, D, kind)
+        keys, queries = configs.attention_backward(capability, itemsize, D, D, kind)
+        summed = configs.attention_backward_bias(capability, itemsize, D, D, kind)
+        own = {"BATCH": True, "HEADS": True, "ROWS": True, "COLUMNS": False, "RESULT": 1}
+        for kernel, stem, config, extra in (
+            (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
+            (attention_backward_keys_kernel, "keys", keys, {}),
+            (attention_backward_queries_kernel, "queries", queries, {}),
+            (attention_backward_bias_kernel, "operand", summed, own),
+        ):
+            given, absent = given_of(kernel, kind)
+            given = given._replace(score_mod=((strides, strides), ()))
+            place = kernel.arg_names.index("given"), at, 0
+            values = {
+                "D": D, "DV": D, "BLOCK_D": D, "BLOCK_DV": D, "BLOCK_M": config.block_m,
+                "BLOCK_N": config.block_n, "KIND": kind, "TF32": False, "WIDE": False,
+            } | absent | extra  # fmt: skip
+            values |= {(*place, 0, 3): 1, (*place, 0, 4): None, (*place, 1, 3): None, (*place, 1, 4): 1}
+            values["SCORE_MOD"] = score_hooks.forget
+            if kernel is not attention_forward_kernel:
+                values["SCORE_MOD_BACKWARD"] = score_hooks.forget_backward
+            # 16 bytes of stack: of the forward in float32 with Triton 3.6.
+            yield case(kernel, f"{stem}-{D}-forget", element, config, values, 16, given)
 
 
 def entropy_cases(arch: int) -> Iterator[Case]:
@@ -382,3 +414,4 @@ def attention_cases(arch: int) -> Iterator[Case]:
     yield from wide_cases(arch)
     yield from entropy_cases(arch)
     yield from delta_cases(arch)
+    yield from score_mod_cases(arch)

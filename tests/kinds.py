@@ -29,7 +29,7 @@ def kinds(fields: tuple[str, ...], place: str = "triton") -> tuple[Kind, ...]:
         # The first keys are those of a window; sequences are documents already, and of any lengths.
         if (
             kind.WINDOW >= kind.FIRST
-            and not ((kind.INTERVALS or kind.TABLE or kind.BIAS) and kind.VARLEN)
+            and not ((kind.INTERVALS or kind.TABLE or kind.BIAS or kind.SCORE_MOD) and kind.VARLEN)
             and not kind.unsupported_by(place)
         ):
             found.append(kind)

@@ -317,6 +317,11 @@ CASES = [
              q, k, v, causal=True, bias=bias, relative_bias=table, relative_offset=1, impl=impl
          ),
          lambda n: (*heads(n, 2, 1, 1), R(2, 1, n), R(1, 4))),
+    Case("attention, score_mod", "attention_forward",
+         lambda impl, q, k, v, c, d: fp.attention(
+             q, k, v, causal=True, score_mod=call("forget", c, d), impl=impl
+         ),
+         lambda n: (*heads(n, 2, 1, 1), R(2, n, 1), R(1, 1, n).transpose(1, 2).mT)),
     Case("attention, documents, first keys", "attention_forward",
          lambda impl, q, k, v, ids: fp.attention(
              q, k, v, mask=fp.masks.documents(ids) & fp.masks.window(2, first=1), impl=impl

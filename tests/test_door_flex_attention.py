@@ -212,8 +212,16 @@ def with_alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Te
     return score + (kv - q) * torch.exp2(-(h + 1) * 8.0 / 4)
 
 
+HEAT = torch.rand(4, 1, 1) + 0.5
+
+
+def heated(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    return score * HEAT[h, 0, 0]
+
+
 @pytest.mark.parametrize(
-    ("mod", "name", "argument"), [(capped, "softcap", 2.0), (with_alibi, "alibi", 4)]
+    ("mod", "name", "argument"),
+    [(capped, "softcap", 2.0), (with_alibi, "alibi", 4), (heated, "multiply_score", HEAT)],
 )
 def test_score_mods_by_name(mod: Any, name: str, argument: Any) -> None:
     """As FlexAttention itself gives it, on a CPU."""

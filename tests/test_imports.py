@@ -19,6 +19,7 @@ FLOORS = {
     "variant": 3,
     "configs": 4,
     "softmax_hooks": 4,
+    "score_hooks": 4,
     "ops": 5,
     "functional": 6,
     "distributed": 7,

@@ -43,6 +43,7 @@ SETS = {
     "right": ("right_window", "sinks", "softcap", "dropout"),
     "biases": ("causal", "bias", "softcap", "max_score"),
     "tables": ("window", "relative_bias", "alibi", "entropy"),
+    "functions": ("causal", "score_mod", "bias", "sinks", "entropy"),
 }
 if others := FEATURES.keys() - {n for names in SETS.values() for n in names}:
     SETS["others"] = tuple(sorted(others))

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from attention_problem import ATOL, Problem, error, lay_out
+from score_mods import by_definition
 from torch import Tensor
 
 import flashproto
-from flashproto import masks
+from flashproto import hooks, masks
 from flashproto.variant import DIFFERENTIABLE, STATISTIC, Number
 from flashproto.variant import FEATURES as OPTIONS
 
@@ -263,6 +264,18 @@ def relative_bias(generator: random.Random, p: Problem, device: str) -> Drawn:
     return Drawn({"relative_bias": table.requires_grad_(), "relative_offset": offset})
 
 
+def score_mod(generator: random.Random, p: Problem, device: str) -> Drawn:
+    """Of the score, all indices, operands that broadcast in any way, and a number."""
+
+    def operand(low: float) -> Tensor:
+        shape = [generator.choice((1, n)) for n in (p.B, p.Hq, p.Sq, p.Sk)]
+        x = torch.rand(shape, device=device) + low
+        x = x[0] if shape[0] == 1 and generator.random() < 0.5 else x
+        return x.mT.contiguous().mT.requires_grad_()
+
+    return Drawn({"score_mod": hooks.call("test_bent", operand(0.5), operand(-0.5), 0.1)})
+
+
 def dropout(generator: random.Random, p: Problem, device: str) -> Drawn:
     share = generator.choice((0.1, 0.5, 0.9, 1.0))
     seed = torch.tensor([generator.randrange(2**63)], device=device)
@@ -272,7 +285,7 @@ def dropout(generator: random.Random, p: Problem, device: str) -> Drawn:
 def of_scores() -> Iterator[Feature]:
     """What variant.FEATURES has beside masks; a number without a row here is one of few."""
     own = {"softcap": softcap, "sinks": sinks, "alibi": alibi, "dropout": dropout}
-    own |= {"bias": bias, "relative_bias": relative_bias}
+    own |= {"bias": bias, "relative_bias": relative_bias, "score_mod": score_mod}
     for row in OPTIONS:
         name = row.field.lower()
         if name in own:
@@ -359,7 +372,10 @@ class Call:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Beside q, k and v, what has gradients."""
-        return {n: self.options[n] for n in DIFFERENTIABLE if n in self.options}
+        names = [n for n in DIFFERENTIABLE if n in self.options and n != "score_mod"]
+        made = {n: self.options[n] for n in names}
+        mod = self.options.get("score_mod")
+        return made | {f"score_mod[{i}]": x for i, x in enumerate(mod.operands if mod else ())}
 
     def visible(self, device: torch.device) -> Tensor:
         """[B, Hq, Sq, Sk]."""
@@ -447,6 +463,12 @@ def eager(
         table = parameters["relative_bias"].to(q.dtype)
         column = (i - torch.arange(p.Sk, device=q.device)).clamp(0, table.shape[1] - 1)
         s = s + table[:, column]
+    if "score_mod" in options:
+        operands = [parameters[f"score_mod[{n}]"].to(q.dtype) for n in range(2)]
+        places = torch.meshgrid(*(torch.arange(n, device=q.device) for n in s.shape), indexing="ij")
+        hidden = s == -math.inf
+        s = by_definition(s.masked_fill(hidden, 1.0), *places, *operands, *options["score_mod"].scalars)
+        s = s.masked_fill(hidden, -math.inf)
     seen = seen & (s != -math.inf)
     top = raw.masked_fill(~seen, -math.inf).amax(-1)
     s = s.masked_fill(~seen, -math.inf)
@@ -588,6 +610,10 @@ def outputs_of(
     wrap: makes of such a function the one that is called.
     """
     options = call.options | others | {"return_lse": True, "impl": impl}
+    operands = [options.pop(n) for n in [*options] if n.startswith("score_mod[")]
+    if operands:
+        mod = options["score_mod"]
+        options["score_mod"] = hooks.call(mod.hook.name, *operands, *mod.scalars)
     if lengths is None:
         made = wrap(flashproto.attention)(*inputs, **options)
     else:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .. import masks
+from .. import hooks, masks
 from ..backends import texts
 from ..functional import attention, attention_varlen
 from ..functional.attention_request import Request
@@ -28,6 +28,7 @@ from ..variant import (
     FUNCTIONS,
     SHARE,
     STATISTIC,
+    USER_FUNCTION,
     Kind,
     Number,
     Variant,
@@ -61,7 +62,8 @@ class Feature:
     @property
     def wanted(self) -> list[str]:
         """The tensors that are to have a gradient."""
-        return [n for n in DIFFERENTIABLE if n in self.options and self.options[n].requires_grad]
+        made = {n: x for n, x in self.options.items() if isinstance(x, torch.Tensor)}
+        return [n for n in DIFFERENTIABLE if n in made and made[n].requires_grad]
 
     def of(self, column: str) -> Kind:
         return replace(self.kind, VARLEN=column == "varlen")
@@ -88,6 +90,9 @@ def of_scores() -> Iterator[Feature]:
             yield Feature(name, written, kind, {row.option: torch.ones(8)})
         elif row.what == BY_DISTANCE:
             yield Feature(name, written, kind, {row.option: torch.ones(2, 3)})
+        elif row.what == USER_FUNCTION:
+            mod = hooks.call("multiply_score", torch.ones(2, 1, 1))
+            yield Feature(name, written, kind, {row.option: mod})
         if (
             row.variables
             and "hopper" in row.forward

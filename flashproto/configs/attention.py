@@ -179,7 +179,8 @@ def _attention(
     head_dim_v: int,
     kind: Kind | None = None,
 ) -> AttentionConfig:
-    """kind: of the variant, whose bias takes registers, and shared memory for each stage."""
+    """kind: of the variant, whose bias takes registers, and shared memory for each stage, as what a
+    user's function reads does."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
     wide = max(D, Dv) > 256
@@ -187,7 +188,7 @@ def _attention(
         config = AttentionConfig(*_LITTLE_SHARED[itemsize][kernel])
     else:
         config = AttentionConfig(*table[max(D, Dv)])
-    biased = kind is not None and (kind.BIAS or kind.RELATIVE_BIAS)
+    biased = kind is not None and (kind.BIAS or kind.RELATIVE_BIAS or kind.SCORE_MOD)
     if biased and kernel == "keys":
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 64))
     elif biased:
@@ -237,11 +238,17 @@ _BIAS_FLOAT32 = {
 
 
 def attention_backward_bias(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind | None = None,
 ) -> AttentionConfig:
-    """Backward: the kernels of the gradients of biases, of square tiles."""
+    """Backward: the kernels of the gradients of biases and of operands, of square tiles."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
+    if kind is not None and kind.SCORE_MOD and itemsize == 4:  # pipelined, its operands spill
+        stages = 1
     config = AttentionConfig(block, block, warps, stages)
     return _fitted(config, 0, 2 * block * (D + Dv) * itemsize, shared_bytes(capability))
 
@@ -268,7 +275,7 @@ def attention_backward(
     queries = _attention("queries", capability, itemsize, head_dim, head_dim_v, kind)
     if kind.TABLE and kind.RESCALES:  # bits beside changed scores spill
         keys = replace(keys, block_m=min(keys.block_m, 32))
-    if kind.TABLE and kind.BIAS and kind.CURVED:
+    if kind.TABLE and (kind.BIAS or kind.SCORE_MOD) and kind.CURVED:
         queries = replace(queries, block_n=16)
     if slopes:
         # What is summed for them takes the registers of half a tile.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import masks, reference
+from .. import hooks, masks, reference
 from ..checks import (
     check_attention,
     check_boundaries,
@@ -39,6 +39,7 @@ def attention(
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_offset: int = 0,
+    score_mod: hooks.Call | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     mask: masks.Mask | None = None,
@@ -54,7 +55,8 @@ def attention(
     Query i is at position i + Sk - Sq, so that the last query is at the last key (bottom-right
     alignment, as in flash-attn; torch's is_causal is top-left, see scaled_dot_product_attention).  A
     query sees the keys that causal, window and mask all let it see.  What happens to a score, in this
-    order: scale, softcap, ALiBi and biases, mask; then the softmax with the sinks; then dropout.
+    order: scale, softcap, ALiBi and biases, score_mod, mask; then the softmax with the sinks; then
+    dropout.
 
     Args:
         q: [B, Hq, Sq, D], float16, bfloat16, float32 (float64 on the torch and reference backends),
@@ -75,6 +77,9 @@ def attention(
             j is in column position - j + relative_offset of the head's row, or in the first or last
             column where there is none.  So column relative_offset is for the key at the query's
             position, those behind it for the keys before.
+        score_mod: a function of the score and its place, made by flashproto.hooks.call, whose operands
+            broadcast to [B, Hq, Sq, Sk].  Its i counts queries from 0, whatever their positions.  A
+            result of -inf hides a key from a query.
         dropout_p: the share of probabilities that are dropped, from 0 to 1, rounded to a multiple of
             1/65536; the others are divided by 1 - dropout_p.  lse and return_aux are of all.
         dropout_seed: [1] int64 on q's device, which says together with places alone what is dropped,
@@ -94,9 +99,9 @@ def attention(
     Returns:
         out [B, Hq, Sq, Dv] in q's dtype; with return_lse behind it lse [B, Hq, Sq], float32 (float64
         for float64 inputs), natural logarithm, of the sink too; then each of return_aux, as lse.
-        Of out, lse and entropy there are gradients for q, k, v, sinks, alibi_slopes and biases, of
-        max_score on backend "reference" alone.  A query that sees no key gives 0, lse -inf or its
-        sink, max_score -inf and entropy 0.
+        Of out, lse and entropy there are gradients for q, k, v, sinks, alibi_slopes, biases and
+        operands of score_mod, of max_score on backend "reference" alone.  A query that sees no key
+        gives 0, lse -inf or its sink, max_score -inf and entropy 0.
 
     Raises:
         TypeError, ValueError: an argument does not fit; BackendError: `impl` cannot run this call;
@@ -139,6 +144,7 @@ def attention(
         bias=bias,
         relative_bias=relative_bias,
         relative_offset=relative_offset,
+        score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
     )
@@ -158,6 +164,7 @@ def attention_qkv(
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_offset: int = 0,
+    score_mod: hooks.Call | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     mask: masks.Mask | None = None,
@@ -199,6 +206,7 @@ def attention_qkv(
         bias=bias,
         relative_bias=relative_bias,
         relative_offset=relative_offset,
+        score_mod=score_mod,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
     )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import backends, reference
+from .. import backends, hooks, reference, score_hooks  # noqa: F401, the latter to register its hooks
 from ..backends import KERNELS, Reason
 from ..checks import (
     check_aux,
@@ -234,6 +234,8 @@ class Request(NamedTuple):
         statistics, named, offset = self.results[-1] >= 2, variant.named, variant.offset
         given: dict[str, Any] = {"causal": variant.kind.CAUSAL, "scale": self.scale}
         given["return_aux"] = statistics
+        if variant.score_mod is not None:
+            named = named | {"score_mod": hooks.define_score(variant.score_mod)}
         boundaries = [named[name] for name in BOUNDARIES if name in named]
         with without_autocast(q):
             if boundaries and all(map(is_readable, boundaries)):
@@ -323,6 +325,10 @@ def attention_request(
             check_by_head(operator, name, options[name], q.shape[1], q.device)
     if options.get("bias") is not None:
         check_bias(operator, options["bias"], (*q.shape[:3], k.shape[2]), q.device)
+    if options.get("score_mod") is not None:
+        tensors = [q, k, v, *(x for x in options.values() if isinstance(x, Tensor))]
+        scores = (*q.shape[:3], k.shape[2])
+        hooks.check_score_mod(operator, options["score_mod"], scores, q.device, tensors)
     of_distance = options.get("relative_bias"), options.get("relative_offset", 0)
     options["relative_offset"] = check_relative_bias(operator, *of_distance, q.shape[1], q.device)
     options |= dropout_options(operator, dropout_p, dropout_seed, q)

@@ -29,7 +29,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from .. import backends
+from .. import backends, hooks
 from ..mask_values import Mask
 from .dropout import drawn_seed
 
@@ -74,7 +74,12 @@ OTHER_NAMES = {
     "backend": "impl",
 }
 # Annotations of arguments that hold tensors.
-HOLDERS = ("masks.Mask | None", "Sequence[Tensor] | None", "Tensor | Sequence[Tensor]")
+HOLDERS = (
+    "masks.Mask | None",
+    "hooks.Call | None",
+    "Sequence[Tensor] | None",
+    "Tensor | Sequence[Tensor]",
+)
 
 
 def refuse_names(operator: str, others: dict[str, Any], known: Sequence[str]) -> NoReturn:
@@ -108,7 +113,8 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     """The text of the function that looks into the cache.
 
     Numbers, those in sequences too, are told from others that are equal to them, as 1 from True, by
-    their types.  Of a Mask and of a sequence of tensors the key has the form, and the call the tensors.
+    their types.  Of a Mask, a hook's Call and a sequence of tensors the key has the form, and the call
+    the tensors.
     """
     parameters = list(inspect.signature(function).parameters.values())
     head, passed, options = [], [], [repr(f"{function.__module__}.{function.__qualname__}")]
@@ -178,9 +184,12 @@ def named(names: Sequence[str], tensors: Sequence[Tensor | None]) -> tuple[str, 
 
 
 def held(x: Any) -> tuple[Hashable, tuple[Tensor, ...]]:
-    """(form, tensors) of what holds tensors: a Mask, a sequence of them, or one that stacks them."""
+    """(form, tensors) of what holds tensors: a Mask, a hook's Call, a sequence of tensors, or one that
+    stacks them."""
     if isinstance(x, Mask):
         return x.form, x.tensors
+    if isinstance(x, hooks.Call):
+        return (x.hook.name, x.scalars), x.operands
     if isinstance(x, Tensor):
         return Tensor, (x,)
     return (len(x), tuple(x)) if isinstance(x, (list, tuple)) else (x, ())  # which is refused

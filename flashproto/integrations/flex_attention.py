@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
-from .. import masks
+from .. import hooks, masks
 from ..checks import check_integer, described, refuse
 from ..mask_values import Places, Rule
-from .refusals import refuse_not_yet
 
 NAME = "from_block_mask"
 PAIRS = 2**24  # for which mask_mod is evaluated at a time
@@ -169,13 +168,16 @@ def score_mod(name: str, *arguments: Any) -> dict[str, Any]:
     """The options of flashproto.attention that do what a score_mod of this name does.
 
     Args:
-        name: of SCORE_MODS, to which others may be added.
+        name: of SCORE_MODS, to which others may be added, or of a hook of scores, which
+            flashproto.hooks.register has made known: that is a score_mod in Triton with its derivative,
+            of the same (score, b, h, q, kv) and of what the score_mod in PyTorch captures.
         arguments: softcap: the cap; alibi: slopes [H], or a number of heads H (and a device) for those
-            of the paper.
+            of the paper; of a hook its operands, then its scalars.
 
-    Returns: a dict of keyword arguments of attention, attention_varlen and attention_with_kv_cache.
+    Returns: a dict of keyword arguments of attention, those of SCORE_MODS also of attention_varlen and
+        attention_with_kv_cache.
     Raises: NotImplementedError: there is none of that name.  What a score_mod does cannot be read off
-        the function itself.
+        the function itself.  TypeError: the hook takes other arguments.
 
     Example:
         >>> q = torch.randn(1, 2, 8, 16)
@@ -183,10 +185,14 @@ def score_mod(name: str, *arguments: Any) -> dict[str, Any]:
         >>> torch.equal(out, flashproto.attention(q, q, q, softcap=30.0))
         True
     """
-    if name not in SCORE_MODS:
-        got = f"{described(name)}, none of {', '.join(SCORE_MODS)}"
-        refuse_not_yet("score_mod", "name", got, "user_functions")
-    return SCORE_MODS[name](*arguments)
+    if name in SCORE_MODS:
+        return SCORE_MODS[name](*arguments)
+    if name in hooks.names("score"):
+        return {"score_mod": hooks.call(name, *arguments)}
+    got = f"{described(name)}, none of {', '.join(SCORE_MODS)}"
+    takes = f"one of these, or of the hooks {', '.join(hooks.names('score'))}"
+    do = "Call flashproto.hooks.register with signature='score'."
+    refuse("score_mod", "name", got, takes, do, NotImplementedError)
 
 
 __all__ = ["alibi", "from_block_mask", "score_mod", "softcap"]

@@ -24,8 +24,8 @@ NOT_YET = {
     ),
     "chosen_keys": ("None: a query sees all keys that bands and masks leave", "Pass a mask."),
     "user_functions": (
-        "None: what changes scores here is softcap, sinks, ALiBi, bands and masks",
-        "Pass these, or use FlexAttention.",
+        "None: functions of scores are registered here, and called by flashproto.attention",
+        "Call flashproto.hooks.register with signature='score', and pass that one score_mod.",
     ),
     "new_keys_apart": (
         "cu_seqlens_q itself, or None: new keys are those of the queries' tokens",

@@ -21,11 +21,11 @@ from ..variant import (
     AUX,
     DIFFERENTIABLE,
     NO_GRADIENT,
-    STRIDED,
     Form,
     Variant,
     backward_backend,
     has_gradient,
+    is_strided,
 )
 from . import attention_triton
 from .call import Gradient, Operator
@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     def variant(self, tensors: Sequence[Any]) -> Variant:
         """With tensors as kernels read them."""
         named = zip(self.form.tensors, tensors, strict=True)
-        return self.form.variant([x if name in STRIDED else x.contiguous() for name, x in named])
+        return self.form.variant([x if is_strided(name) else x.contiguous() for name, x in named])
 
 
 class SettingsQkv(NamedTuple):
@@ -242,6 +242,9 @@ def fill_gradients(
     variant = settings.variant(tensors)
     wanted = dict(zip(settings.form.tensors, by_head, strict=True))
     dheads: dict[str, Any] = {name: x for name in DIFFERENTIABLE if (x := wanted.get(name)) is not None}
+    operands = [wanted[name] for name in variant.operand_names]
+    if any(x is not None for x in operands):
+        dheads["score_mod"] = operands
     ordered = settings.deterministic or torch.are_deterministic_algorithms_enabled()
     wider_keys = q.shape[-1] != v.shape[-1]
     backend = backward_backend(settings.backend, variant.kind, ordered, dheads, wider_keys)

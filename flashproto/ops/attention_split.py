@@ -15,7 +15,7 @@ import torch
 from .. import configs
 from ..kernels.attention_decode import attention_decode_kernel, merge_kernel
 from ..kernels.scores import Given
-from ..variant import STRIDED, Variant
+from ..variant import Variant, is_strided
 from .device import capability, cdiv, has_dependent_launches, multiprocessors
 from .private import allows_tf32
 from .recipe import New, Operand, Recipe
@@ -98,7 +98,7 @@ def given_of(variant: Variant) -> Any:
     if variant.kind.PLAIN:
         return ()
     named = {
-        name: x.contiguous() if isinstance(x, Operand) and name not in STRIDED else x
+        name: x.contiguous() if isinstance(x, Operand) and not is_strided(name) else x
         for name, x in variant.named.items()
     }
     given = Given(**named)

@@ -5,6 +5,7 @@ Legend: q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv]; out [B, Hq, Sq,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from . import attention_split, private
 from .attention_split import LOG2E, SMALLEST_SCALE, given_of
 from .column_sums import column_sums
 from .device import capability, cdiv, multiprocessors
+from .hook_arguments import score_mod_arguments
 from .recipe import New, Operand, Recipe
 
 ROWS_BLOCK_M = 64
@@ -64,6 +66,15 @@ def constants(config: configs.AttentionConfig, q: Operand, Dv: int, kind: Kind) 
     }
 
 
+def user_functions(variant: Variant, backward: bool = True) -> dict[str, Any]:
+    """The constants that are a score_mod's functions."""
+    if variant.score_mod is None:
+        return {}
+    hook = variant.score_mod.hook
+    made = {"SCORE_MOD": hook.forward, "SCORE_MOD_BACKWARD": hook.backward}
+    return made if backward else {"SCORE_MOD": hook.forward}
+
+
 def given_to(
     recipe: Recipe,
     variant: Variant,
@@ -83,6 +94,9 @@ def given_to(
     if variant.kind.BIAS:
         batch, head, row, column = given.bias.expand(*q.shape[:3], k.shape[2]).stride()
         given = given._replace(bias_batch=batch, bias_head=head, bias_row=row, bias_column=column)
+    if variant.kind.SCORE_MOD:
+        arguments = score_mod_arguments(given.score_mod, (*q.shape[:3], k.shape[2]))
+        given = given._replace(score_mod=arguments)
     if variant.kind.INTERVALS:
         batch, heads, Sk = given.begin.shape
         n_tiles, rows = cdiv(Sk, block_n), batch * heads
@@ -204,6 +218,7 @@ def forward(
         given,
         EXACT=q.dtype == torch.float32,
         WIDE=is_wide(q, k, v, out),
+        **user_functions(variant, backward=False),
         **constants(config, q, Dv, variant.kind),
     )
 
@@ -227,11 +242,13 @@ def backward(
     alibi_slopes: Operand | None = None,
     bias: Operand | None = None,
     relative_bias: Operand | None = None,
+    score_mod: Sequence[Operand | None] = (),
     entropy: tuple[Operand, Operand] | None = None,
 ) -> None:
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
     strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes, bias,
-    relative_bias: the gradients of these.  entropy: that of the rows, and its gradient."""
+    relative_bias: the gradients of these; score_mod: those of its operands.  entropy: that of the rows,
+    and its gradient."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     block_m = ROWS_BLOCK_M if Dv <= 256 else ROWS_BLOCK_M // 2
@@ -265,6 +282,7 @@ def backward(
     # A bias of all pairs has dS for its gradient, which is written beside dQ.
     of_pairs = bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk)
     summed = relative_bias is not None or (bias is not None and not of_pairs)
+    summed = summed or any(x is not None for x in score_mod)
     # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
     anew = q.element_size() == 2 and (kind.DROPOUT or of_pairs or summed)
     before = anew and (kind.DROPOUT or of_pairs)
@@ -310,6 +328,7 @@ def backward(
             WIDE=wide,
             SLOPES=slope_sums is not None and dq is not None,
             DELTA=delta_too,
+            **user_functions(variant),
             **constants(for_queries, q, Dv, kind),
         )
 
@@ -342,6 +361,7 @@ def backward(
             *sizes,
             for_dk,
             WIDE=wide,
+            **user_functions(variant),
             **constants(for_keys, q, Dv, kind),
         )
     scores = Scores(variant, tensors, strides, sizes[:-1], given, wide)
@@ -353,6 +373,9 @@ def backward(
         backward_bias(recipe, scores, bias)
     if relative_bias is not None:
         backward_relative_bias(recipe, scores, relative_bias)
+    for i, gradient in enumerate(score_mod):
+        if gradient is not None:
+            backward_bias(recipe, scores, gradient, result=i + 1)
     if dq is not None and not beside_dq:
         launch_queries(dq, given, 0)
     for gradient, terms in ((sinks, of_sinks), (alibi_slopes, slope_sums)):
@@ -386,15 +409,16 @@ class Scores(NamedTuple):
     wide: bool
 
 
-def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand) -> None:
-    """Fill the gradient of a bias that is broadcast.  Sums over tiles of queries or keys are made in as
-    many parts as the card has work for."""
+def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand, result: int = 0) -> None:
+    """Fill the gradient of a bias that is broadcast, or of a score_mod's operand: see RESULT of the
+    kernel.  Sums over tiles of queries or keys are made in as many parts as the card has work for."""
     q, _, v, *_ = scores.tensors
     (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
     if not Sk:
         gradient.zero_()
         return
-    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv)
+    kind = scores.variant.kind
+    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv, kind)
     shape = (*(1,) * (4 - gradient.ndim), *gradient.shape)
     batch, heads, rows, columns = (n == size for n, size in zip(shape, (B, Hq, Sq, Sk), strict=True))
     entries = (B if batch else 1) * (Hq if heads else 1)
@@ -425,7 +449,9 @@ def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand) -> None:
         HEADS=heads,
         ROWS=rows,
         COLUMNS=columns,
-        **constants(config, q, Dv, scores.variant.kind),
+        RESULT=result,
+        **user_functions(scores.variant),
+        **constants(config, q, Dv, kind),
     )
     if parts > 1:
         column_sums(recipe, (made, None), (gradient, None))
@@ -435,8 +461,9 @@ def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) ->
     """Fill the gradient of a bias by distance [Hq | 1, R]."""
     q, _, v, *_ = scores.tensors
     (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
-    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv)
-    values = constants(config, q, Dv, scores.variant.kind)
+    kind = scores.variant.kind
+    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv, kind)
+    values = constants(config, q, Dv, kind)
     block = values.pop("BLOCK_M")
     del values["BLOCK_N"]
     diagonals = programs(scores.variant, Sq, block, 1)
@@ -456,6 +483,7 @@ def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) ->
         scores.given,
         WIDE=scores.wide,
         BLOCK=block,
+        **user_functions(scores.variant),
         **values,
     )
     shared = B * Hq // rows

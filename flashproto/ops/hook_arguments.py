@@ -100,6 +100,17 @@ def hook_arguments(
     return HookArguments(hook.forward, hook.backward, (rows, tuple(scalars)), tuple(gradients))
 
 
+def score_mod_arguments(made: hooks.Call, scores: Sequence[int]) -> tuple[Any, Any]:
+    """(operands, scalars) of a hook of scores [B, Hq, Sq, Sk], as kernels/scores.py has them."""
+
+    def strides(t: Any) -> tuple[int | None, ...]:
+        shape = (*(1,) * (4 - t.ndim), *t.shape)
+        batch, head, *of_pair = t.expand(*scores).stride()
+        return batch, head, *(None if n == 1 else s for n, s in zip(shape[2:], of_pair, strict=True))
+
+    return tuple((t, *strides(t)) for t in made.operands), made.scalars
+
+
 # --- gradients of operands ------------------------------------------------------------------------
 
 

@@ -1,7 +1,7 @@
 """Attention.  q [B, Hq, Sq, D], k [B, Hkv, Sk, D], v [B, Hkv, Sk, Dv], lse [B, Hq, Sq].
 
-What happens to a score, in this order: scale, softcap, ALiBi and biases, mask; then the softmax with
-the sink; then dropout of the probabilities.
+What happens to a score, in this order: scale, softcap, ALiBi and biases, score_mod, mask; then the
+softmax with the sink; then dropout of the probabilities.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from .mask_table import unpacked
 from .philox import kept, kept_factor
 from .states import compute_dtype, online_softmax_finish
 
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 OF_GAPS = (0.0, -math.inf, -math.inf, 0.0)  # out, lse, the largest score and the entropy there
 
 
@@ -122,9 +123,11 @@ def modified(
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_offset: int = 0,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Scaled scores as the variant changes them: softcap tanh(s / softcap) - slope |position - j|, then
-    with bias, and with relative_bias[h, position - j + relative_offset] or the nearest column added."""
+    with bias, and with relative_bias[h, position - j + relative_offset] or the nearest column added;
+    of this score_mod(s, b, h, i, j)."""
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
@@ -136,6 +139,11 @@ def modified(
         column = pairs.i + pairs.diagonal - pairs.j + relative_offset
         column = column.clamp(0, relative_bias.shape[1] - 1)
         scores = scores + relative_bias.to(scores.dtype)[:, column]
+    if score_mod is not None:
+        b, h = (indices(n, scores) for n in scores.shape[:2])
+        hidden = scores == -math.inf  # by a bias, and they stay so
+        places = b[:, None, None, None], h[:, None, None], pairs.i, pairs.j
+        scores = score_mod(scores.masked_fill(hidden, 0.0), *places).masked_fill(hidden, -math.inf)
     return scores
 
 
@@ -163,6 +171,7 @@ def attention(
     bias: Tensor | None = None,
     relative_bias: Tensor | None = None,
     relative_offset: int = 0,
+    score_mod: ScoreMod | None = None,
     begin: Tensor | None = None,
     end: Tensor | None = None,
     bits: Tensor | None = None,
@@ -204,8 +213,8 @@ def attention(
     scores = (q.to(dtype) @ k.mT) * scale  # [B, Hq, Sq, Sk]
     hidden = ~visible(pairs, causal, offset, left, first, begin, end, bits)
     raw, biases = scores, (bias, relative_bias, relative_offset)
-    scores = modified(scores, pairs, softcap, alibi_slopes, *biases)
-    if bias is not None or relative_bias is not None:
+    scores = modified(scores, pairs, softcap, alibi_slopes, *biases, score_mod)
+    if bias is not None or relative_bias is not None or score_mod is not None:
         hidden = hidden | (scores == -math.inf)
     max_score = largest(raw.masked_fill(hidden, -math.inf))
     scores = scores.masked_fill(hidden, -math.inf)
