@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -46,7 +47,8 @@ def case(
     given: tuple[str, ...] = (),
 ) -> Case:
     signature, aligned = {}, []
-    values = {p.name: p.default for p in kernel.params if p.has_default} | constexprs
+    parameters = inspect.signature(kernel.fn).parameters.values()
+    values = {p.name: p.default for p in parameters if p.default is not p.empty} | constexprs
     for argument in kernel.arg_names:
         if argument == "given":
             signature[argument] = given

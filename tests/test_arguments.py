@@ -112,13 +112,14 @@ ATTENTION = {
     "bias": [*TENSORS, LONG, torch.ones(1, 1, 1, 8, 8)],
     "relative_bias": [*TENSORS, LONG, torch.ones(3, 4), torch.ones(2, 0)],
     "relative_offset": [*INTEGERS, 2**31, 3],
+    "score_mod": ["forget", LONG, hooks.call("multiply", X), hooks.call("multiply_score", X)],
     "mask": ["causal", LONG, True, torch.ones(8, 8)],
     "deterministic": FLAGS,
     "dropout_p": [*NUMBERS, -0.1, 1.1],
     "dropout_seed": [*TENSORS, LONG, LONG[0], SEED.int(), SEED.to("meta")],
 }
 NOT_CACHED = ("mask", "deterministic", "bias", "relative_bias", "relative_offset")
-NOT_CACHED += ("dropout_p", "dropout_seed")
+NOT_CACHED += ("score_mod", "dropout_p", "dropout_seed")
 SPLITS = [0, -1, 1.5, True, "1", LONG, 2**31]
 VARIANTS = ATTENTION | {
     "num_splits": SPLITS,
@@ -192,7 +193,7 @@ TABLE: dict[str, tuple[dict[str, Any], dict[str, list[Any]]]] = {
     ),
     "attention_varlen": (
         {"q": TOKENS, "k": TOKENS, "v": TOKENS, "cu_seqlens_q": CU, "cu_seqlens_k": CU},
-        {n: x for n, x in VARIANTS.items() if n != "bias"} | {
+        {n: x for n, x in VARIANTS.items() if n not in ("bias", "score_mod")} | {
             "q": [*TENSORS, LONG], "k": [*TENSORS, LONG], "v": [*TENSORS, LONG],
             "cu_seqlens_q": CUS, "cu_seqlens_k": CUS, "max_seqlen_q": [*INTEGERS, -1],
             "max_seqlen_k": [*INTEGERS, -1], "seqused_q": USED, "seqused_k": USED,

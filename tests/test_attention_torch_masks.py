@@ -21,7 +21,8 @@ from flashproto import backends, masks
 from flashproto.functional import attention_torch as mask_tensors
 from flashproto.variant import fields_on
 
-SCORES = {"softcap", "sinks", "alibi", "bias", "relative_bias", "dropout", "max_score", "entropy"}
+SCORES = {"softcap", "sinks", "alibi", "bias", "relative_bias", "score_mod", "dropout"}
+SCORES |= {"max_score", "entropy"}
 MASKS = [name for name in FEATURES if name not in SCORES]
 PLAIN = Problem(torch.float64, 2, 4, 2, 19, 19, 8, 8, causal=False)
 SHAPES = {

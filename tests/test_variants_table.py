@@ -185,6 +185,7 @@ REFUSED = {
     ("`masks.documents(ids)`", "Sq != Sk"),
     *((f"`masks.{mask}`", "`attention_varlen`") for mask in MASKS),
     ("`bias`", "`attention_varlen`"),
+    ("`score_mod`", "`attention_varlen`"),
     ("`a \\| b`, `~a`", "`attention_varlen`"),
     ("`masks.causal(top_left=True)`", "`attention_varlen`"),
 }

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import flashproto
-from flashproto import masks
+from flashproto import hooks, masks
 
 from .measure import DETERMINISTIC, OURS
 from .speed import Results, card, markdown
@@ -92,6 +92,15 @@ def of_documents(q: Tensor) -> masks.Mask:
 def of_bits(q: Tensor) -> masks.Mask:
     i = tokens(q)
     return masks.boolean((i[:, None] * 7 + i * 3) % 5 < 3)
+
+
+def heads_and_heat(B: int, S: int) -> dict[str, Tensor]:
+    return qkv(B, S) | {"heat": torch.linspace(0.5, 2, HEADS).view(HEADS, 1, 1)}
+
+
+def with_score_mod(q: Tensor, k: Tensor, v: Tensor, heat: Tensor, impl: str) -> Any:
+    mod = hooks.call("multiply_score", heat)
+    return flashproto.attention(q, k, v, causal=True, score_mod=mod, num_splits=1, impl=impl)
 
 
 def packed(B: int, S: int) -> dict[str, Tensor]:
@@ -186,6 +195,7 @@ CASES = (
     attention("bias", ALIKE, {"bias": torch.linspace(-1, 1, HEADS).view(1, HEADS, 1, 1)}),
     attention("relative_bias", ALIKE, {"relative_bias": torch.linspace(-1, 1, 2 * 33).view(HEADS, 33)}),
     attention("`masks.boolean`", ALIKE, mask=of_bits),
+    Case("attention", heads_and_heat, with_score_mod, "score_mod", ("heat",), ALIKE, but=TILES),
     Case("attention_varlen", packed, attention_varlen, "causal", unordered=DQ_IN_ANY_ORDER, alone=()),
     Case("attention_with_kv_cache", cache_of, attention_with_kv_cache, but=TILES),
     Case("merge_attention", parts, merge_attention, backends=ALIKE),
