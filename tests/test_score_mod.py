@@ -129,6 +129,16 @@ def test_forgetting_attention(device: str) -> None:
     assert torch.autograd.grad(out.sum(), gates)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (H, SQ, 1)], ids=str)
+def test_gradients_do_not_feel_that_out_is_rounded(shape: tuple[int, ...], device: str) -> None:
+    """What is added to all scores of a row changes nothing: its terms cancel, in 16 bits too."""
+    inputs = [x.detach().bfloat16().requires_grad_() for x in heads(device)]
+    c = torch.randn(shape, device=device, requires_grad=True)
+    mod = hooks.call("forget", c, torch.zeros((), device=device))
+    *_, dc = results(inputs, [c], mod, impl="triton")
+    torch.testing.assert_close(dc, torch.zeros_like(dc), rtol=0, atol=1e-4)
+
+
 def test_a_fused_projection(device: str) -> None:
     qkv = torch.randn(B, SQ, (H + 2) * 16, device=device, requires_grad=True)
     heat = torch.rand(H, 1, 1, device=device, requires_grad=True)

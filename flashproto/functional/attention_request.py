@@ -319,16 +319,17 @@ def attention_request(
     high, low, first = joined(operator, bands, Sk - Sq)
     offset = Sk - Sq if high is None else high
     inputs = {"q": q, "k": k, "v": v} if inputs is None else inputs
-    check_dtensors(operator, inputs, options)
+    mod = options.get("score_mod")
+    operands = mod.operands if isinstance(mod, hooks.Call) else ()
+    check_dtensors(operator, inputs, options | {f"score_mod[{i}]": x for i, x in enumerate(operands)})
     for name in OF_HEADS:
         if options.get(name) is not None:
             check_by_head(operator, name, options[name], q.shape[1], q.device)
     if options.get("bias") is not None:
         check_bias(operator, options["bias"], (*q.shape[:3], k.shape[2]), q.device)
-    if options.get("score_mod") is not None:
+    if mod is not None:
         tensors = [q, k, v, *(x for x in options.values() if isinstance(x, Tensor))]
-        scores = (*q.shape[:3], k.shape[2])
-        hooks.check_score_mod(operator, options["score_mod"], scores, q.device, tensors)
+        hooks.check_score_mod(operator, mod, (*q.shape[:3], k.shape[2]), q.device, tensors)
     of_distance = options.get("relative_bias"), options.get("relative_offset", 0)
     options["relative_offset"] = check_relative_bias(operator, *of_distance, q.shape[1], q.device)
     options |= dropout_options(operator, dropout_p, dropout_seed, q)
