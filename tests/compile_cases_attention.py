@@ -55,12 +55,12 @@ def case(
         elif argument == "columns_ptr":
             signature[argument] = "*i32"
             aligned.append(argument)
-        elif argument.endswith("_ptr") and argument not in values:
+        elif argument.endswith("_ptr"):
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
-        elif argument.startswith("stride_") and argument.endswith("d") and argument not in values:
+        elif argument.startswith("stride_") and argument.endswith("d"):
             values[argument] = 1  # a contiguous last dimension, as the launcher specialises it
-        elif argument.startswith("stride_") and argument not in values:
+        elif argument.startswith("stride_"):
             signature[argument] = "i32"
             aligned.append(argument)
         elif argument not in values:
@@ -286,31 +286,26 @@ def entropy_cases(arch: int) -> Iterator[Case]:
 
 
 def delta_cases(arch: int) -> Iterator[Case]:
-    """Delta made anew: before all else, where there is dropout or a bias of all pairs, or beside dQ."""
+    """Delta made anew beside dQ."""
     capability, kernel = divmod(arch, 10), attention_backward_queries_kernel
-    for (D, Dv), (options, delta) in itertools.product(
+    for (D, Dv), options in itertools.product(
         (*HEAD_DIMS, *WIDE),
         (
-            ({"DROPOUT": True, "CAUSAL": True}, 2),
-            ({"BIAS": True, "SINKS": True}, 2),
-            ({"BIAS": True, "CAUSAL": True}, 1),
-            ({"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True}, 1),
+            {"BIAS": True, "CAUSAL": True, "SINKS": True},
+            {"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True},
         ),
     ):
         kind = Kind(**options)
-        slopes = kind.ALIBI and delta == 1
         _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
-        given, absent = given_of(kernel, kind, slopes=slopes, made=("beside_delta",))
+        given, absent = given_of(kernel, kind, slopes=kind.ALIBI, made=("beside_delta",))
         values = {
             "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
             "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": queries.block_m,
             "BLOCK_N": queries.block_n, "KIND": kind, "TF32": False, "WIDE": False,
-            "SLOPES": slopes, "DELTA": delta,
+            "SLOPES": kind.ALIBI, "DELTA": True,
         }  # fmt: skip
-        if delta == 2:
-            values |= {"dq_ptr": None} | {f"stride_dq{axis}": 0 for axis in "bhsd"}
-        name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
         stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
+        name = f"queries-{D}x{Dv}-{kind.name}-delta"
         yield case(kernel, name, "bf16", queries, values | absent, stack, given)
 
 

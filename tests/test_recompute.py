@@ -159,7 +159,7 @@ def test_functional_gradients(device) -> None:
 
 def test_compiled(device) -> None:
     """torch.compile decides by itself what is kept."""
-    layer, inputs = problem(device)
+    layer, inputs = problem(device, nn.Linear)
     wanted = gradients(layer(swiglu(*inputs)), layer, inputs)
     torch._dynamo.reset()
     run = functools.partial(through_activation, layer, swiglu)

@@ -11,13 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import _autograd
+from torch import _C, Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
 from ..checks import transforms_active, watched
+
+_autograd: Any = _C._autograd
 
 
 def through_activation(
