@@ -337,7 +337,7 @@ def backward(
         if kind.CAUSAL or kind.WINDOW or kind.INTERVALS or kind.TABLE:  # not all tiles are visited
             bias.zero_()
         for_dq = given._replace(bias_gradient=bias, heads=Hq)
-    if anew:
+    if dq is not None and anew:
         launch_queries(dq, for_dq)
     if dk is not None and dv is not None:
         for_dk = given
