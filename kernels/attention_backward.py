@@ -18,9 +18,10 @@ c ln 2 is the weight of P log2 P.  Z is of the saved lse: where the sink has all
 probability its rounding is 1%.
 Dropout keeps a probability with the factor 1 / (1 - p), or makes it 0: dP is multiplied by that, dV is
 of what is kept, and delta is right as it stands, since O is of what is kept too.
-But O of 16 bits is rounded, and dS of a row is off by P times what its rounding makes of dO * O.  In
-the gradient of a bias that is broadcast the terms of a row should cancel, and these errors add up:
-there delta is rowsum(P * dP), see the kernel of dQ.
+But O of 16 bits is rounded, and dS of a row is off by P times what its rounding makes of dO * O.  Where
+one key has all of a row dS should be 0.  Without dropout O is its V there, and delta exact; 1 / (1 - p)
+times its V is rounded, and in dK the errors of all such rows add up.  So they do in the gradient of a
+bias, where the terms of a row should cancel.  There delta is rowsum(P * dP), see the kernel of dQ.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
@@ -152,7 +153,7 @@ def attention_backward_rows_kernel(
             if given.sink_delta is not None:
                 tl.store(given.sink_delta + row, delta, i < Sq)
         tl.store(delta_ptr + row, shifted, i < Sq)
-        if KIND.SCORE_MOD or (KIND.BIAS or KIND.RELATIVE_BIAS):
+        if (KIND.DROPOUT or KIND.SCORE_MOD) or (KIND.BIAS or KIND.RELATIVE_BIAS):
             if given.beside_delta is not None:
                 tl.store(given.beside_delta + row, beside, i < Sq)
         if SLOPES:
@@ -303,8 +304,9 @@ def query_gradients_from_tiles(
     SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums [BM] of dS * distance, of
-    dS and of P * distance; with DELTA into those of P * dP and of P.  With SCORE_MOD the dS of the
-    second one is behind it, and the distances are multiplied by its derivative too."""
+    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2.  With
+    SCORE_MOD the dS of the second one is behind it, and the distances are multiplied by its derivative
+    too."""
     dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
     unit = unit_of(scale, KIND)
     for tile in range(first, last):
@@ -336,24 +338,25 @@ def query_gradients_from_tiles(
         if DELTA:
             dp_sums += tl.sum(p * dp, 1)
             p_sums += tl.sum(p, 1)
-        ds = score_gradient(p, dp, delta[:, None])
-        if KIND.ENTROPY:
-            ds += entropy_part(p, weight[:, None])
-        behind, shares = ds, p  # and before a user's function
-        if KIND.SCORE_MOD:
-            ds = user_gradient(behind, p, before, i, j, variables, SCORE_MOD_BACKWARD)
+        if DELTA != 2:
+            ds = score_gradient(p, dp, delta[:, None])
+            if KIND.ENTROPY:
+                ds += entropy_part(p, weight[:, None])
+            behind, shares = ds, p  # and before a user's function
+            if KIND.SCORE_MOD:
+                ds = user_gradient(behind, p, before, i, j, variables, SCORE_MOD_BACKWARD)
+                if SLOPES:
+                    shares = user_gradient(p, p, before, i, j, variables, SCORE_MOD_BACKWARD)
             if SLOPES:
-                shares = user_gradient(p, p, before, i, j, variables, SCORE_MOD_BACKWARD)
-        if SLOPES:
-            apart = distance(i, j, variables)
-            slope_sums += tl.sum(ds * apart, 1)
-            ds_sums += tl.sum(behind, 1)
-            distances += tl.sum(shares * apart, 1)
-        if KIND.BIAS:
-            if variables.given.bias_gradient is not None:
-                store_bias_gradient(ds, i, j, variables)
-        ds = modified_gradient(ds, s, scale, variables, KIND)
-        dq = dot(rounded(ds, k.dtype), k, dq, TF32)
+                apart = distance(i, j, variables)
+                slope_sums += tl.sum(ds * apart, 1)
+                ds_sums += tl.sum(behind, 1)
+                distances += tl.sum(shares * apart, 1)
+            if KIND.BIAS:
+                if variables.given.bias_gradient is not None:
+                    store_bias_gradient(ds, i, j, variables)
+            ds = modified_gradient(ds, s, scale, variables, KIND)
+            dq = dot(rounded(ds, k.dtype), k, dq, TF32)
     return dq, slope_sums, ds_sums, distances, dp_sums, p_sums
 
 
@@ -369,14 +372,14 @@ def attention_backward_queries_kernel(
     given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
-    TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False, DELTA: tl.constexpr = False,
+    TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False, DELTA: tl.constexpr = 0,
     SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
     the gradient of its head's slope, where that is wanted.
 
-    DELTA: delta is also made anew, of P * dP, for the kernels that come after this one.  Of lse as it
-    is rounded P does not sum to 1 exactly: the sum is divided by that of P.
+    DELTA: 1, delta is also made anew, of P * dP, for the kernels that come after this one; 2, it is all
+    that is made.  Of lse as it is rounded P does not sum to 1 exactly: the sum is divided by that of P.
     """
     problem = problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M, KIND)
     head, i0, token, key = problem.head, problem.first, problem.token, problem.key
@@ -387,13 +390,15 @@ def attention_backward_queries_kernel(
     k_base = k_ptr + b * stride_kb + h // GROUP * stride_kh
     v_base = v_ptr + b * stride_vb + h // GROUP * stride_vh
     dout_base = dout_ptr + b * stride_gb + h * stride_gh
-    dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
+    if DELTA != 2:
+        dq_base = dq_ptr + b * stride_dqb + h * stride_dqh
     if KIND.VARLEN:
         q_base += token.to(tl.int64) * stride_qs
         k_base += key.to(tl.int64) * stride_ks
         v_base += key.to(tl.int64) * stride_vs
         dout_base += token.to(tl.int64) * stride_gs
-        dq_base += token.to(tl.int64) * stride_dqs
+        if DELTA != 2:
+            dq_base += token.to(tl.int64) * stride_dqs
     number = problem.sequence * Hq + head
     variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK_N, KIND, number))
     row = head.to(tl.int64) * rows
@@ -464,8 +469,9 @@ def attention_backward_queries_kernel(
             SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
     dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
-    dq *= scale_natural
-    store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
+    if DELTA != 2:
+        dq *= scale_natural
+        store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
     if SLOPES:
         # delta is of O as it was rounded: dS lacks P * off, which the distances would weigh too much.
         slope_sums_ptr = given.slope_sums + row + i

@@ -55,12 +55,12 @@ def case(
         elif argument == "columns_ptr":
             signature[argument] = "*i32"
             aligned.append(argument)
-        elif argument.endswith("_ptr"):
+        elif argument.endswith("_ptr") and argument not in values:
             signature[argument] = "*fp32" if argument in FLOAT32_ARGUMENTS else f"*{element}"
             aligned.append(argument)
-        elif argument.startswith("stride_") and argument.endswith("d"):
+        elif argument.startswith("stride_") and argument.endswith("d") and argument not in values:
             values[argument] = 1  # a contiguous last dimension, as the launcher specialises it
-        elif argument.startswith("stride_"):
+        elif argument.startswith("stride_") and argument not in values:
             signature[argument] = "i32"
             aligned.append(argument)
         elif argument not in values:
@@ -82,7 +82,8 @@ SHAPES = ((128, 128, "bf16"), (64, 64, "fp16"), (64, 128, "bf16"), (64, 64, "fp3
 COVERING = covering(FIELDS, (Kind(), Kind(CAUSAL=True)))
 VARIANTS = tuple(zip(COVERING, itertools.cycle(SHAPES), strict=False))
 # Of all features at once; on sm_100 intervals beside ALiBi spill at head_dim 64, in the forward most.
-VARIANT_STACK = {80: 256, 90: 384, 100: 1536}
+VARIANT_STACK = {80: 192, 90: 192, 100: 1536}
+USERS_STACK = {80: 256, 90: 384, 100: 1536}  # and with a user's function
 
 
 def variant_cases(
@@ -130,7 +131,7 @@ def variant_cases(
                 element,
                 config,
                 constexprs | extra | absent,
-                VARIANT_STACK[arch],
+                (USERS_STACK if kind.SCORE_MOD else VARIANT_STACK)[arch],
                 given,
             )
 
@@ -286,26 +287,31 @@ def entropy_cases(arch: int) -> Iterator[Case]:
 
 
 def delta_cases(arch: int) -> Iterator[Case]:
-    """Delta made anew beside dQ."""
+    """Delta made anew: before all else, where there is dropout or a bias of all pairs, or beside dQ."""
     capability, kernel = divmod(arch, 10), attention_backward_queries_kernel
-    for (D, Dv), options in itertools.product(
+    for (D, Dv), (options, delta) in itertools.product(
         (*HEAD_DIMS, *WIDE),
         (
-            {"BIAS": True, "CAUSAL": True, "SINKS": True},
-            {"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True},
+            ({"DROPOUT": True, "CAUSAL": True}, 2),
+            ({"BIAS": True, "SINKS": True}, 2),
+            ({"BIAS": True, "CAUSAL": True}, 1),
+            ({"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True}, 1),
         ),
     ):
         kind = Kind(**options)
+        slopes = kind.ALIBI and delta == 1
         _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
-        given, absent = given_of(kernel, kind, slopes=kind.ALIBI, made=("beside_delta",))
+        given, absent = given_of(kernel, kind, slopes=slopes, made=("beside_delta",))
         values = {
             "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
             "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": queries.block_m,
             "BLOCK_N": queries.block_n, "KIND": kind, "TF32": False, "WIDE": False,
-            "SLOPES": kind.ALIBI, "DELTA": True,
+            "SLOPES": slopes, "DELTA": delta,
         }  # fmt: skip
+        if delta == 2:
+            values |= {"dq_ptr": None} | {f"stride_dq{axis}": 0 for axis in "bhsd"}
+        name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
         stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
-        name = f"queries-{D}x{Dv}-{kind.name}-delta"
         yield case(kernel, name, "bf16", queries, values | absent, stack, given)
 
 

@@ -283,7 +283,9 @@ def backward(
     of_pairs = bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk)
     summed = relative_bias is not None or (bias is not None and not of_pairs)
     summed = summed or any(x is not None for x in score_mod)
-    anew = q.element_size() == 2 and summed  # delta, beside dQ
+    # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
+    anew = q.element_size() == 2 and (kind.DROPOUT or of_pairs or summed)
+    before = anew and (kind.DROPOUT or of_pairs)
     if anew:
         more["beside_delta"] = recipe.make(rows)
     given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
@@ -313,32 +315,30 @@ def backward(
     )
     tensors = q, k, v, dout, lse2, delta
 
-    def launch_queries(dq: Operand, given: Any) -> None:
+    def launch_queries(dq: Operand | None, given: Any, delta_too: int) -> None:
         recipe.launch(
             attention_backward_queries_kernel,
             programs(variant, Sq, for_queries.block_m, B * Hq),
             *tensors,
             dq,
             *strides,
-            *dq.stride(),
+            *((0, 0, 0, 0) if dq is None else dq.stride()),
             *sizes,
             given,
             WIDE=wide,
-            SLOPES=slope_sums is not None,
-            DELTA=anew,
+            SLOPES=slope_sums is not None and dq is not None,
+            DELTA=delta_too,
             **user_functions(variant),
             **constants(for_queries, q, Dv, kind),
         )
 
-    if dq is None and (slope_sums is not None or of_pairs or anew):
+    if dq is None and (slope_sums is not None or of_pairs):
         dq = recipe.make(New.contiguous(q.shape, q.dtype, q.device))
-    for_dq = given
-    if bias is not None and of_pairs:
-        if kind.CAUSAL or kind.WINDOW or kind.INTERVALS or kind.TABLE:  # not all tiles are visited
-            bias.zero_()
-        for_dq = given._replace(bias_gradient=bias, heads=Hq)
-    if dq is not None and anew:
-        launch_queries(dq, for_dq)
+    beside_dq = anew and not before
+    if beside_dq:
+        launch_queries(dq, given, 2 if dq is None else 1)
+    elif before:
+        launch_queries(None, given, 2)
     if dk is not None and dv is not None:
         for_dk = given
         if kind.TABLE:
@@ -365,15 +365,19 @@ def backward(
             **constants(for_keys, q, Dv, kind),
         )
     scores = Scores(variant, tensors, strides, sizes[:-1], given, wide)
-    if bias is not None and not of_pairs:
+    if bias is not None and of_pairs:
+        if kind.CAUSAL or kind.WINDOW or kind.INTERVALS or kind.TABLE:  # not all tiles are visited
+            bias.zero_()
+        given = given._replace(bias_gradient=bias, heads=Hq)
+    elif bias is not None:
         backward_bias(recipe, scores, bias)
     if relative_bias is not None:
         backward_relative_bias(recipe, scores, relative_bias)
     for i, gradient in enumerate(score_mod):
         if gradient is not None:
             backward_bias(recipe, scores, gradient, result=i + 1)
-    if dq is not None and not anew:
-        launch_queries(dq, for_dq)
+    if dq is not None and not beside_dq:
+        launch_queries(dq, given, 0)
     for gradient, terms in ((sinks, of_sinks), (alibi_slopes, slope_sums)):
         if gradient is not None:
             recipe.launch(
