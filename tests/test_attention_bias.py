@@ -7,14 +7,13 @@ import math
 
 import pytest
 import torch
-from operators import launches
+from operators import launches, sizes_made
 from rows import poison
 from torch import Tensor
 
 import flashproto
 from flashproto import masks
 from flashproto.ops import call_cache
-from flashproto.ops.recipe import Recipe
 
 IMPLS = ("triton", "reference")
 B, H, SQ, SK = 2, 2, 40, 45
@@ -61,14 +60,7 @@ def test_gradients_have_the_shape_of_the_bias(
 @pytest.mark.parametrize("shape", [(1, H, SQ, SK), (B, 1, SQ, SK), (SQ, SK), (B, 1, 1, SK)], ids=str)
 def test_nothing_of_the_size_of_the_scores_is_made(shape, device: str, monkeypatch) -> None:
     """Neither is the bias copied, where it is expanded, nor is there more for its gradient."""
-    made: list[int] = []
-    finish = Recipe.finish
-
-    def noting(recipe: Recipe) -> Recipe:
-        made.extend(x.numel() for x in recipe.whole[recipe.inputs :] if x is not None)
-        return finish(recipe)
-
-    monkeypatch.setattr(Recipe, "finish", noting)
+    made = sizes_made(monkeypatch)
     call_cache.forget()
     inputs, bias = heads(device), torch.randn(shape, device=device, requires_grad=True)
     out = flashproto.attention(*inputs, bias=bias, impl="triton")
@@ -212,14 +204,7 @@ def test_gradients_of_tables(rows: int, R: int, device: str) -> None:
 
 
 def test_a_table_needs_memory_of_the_rows_alone(device: str, monkeypatch) -> None:
-    made: list[int] = []
-    finish = Recipe.finish
-
-    def noting(recipe: Recipe) -> Recipe:
-        made.extend(x.numel() for x in recipe.whole[recipe.inputs :] if x is not None)
-        return finish(recipe)
-
-    monkeypatch.setattr(Recipe, "finish", noting)
+    made = sizes_made(monkeypatch)
     q = torch.randn(1, 1, 200, 16, device=device, requires_grad=True)
     table = torch.randn(1, 40, device=device, requires_grad=True)
     out = flashproto.attention(q, q, q, relative_bias=table, causal=True, impl="triton")

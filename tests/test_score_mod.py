@@ -14,7 +14,7 @@ import sys
 
 import pytest
 import torch
-from operators import Recorder, launches
+from operators import Recorder, launches, sizes_made
 from rows import poison
 from score_mods import by_definition
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 import flashproto
 from flashproto import hooks, masks
 from flashproto.functional.attention_request import attention_request
-from flashproto.ops.recipe import Recipe
 from flashproto.variant import Form
 
 triton = pytest.importorskip("triton")
@@ -98,14 +97,7 @@ def test_operands_of_any_strides_and_dtype(how: str, device: str) -> None:
 
 def test_nothing_of_the_size_of_the_scores_is_made(device: str, monkeypatch) -> None:
     """Neither for gates by query and key, nor for their gradients."""
-    made: list[int] = []
-    finish = Recipe.finish
-
-    def noting(recipe: Recipe) -> Recipe:
-        made.extend(x.numel() for x in recipe.whole[recipe.inputs :] if x is not None)
-        return finish(recipe)
-
-    monkeypatch.setattr(Recipe, "finish", noting)
+    made = sizes_made(monkeypatch)
     q = torch.randn(1, 1, 150, 16, device=device, requires_grad=True)
     c = torch.randn(150, device=device, requires_grad=True)
     mod = hooks.call("forget", c[:, None], c)
