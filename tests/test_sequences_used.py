@@ -93,7 +93,8 @@ def check(
     names: Sequence[str], side: str, impl: str, device: str, seed: int, problem: Problem = HEADS
 ) -> None:
     """Beside gaps of garbage each token has the bits that it has without them, dq of "hopper" but for
-    the order of its sums; in gaps there is what there should be; all is within the bound of float64."""
+    the order of its sums, dq and dk under the interpreter but for float32's rounding; in gaps there is
+    what there should be; all is within the bound of float64."""
     generator = random.Random(seed)
     call, gaps = drawn(generator, problem, names, device), one_side(GAPS, side)
     inputs, (dout, dlse) = make_packed(call, USED, BEHIND, device)
@@ -133,6 +134,9 @@ def check(
         assert (got[name].movedim(dim, 0)[others.to(device)] == of_gaps).all(), name
         if name == "dq" and impl == "hopper":
             torch.testing.assert_close(own, x, rtol=2e-2, atol=1e-2)
+        elif name in ("dq", "dk") and impl == "triton" and device == "cpu":
+            # Delta is a product of tiles of 16 rows, whose rows some processors' BLAS rounds by place.
+            torch.testing.assert_close(own, x, rtol=1e-5, atol=1e-6)
         else:
             assert torch.equal(own, x), name
         got[name] = own
