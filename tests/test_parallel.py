@@ -455,6 +455,30 @@ def test_several_processes_train_as_one(tmp_path, text):
                 assert torch.equal(x, wanted[name]), (size, way, name)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_of_four_processes_goes_on_in_two_and_alone(tmp_path, text, way):
+    """Its losses are those of four processes that were not stopped, within float32's rounding."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    # Steps so small that they do not make more of what float32 rounds.
+    options = ["--data", text, *torchrun.ROWS, "--steps", 6, "--learning-rate", 1e-4]
+    options += ["--parallel", way]
+    one_step = "--minutes", 1e-6
+    cases = {
+        "whole": functools.partial(train, *options, "--out", whole),
+        "stopped": functools.partial(train, *options, *one_step, "--out", folder),
+    }
+    processes.run(cases, 4)
+    assert len(rows(folder)) == 1
+    processes.run({"on": functools.partial(train, "--resume", *one_step, "--out", folder)}, 2)
+    assert len(rows(folder)) == 2
+    called("train_gpt", "--resume", "--out", folder, "--minutes", 10)
+    got, want = rows(folder), rows(whole)
+    assert [r["step"] for r in got] == list(range(1, 7))
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 # --- torchrun, and what goes wrong ----------------------------------------------------------------
 
 
