@@ -33,7 +33,7 @@ from torch._C import _is_any_autocast_enabled as autocasts
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .checks import described
+from .checks.errors import described
 
 __all__ = ["BACKENDS", "BackendError", "get_default", "set_default"]
 

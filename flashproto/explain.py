@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from . import backends
-from .checks import described, refuse
+from .checks.errors import described, refuse
 
 if backends.HAS_TRITON:
     from .ops import call, call_cache

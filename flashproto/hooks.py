@@ -62,17 +62,10 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from . import backends
-from .checks import (
-    FLOATS,
-    check_broadcasts,
-    check_by_pair,
-    check_choice,
-    check_number,
-    described,
-    fixed,
-    is_number,
-    refuse,
-)
+from .checks.attention import check_by_pair
+from .checks.errors import described, refuse
+from .checks.options import check_choice, check_number, fixed, is_number
+from .checks.tensors import FLOATS, check_broadcasts
 from .reference.philox import WORD, philox
 
 if backends.HAS_TRITON:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from .backends import is_dtensor
-from .checks import check_integer, described, is_integer, refuse
+from .checks.errors import described, refuse
+from .checks.options import check_integer, is_integer
 from .mask_values import Blocks, Mask, Places, Rule, rule_of_tensor
 
 LARGEST = 2**30 - 1

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from .checks import check_integer, described, refuse
+from .checks.errors import described, refuse
+from .checks.options import check_integer
 
 ALWAYS = 2**31 - 1  # the end of an interval behind all queries
 MOST_TABLES = 64  # of one mask: for each length, window, tile shape and stream

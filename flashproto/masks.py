@@ -23,14 +23,9 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .backends import is_dtensor
-from .checks import (
-    check_flag,
-    check_integer,
-    described,
-    is_integer,
-    is_readable,
-    refuse,
-)
+from .checks.errors import described, refuse
+from .checks.options import check_flag, check_integer, is_integer
+from .checks.reading import is_readable
 from .mask_rules import (
     block_diffusion,
     boolean,

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from . import backends, hooks
-from .checks import check_broadcasts, check_mask_tensor, check_scale, refuse_shape
+from .checks.errors import refuse_shape
+from .checks.options import check_scale
+from .checks.tensors import check_broadcasts, check_mask_tensor
 
 if backends.HAS_TRITON:
     from .kernels import softmax_hooks as device

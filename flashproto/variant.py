@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import hooks
 from .backends import Reason
-from .checks import is_readable
+from .checks.reading import is_readable
 
 # --- the options ----------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flashproto import checks, distributed, masks
+from flashproto import distributed, masks
+from flashproto.checks import reading
 from flashproto.distributed.agreement import CHUNK, digest, facts_of
 
 Call = Callable[[], Any]
@@ -247,7 +248,7 @@ def said(call: Call) -> str:
 
 
 def differences() -> dict[str, str]:
-    checks.CHECKED = True
+    reading.CHECKED = True
     return {name: said(call) for name, (call, _) in DIFFERENCES.items()}
 
 
@@ -269,7 +270,7 @@ def agreement() -> None:
         return [back, lse, y, *torch.autograd.grad(total, leaves)]
 
     made = []
-    for checks.CHECKED in (False, True):
+    for reading.CHECKED in (False, True):
         made.append(results())
     assert all(map(torch.equal, *made))
 
@@ -288,7 +289,7 @@ def test_nothing_is_told_without_the_mode(monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.randn(2, 8, requires_grad=True)
     with processes.alone():
         for checked in (False, True):
-            monkeypatch.setattr(checks, "CHECKED", checked)
+            monkeypatch.setattr(reading, "CHECKED", checked)
             try:
                 distributed.unshard(norm(distributed.shard(x, 0)), 0).sum().backward()
             except TypeError:

@@ -30,7 +30,8 @@ from variant_problem import (
 )
 
 import flashproto
-from flashproto import backends, checks, configs
+from flashproto import backends, configs
+from flashproto.checks import reading
 from flashproto.variant import Kind
 
 pytest.importorskip("triton")
@@ -449,7 +450,7 @@ SHARED = {
 def test_what_new_tokens_cannot_have_is_refused_in_the_checked_mode(
     message: str, device: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(checks, "CHECKED", True)
+    monkeypatch.setattr(reading, "CHECKED", True)
     q, k, v = (torch.randn(2, h, 2, 16, device=device) for h in (4, 2, 2))
     eight = "scale" in message
     cache = [torch.zeros(3, 8, 2, 16, device=device) for _ in "kv"]
@@ -554,7 +555,7 @@ OUT_OF_RANGE = {
 def test_what_is_out_of_range_is_refused_in_the_checked_mode(
     message: str, device: str, monkeypatch
 ) -> None:
-    monkeypatch.setattr(checks, "CHECKED", True)
+    monkeypatch.setattr(reading, "CHECKED", True)
     q, cache = torch.randn(1, 2, 1, 16, device=device), torch.randn(9, 8, 1, 16, device=device)
     right = {"lengths": [15], "page_table": [[3, 1, 99, 99]]}
 

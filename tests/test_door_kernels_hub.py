@@ -72,7 +72,7 @@ def test_a_copy_gives_what_the_package_gives(copy: ModuleType, impl: str, device
 
 def test_two_copies_of_other_text_have_other_names(folder: Path, tmp_path: Path) -> None:
     kernels_hub.write(tmp_path)
-    changed = tmp_path / "build" / "torch-cuda" / "flashproto" / "checks.py"
+    changed = tmp_path / "build" / "torch-cuda" / "flashproto" / "backends.py"
     changed.write_text(changed.read_text() + "# changed\n")
     first = kernels_hub.metadata(folder / "build" / "torch-cuda", "cuda")
     assert first != kernels_hub.metadata(changed.parents[1], "cuda")

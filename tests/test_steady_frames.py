@@ -117,7 +117,7 @@ def test_a_steady_call_enters_few_functions(name: str) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counted under the interpreter")
 def test_frames_are_counted_and_launches_left_out() -> None:
     x = torch.randn(4, 16)
-    entered = frames(lambda: flashproto.checks.check_tensor("a", "x", x))
-    assert entered[0] == "/checks.py:check_tensor"
+    entered = frames(lambda: flashproto.checks.tensors.check_tensor("a", "x", x))
+    assert entered[0] == "/checks/tensors.py:check_tensor"
     launches = [name for name in frames(calls()["attention"]) if name.endswith("recipe.py:launch")]
     assert len(launches) == 1

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, cuda
 from torch.compiler import is_compiling
 
-from .. import checks
 from ..backends import autocast_dtype
-from ..checks import can_be_read, described, is_number, refuse, shortened
+from ..checks import reading
+from ..checks.errors import described, refuse, shortened
+from ..checks.options import is_number
+from ..checks.reading import can_be_read
 from ..masks import Mask
 from .group import Group, group_of
 
@@ -59,7 +61,7 @@ def all_in_backward(call: str, ranks: Group, like: Tensor) -> None:
 
 
 def is_compared() -> bool:
-    if not checks.CHECKED or is_compiling():
+    if not reading.CHECKED or is_compiling():
         return False
     return not (cuda.is_initialized() and cuda.is_current_stream_capturing())
 

@@ -21,7 +21,9 @@ from torch import Tensor
 
 from .. import masks
 from ..backends import KERNELS
-from ..checks import check_attention, check_choice, refuse
+from ..checks.attention import check_attention
+from ..checks.errors import refuse
+from ..checks.options import check_choice
 from ..functional.attention_request import attention_request
 from ..functional.autocast import autocast_low_precision
 from ..mask_values import Diagonals

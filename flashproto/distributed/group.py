@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 
 from ..backends import has_tangents, is_dtensor
-from ..checks import refuse
+from ..checks.errors import refuse
 
 NOT_TRACED = "flashproto.distributed: what travels between ranks is not traced"
 

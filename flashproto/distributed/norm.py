@@ -7,7 +7,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import reference
-from ..checks import check_eps, check_norm, check_rows, refuse
+from ..checks.errors import refuse
+from ..checks.options import check_eps
+from ..checks.rows import check_norm, check_rows
 from ..functional.autocast import autocast_float32
 from .agreement import agreed, all_in_backward
 from .group import NOT_TRACED, Group, check_plain, check_untransformed, group_of, once

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import check_integer, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import check_integer
 from ..mask_values import Diagonals
 from ..reference import compute_dtype
 from .agreement import agreed, all_in_backward

@@ -8,14 +8,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from .. import hooks, masks, reference
-from ..checks import (
-    check_attention,
-    check_boundaries,
-    check_head_counts,
-    check_packed,
-    check_used,
-    check_varlen,
-)
+from ..checks.attention import check_attention, check_boundaries, check_used, check_varlen
+from ..checks.heads import check_head_counts, check_packed
 from ..masks import check_bands
 from .attention_request import BOUNDARIES, Call, attention_request
 from .autocast import autocast_low_precision

@@ -13,20 +13,11 @@ from torch import Tensor
 
 from .. import backends, hooks, reference, score_hooks  # noqa: F401, the latter to register its hooks
 from ..backends import KERNELS, Reason
-from ..checks import (
-    check_aux,
-    check_bias,
-    check_by_head,
-    check_flag,
-    check_integer,
-    check_number,
-    check_on,
-    check_relative_bias,
-    check_scale,
-    is_readable,
-    refuse,
-    spreads,
-)
+from ..checks.attention import check_aux, check_bias, check_by_head, check_relative_bias
+from ..checks.errors import refuse, spreads
+from ..checks.options import check_flag, check_integer, check_number, check_scale
+from ..checks.reading import is_readable
+from ..checks.tensors import check_on
 from ..mask_values import Band, Mask, joined, rule_of_tensor
 from ..masks import check_mask, window_band
 from ..ops.attention_hopper_reasons import hopper_attention_reasons

@@ -18,7 +18,7 @@ from torch import Tensor
 # As it is before anybody puts flashproto's in its place.
 from torch.nn.functional import scaled_dot_product_attention as torch_attention
 
-from ..checks import is_readable
+from ..checks.reading import is_readable
 from ..mask_values import Mask
 from ..reference.attention import dense_pairs, visible
 from ..variant import Variant

@@ -14,18 +14,10 @@ from torch.nn.functional import linear
 
 from .. import backends, configs, reference
 from ..backends import autocast_dtype, float64_reasons, refuses_values
-from ..checks import (
-    check_classes,
-    check_cross_entropy,
-    check_flag,
-    check_integer,
-    check_loss_options,
-    check_on,
-    check_shape,
-    check_tensor,
-    refuse,
-    refuse_shape,
-)
+from ..checks.errors import refuse, refuse_shape
+from ..checks.options import check_flag, check_integer
+from ..checks.rows import check_classes, check_cross_entropy, check_loss_options
+from ..checks.tensors import check_on, check_shape, check_tensor
 from .cached import cached
 
 if backends.HAS_TRITON:

@@ -11,7 +11,11 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, autocast_dtype, float64_reasons
-from ..checks import FLOATS, check_flag, check_states, is_readable, refuse
+from ..checks.attention import check_states
+from ..checks.errors import refuse
+from ..checks.options import check_flag
+from ..checks.reading import is_readable
+from ..checks.tensors import FLOATS
 from ..ops.attention_hopper_reasons import hopper_cache_reasons
 from ..variant import LARGEST_HEAD_DIM, NUMBERS
 from .attention import attention

@@ -12,20 +12,13 @@ from torch import Tensor
 from torch._C import _are_functorch_transforms_active as transforms_active
 from torch.compiler import is_compiling
 
-from .. import backends, checks
-from ..checks import (
-    can_be_read,
-    check_attention,
-    check_on,
-    check_tables,
-    check_tensor,
-    check_values,
-    converted,
-    described,
-    matches,
-    refuse,
-    watched,
-)
+from .. import backends
+from ..checks import reading
+from ..checks.attention import check_attention, converted
+from ..checks.errors import described, matches, refuse
+from ..checks.heads import check_tables
+from ..checks.reading import can_be_read, check_values, watched
+from ..checks.tensors import check_on, check_tensor
 
 NAME = "attention_with_kv_cache"
 
@@ -299,7 +292,7 @@ def check_apart(names: tuple[str, str], x: Tensor, y: Tensor) -> None:
 
 def are_values_checked(x: Tensor) -> bool:
     """Whether calls with tensors like x look at values, as far as they can be read."""
-    return x.is_cpu or checks.CHECKED
+    return x.is_cpu or reading.CHECKED
 
 
 def values_check(present: Sequence[str], limits: tuple[Any, Any]) -> Callable[..., None]:

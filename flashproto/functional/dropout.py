@@ -10,14 +10,9 @@ import torch
 from torch import Tensor
 
 from ..backends import has_dtensors
-from ..checks import (
-    check_integer,
-    check_number,
-    check_on,
-    described,
-    is_number,
-    refuse,
-)
+from ..checks.errors import described, refuse
+from ..checks.options import check_integer, check_number, is_number
+from ..checks.tensors import check_on
 from ..reference.philox import kept
 
 STEPS = 65536  # of p: a probability has 16 random bits

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import float64_reasons
-from ..checks import check_approximate, check_glu
+from ..checks.rows import check_approximate, check_glu
 from .cached import cached
 
 if backends.HAS_TRITON:

@@ -7,17 +7,10 @@ from torch import Tensor
 
 from .. import backends, configs
 from ..backends import float64_reasons
-from ..checks import (
-    check_casting,
-    check_choice,
-    check_eps,
-    check_same,
-    check_shape,
-    check_tensor,
-    described,
-    refuse,
-    refuse_shape,
-)
+from ..checks.errors import described, refuse, refuse_shape
+from ..checks.options import check_choice, check_eps
+from ..checks.rows import check_casting
+from ..checks.tensors import check_same, check_shape, check_tensor
 from .cached import cached
 
 if backends.HAS_TRITON:

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import backends
-from ..checks import transforms_active, watched
+from ..checks.reading import transforms_active, watched
 from ..mask_values import Rule, Tables, places
 from ..reference.mask_table import TILE, WORD, packed
 

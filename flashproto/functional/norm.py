@@ -15,7 +15,9 @@ from torch import rms_norm as torch_rms_norm
 
 from .. import backends, hooks, reference
 from ..backends import Reason, float64_reasons
-from ..checks import as_shape, check_casting, check_eps, check_flag, check_norm, refuse
+from ..checks.errors import refuse
+from ..checks.options import check_eps, check_flag
+from ..checks.rows import as_shape, check_casting, check_norm
 from .autocast import autocast_float32
 from .cached import cached
 

@@ -6,17 +6,16 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import refuses_values
-from ..checks import (
-    check_casting,
-    check_eps,
-    check_flag,
+from ..checks.errors import refuse
+from ..checks.heads import (
     check_head_weights,
     check_heads_of,
     check_packed,
     check_table_rows,
     check_tables,
-    refuse,
 )
+from ..checks.options import check_eps, check_flag
+from ..checks.rows import check_casting
 from .rope import choose_with_tables, table_rows
 
 if backends.HAS_TRITON:

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from .. import backends, hooks, reference
-from ..checks import check_casting, check_eps, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import check_eps
+from ..checks.rows import check_casting
 from .norm import Options, checked_shape, hook_reasons, in_reference
 
 if backends.HAS_TRITON:

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, float64_reasons, refuses_values
-from ..checks import (
-    check_flag,
-    check_heads_of,
-    check_packed,
-    check_table_rows,
-    check_tables,
-    refuse,
-)
+from ..checks.errors import refuse
+from ..checks.heads import check_heads_of, check_packed, check_table_rows, check_tables
+from ..checks.options import check_flag
 
 if backends.HAS_TRITON:
     from ..ops import rope as rope_op

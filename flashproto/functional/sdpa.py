@@ -13,16 +13,10 @@ from torch import Tensor
 
 from .. import backends
 from ..backends import Reason
-from ..checks import (
-    check_attention,
-    check_flag,
-    check_mask_tensor,
-    check_on,
-    check_scale,
-    check_tensor,
-    refuse,
-    spreads,
-)
+from ..checks.attention import check_attention
+from ..checks.errors import refuse, spreads
+from ..checks.options import check_flag, check_scale
+from ..checks.tensors import check_mask_tensor, check_on, check_tensor
 from ..mask_values import ALWAYS, Band, Mask, rule_of_tensor
 from .attention import by_alignment
 from .attention_request import (

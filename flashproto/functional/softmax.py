@@ -14,7 +14,9 @@ from torch import softmax as torch_softmax
 
 from .. import backends, hooks, reference, softmax_hooks
 from ..backends import Reason, float64_reasons
-from ..checks import check_dtype, check_flag, check_integer, check_rows, refuse
+from ..checks.errors import refuse
+from ..checks.options import check_dtype, check_flag, check_integer
+from ..checks.rows import check_rows
 from .autocast import autocast_float32
 from .cached import cached
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..checks import check_flag, refuse
+from ..checks.errors import refuse
+from ..checks.options import check_flag
 from ..functional import attention_qkv, attention_varlen, attention_with_kv_cache
 from .flash_attn_kvcache import flash_attn_with_kvcache
 from .flash_attn_options import (

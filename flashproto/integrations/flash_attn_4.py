@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import check_flag, refuse
+from ..checks.errors import refuse
+from ..checks.options import check_flag
 from ..functional import attention_varlen, attention_with_kv_cache
 from .flash_attn_options import (
     Window,

@@ -7,15 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checks import (
-    check_flag,
-    check_integer,
-    described,
-    is_readable,
-    matches,
-    refuse,
-    refuse_shape,
-)
+from ..checks.errors import described, matches, refuse, refuse_shape
+from ..checks.options import check_flag, check_integer
+from ..checks.reading import is_readable
 from ..functional import attention_with_kv_cache, rope
 from .flash_attn_options import (
     Window,

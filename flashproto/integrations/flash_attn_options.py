@@ -13,17 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from ..checks import (
-    LARGEST,
-    check_flag,
-    check_integer,
-    check_number,
-    check_on,
-    check_tensor,
-    described,
-    is_integer,
-    refuse,
-)
+from ..checks.errors import described, refuse
+from ..checks.options import LARGEST, check_flag, check_integer, check_number, is_integer
+from ..checks.tensors import check_on, check_tensor
 from ..functional import attention
 from ..masks import window_band
 from .refusals import refuse_not_yet

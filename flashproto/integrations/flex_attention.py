@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask
 
 from .. import hooks, masks
-from ..checks import check_integer, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import check_integer
 from ..mask_values import Places, Rule
 
 NAME = "from_block_mask"

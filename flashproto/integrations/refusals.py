@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from ..checks import refuse
+from ..checks.errors import refuse
 
 # What it is, what is taken, and what to do; by flashproto's names.
 NOT_YET = {

@@ -29,7 +29,8 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import attention as torch_attention
 
 from .. import backends
-from ..checks import refuse, transforms_active
+from ..checks.errors import refuse
+from ..checks.reading import transforms_active
 from ..functional import attention, attention_varlen, scaled_dot_product_attention
 from ..functional.attention_gradients import attention_gradients
 from ..functional.autocast import without_autocast

@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import masks
-from ..checks import check_integer, check_tensor, described, refuse, refuse_shape
+from ..checks.errors import described, refuse, refuse_shape
+from ..checks.options import check_integer
+from ..checks.tensors import check_tensor
 from ..functional import cross_entropy
 
 NONE = -100  # cross_entropy's ignore_index

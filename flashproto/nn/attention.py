@@ -18,15 +18,8 @@ from torch import Tensor, nn
 
 from .. import functional as F
 from .. import masks
-from ..checks import (
-    LARGEST,
-    SMALLEST,
-    check_flag,
-    check_integer,
-    check_number,
-    described,
-    refuse,
-)
+from ..checks.errors import described, refuse
+from ..checks.options import LARGEST, SMALLEST, check_flag, check_integer, check_number
 from ..functional.attention_request import check_window
 from ..variant import NUMBERS
 from .kv_cache import KVLayer

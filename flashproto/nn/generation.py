@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..backends import autocast_dtype
-from ..checks import refuse
+from ..checks.errors import refuse
 from .kv_cache import KVCache
 from .sampling import Sampling, sample
 

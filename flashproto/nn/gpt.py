@@ -16,16 +16,9 @@ from torch import Tensor, nn
 
 from .. import masks
 from ..backends import autocast_dtype
-from ..checks import (
-    check_flag,
-    check_integer,
-    described,
-    is_integer,
-    is_readable,
-    matches,
-    refuse,
-    refuse_shape,
-)
+from ..checks.errors import described, matches, refuse, refuse_shape
+from ..checks.options import check_flag, check_integer, is_integer
+from ..checks.reading import is_readable
 from ..functional import cross_entropy, linear_cross_entropy
 from . import pretrained
 from .attention import (

@@ -7,15 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks import (
-    LARGEST,
-    SMALLEST,
-    check_flag,
-    check_number,
-    described,
-    is_integer,
-    refuse,
-)
+from ..checks.errors import described, refuse
+from ..checks.options import LARGEST, SMALLEST, check_flag, check_number, is_integer
 from .attention import (
     RopeScaling,
     check_heads,

@@ -16,7 +16,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .. import functional as F
-from ..checks import FLOATS, check_integer, described, is_integer, is_readable, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import check_integer, is_integer
+from ..checks.reading import is_readable
+from ..checks.tensors import FLOATS
 
 EIGHT_BITS = torch.float8_e4m3fn
 

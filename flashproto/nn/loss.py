@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import functional as F
-from ..checks import check_loss_options, check_tensor, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.rows import check_loss_options
+from ..checks.tensors import check_tensor
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):

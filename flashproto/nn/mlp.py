@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import functional as F
-from ..checks import check_flag, check_integer, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import check_flag, check_integer
 from .layers import Linear
 
 KINDS = ("gelu", "swiglu", "geglu")

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import functional as F
 from .. import hooks
 from ..backends import autocast_dtype
-from ..checks import described, refuse
+from ..checks.errors import described, refuse
 from .layers import is_as_made
 
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..checks import described, refuse
+from ..checks.errors import described, refuse
 from .pretrained_config import (
     ANOTHER,
     CONFIG,

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..checks import LARGEST, check_flag, check_integer, check_number, described, refuse
+from ..checks.errors import described, refuse
+from ..checks.options import LARGEST, check_flag, check_integer, check_number
 
 CONFIG = "config.json"
 LOAD, SAVE = "GPT.from_pretrained", "GPT.save_pretrained"

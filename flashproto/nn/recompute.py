@@ -16,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.compiler import is_compiling
 
-from ..checks import transforms_active, watched
+from ..checks.reading import transforms_active, watched
 
 _autograd: Any = _C._autograd
 

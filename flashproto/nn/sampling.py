@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import LARGEST, SMALLEST, check_integer, check_number
+from ..checks.options import LARGEST, SMALLEST, check_integer, check_number
 
 
 class Sampling(NamedTuple):

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from triton import knobs
 
-from ..checks import (  # noqa: F401, private of torch too, and asked where triton is not installed
+from ..checks.reading import (  # noqa: F401, private of torch too, and asked where triton is not installed
     BATCHED_GRADIENTS,
     PRE_DISPATCH,
     dispatch_modes,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from ...checks import refuse
+from ...checks.errors import refuse
 from .attention import attend
 from .cache import NAMES, Cache
 from .masks import attention_mask, make_mask

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from transformers.utils import logging
 
 from ... import functional, masks
-from ...checks import described, refuse
+from ...checks.errors import described, refuse
 from ...functional.mask_tables import can_be_kept
 from .cache import layer_of, refuse_keys
 from .masks import DO_CACHE, OPERATOR, Carrier, Given, Padding, refuse_layers

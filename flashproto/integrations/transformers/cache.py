@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, cache_utils
 
 from ... import functional
-from ...checks import check_integer, described, refuse
+from ...checks.errors import described, refuse
+from ...checks.options import check_integer
 from ...functional.autocast import autocast_low_precision
 from .masks import CACHED, DO_CACHE, OPERATOR, Padding
 

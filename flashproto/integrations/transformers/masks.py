@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import masking_utils
 
 from ... import masks
-from ...checks import check_integer, refuse
+from ...checks.errors import refuse
+from ...checks.options import check_integer
 from ...mask_values import Band, joined_rule, rule_of_tensor
 from .reading import FAR, Keys, Seen, Unreadable, read
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ...checks import check_flag, refuse, shortened
+from ...checks.errors import refuse, shortened
+from ...checks.options import check_flag
 from .loss import looks_like_model, loss_forward, loss_of, why_not
 from .positions import MAKES, bias_forward, bias_of, looks_like_biased
 from .probing import (
