@@ -12,7 +12,8 @@ import argparse
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,19 +97,30 @@ def readme_table(results: Results) -> str:
 
 
 def example(key: str, cell: dict[str, Any]) -> list[str]:
-    """The cell's name, our figures of it, and those of each pass's fastest peer."""
+    """The cell's name, figures of our contender that is quickest in all passes together, and those of
+    each pass's fastest peer."""
     ours, theirs = [], []
+    own = quickest(cell["passes"].values())
     names: list[str] = []
     for results in cell["passes"].values():
-        timed = {n: r for n, r in results.items() if "ms" in r}
-        own = report.fastest({n: r for n, r in timed.items() if n.startswith(OURS)})
         best = best_peer(results)
-        ours.append(report.entry(timed[own], cell["unit"]).rstrip("*"))
-        theirs.append(report.entry(timed[best], cell["unit"]).rstrip("*"))
+        ours.append(report.entry(results[own], cell["unit"]).rstrip("*"))
+        theirs.append(report.entry(results[best], cell["unit"]).rstrip("*"))
         names.append(title(best))
     shape = re.sub(r"^[A-Za-z_]+ ", "", key)
     named = ", ".join(dict.fromkeys(names))
     return [f"{shape}, {cell['unit']}", " / ".join(ours), f"{' / '.join(theirs)} ({named})"]
+
+
+def quickest(passes: Iterable[dict[str, Any]]) -> str:
+    """Of our contenders that were timed in every pass."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for results in passes:
+        for name, result in results.items():
+            if name.startswith(OURS) and "ms" in result:
+                times[name].append(result["ms"])
+    most = max(map(len, times.values()))
+    return min((name for name, x in times.items() if len(x) == most), key=lambda name: sum(times[name]))
 
 
 def columns(cells: report.Cells) -> list[str]:
