@@ -63,7 +63,7 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict]:
     if not path.is_file():
         raise CheckpointError(
             f"there is no checkpoint {str(path)!r}; it takes a folder that train_gpt.py wrote. "
-            "Name one that holds " + NAME + "."
+            f"Name one that holds {NAME}, or a folder of transformers' weights (docs/training.md)."
         )
     try:
         with safe_open(path, "pt") as file:

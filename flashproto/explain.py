@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn import Parameter
 
 from . import backends
 from .checks.errors import described, refuse
+from .variant import Kind
 
 if backends.HAS_TRITON:
     from .ops import call, call_cache
@@ -92,12 +94,20 @@ def watched(lines: list[str]) -> Iterator[None]:
         yield
 
 
+def words_of(constant: object) -> object:
+    """A constant as it is printed: of a Kind what is on."""
+    if not isinstance(constant, Kind):
+        return constant
+    on = [f.name.lower() for f in dataclasses.fields(constant) if f.init and getattr(constant, f.name)]
+    return "+".join(on) or "plain"
+
+
 def lines_of(direction: str, recipe: Recipe) -> Iterator[str]:
     """A line for each step of a recipe that takes time."""
     for step in recipe.steps:
         if isinstance(step, Launch):
             constants = {n: x for n, x in step.arguments.items() if n.isupper()} | step.options
-            told = ", ".join(f"{name}={value}" for name, value in constants.items())
+            told = ", ".join(f"{name}={words_of(value)}" for name, value in constants.items())
             yield f"  {direction}: {step.kernel.__name__}, {step.programs} programs: {told}"
         elif isinstance(step, Compute) and step.variable is not None:
             made = recipe.whole[step.variable]

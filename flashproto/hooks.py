@@ -63,7 +63,7 @@ from torch.nn.functional import silu
 
 from . import backends
 from .checks.attention import check_by_pair
-from .checks.errors import described, refuse
+from .checks.errors import described, nearest, refuse
 from .checks.options import check_choice, check_number, fixed, is_number
 from .checks.tensors import FLOATS, check_broadcasts
 from .reference.philox import WORD, philox
@@ -149,7 +149,8 @@ def register(
         replace: whether the name may have had another definition, as an edited function in a notebook
             has.  Calls made from now on have this one.  The backward of those made before keeps theirs.
 
-    Raises: ValueError: the name is taken, or there is no such signature.
+    Raises: ValueError: the name is taken, or there is no such signature; TypeError: a forward or
+        backward that is not decorated with @triton.jit.
 
     Example:
         >>> hooks.register("square", forward=None, reference=lambda x, index: x * x)
@@ -159,6 +160,10 @@ def register(
         True
     """
     check_choice("hooks.register", "signature", signature, SIGNATURES, "Pass 'score' for attention.")
+    for argument, function in (("forward", forward), ("backward", backward)):
+        if function is not None and not hasattr(function, "fn"):  # as what @triton.jit makes has
+            got, takes = described(function), "a function with @triton.jit, or None"
+            refuse("hooks.register", argument, got, takes, "Decorate it with @triton.jit.", TypeError)
     own = name
     if name in _hooks:
         if not replace:
@@ -189,9 +194,14 @@ def get(name: str) -> Hook:
         >>> hooks.get("multiply").operands
         1
     """
+    return found("hooks.get", name)
+
+
+def found(operator: str, name: str) -> Hook:
     if name not in _hooks:
-        known = ", ".join(map(repr, names()))
-        refuse("hooks.get", "name", repr(name), f"one of {known}", "Call hooks.register first.")
+        known, close = ", ".join(map(repr, names())), nearest(name, names())
+        do = "Call hooks.register first." if close is None else f"Pass {close!r}, if that is meant."
+        refuse(operator, "name", described(name), f"one of {known}", do)
     return _hooks[name]
 
 
@@ -207,7 +217,7 @@ def call(name: str, *arguments: Tensor | float) -> Call:
         >>> torch.allclose(y, expected, atol=1e-5)
         True
     """
-    hook = get(name)
+    hook = found("hooks.call", name)
     operands = tuple(a for a in arguments[: hook.operands] if isinstance(a, Tensor))
     scalars = tuple(a for a in arguments[hook.operands :] if isinstance(a, bool) or is_number(a))
     if (len(operands), len(scalars)) != (hook.operands, hook.scalars) or len(arguments) != len(
@@ -238,8 +248,9 @@ def check_score_mod(
 ) -> None:
     """The same of attention's score_mod, for scores [B, Hq, Sq, Sk] of these tensors."""
     check_call(operator, "score_mod", made, "score", tensors)
+    do = "Reshape it: x[:, None, None] is one for each head."
     for i, operand in enumerate(made.operands):
-        check_by_pair(operator, f"score_mod operand {i}", operand, scores, device, "Reshape it.")
+        check_by_pair(operator, f"score_mod operand {i}", operand, scores, device, do)
 
 
 def check_call(
@@ -251,9 +262,9 @@ def check_call(
         refuse(
             operator,
             argument,
-            type(made).__name__,
+            described(made),
             "what flashproto.hooks.call returns",
-            "Pass hooks.call(name, *arguments).",
+            how_to_call(made, signature),
             TypeError,
         )
     if made.hook.signature != signature:
@@ -269,6 +280,14 @@ def check_call(
             "a hook with one where a gradient is wanted",
             "Register it with backward=, or call under torch.no_grad().",
         )
+
+
+def how_to_call(made: object, signature: str) -> str:
+    known = names(signature)
+    if made in known:
+        return f"Pass hooks.call({made!r}, *arguments)."
+    of = f"register one with hooks.register(name, signature={signature!r}, ...)"
+    return f"Pass hooks.call(name, *arguments) of {', '.join(map(repr, known))}, or {of} first."
 
 
 def check_both(operator: str, prologue: Call | None, epilogue: Call | None, x: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ masks.py, whose names these functions are."""
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,14 @@ def from_function(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) 
         takes = "a function of tensors (b, h, i, j)"
         do = "Pass lambda b, h, i, j: j <= i, say."
         refuse("masks.from_function", "function", described(function), takes, do, TypeError)
+    try:
+        inspect.signature(function).bind(*"bhij")
+    except TypeError:
+        got = f"one that takes {inspect.signature(function)}"
+        takes, do = "a function of four tensors (b, h, i, j)", "Pass lambda b, h, i, j: j <= i, say."
+        refuse("masks.from_function", "function", got, takes, do, TypeError)
+    except ValueError:  # of what is written in C
+        pass
     words = f"from_function({getattr(function, '__name__', type(function).__name__)})"
     return Mask(rule=Rule(words, functools.partial(by_function, function)))
 

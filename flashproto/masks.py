@@ -192,6 +192,15 @@ def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     return of_intervals(words, begin, end, queries=ids.shape[-1])
 
 
+def check_lengths(operator: str, lengths: object) -> Tensor:
+    """[B]; what a tokenizer makes, [B, S], is told apart."""
+    if isinstance(lengths, Tensor) and lengths.ndim == 2:
+        do = "Of an attention_mask with the padding behind pass attention_mask.sum(-1); "
+        do += "for another one masks.boolean(attention_mask.bool()[:, None, None]) is the mask."
+        refuse(operator, "lengths", f"of shape {list(lengths.shape)}", "[B], int32 or int64", do)
+    return check_vector(operator, "lengths", lengths, "[B]", 1, 1)
+
+
 def padding(lengths: Tensor) -> Mask:
     """Every query of batch entry b sees the keys below lengths[b].
 
@@ -205,7 +214,7 @@ def padding(lengths: Tensor) -> Mask:
         tensor([[1, 1, 1],
                 [1, 0, 0]], dtype=torch.int32)
     """
-    lengths = check_vector("masks.padding", "lengths", lengths, "[B]", 1, 1)
+    lengths = check_lengths("masks.padding", lengths)
     return Mask(parts=(Lengths(lengths[:, None], False),))
 
 
@@ -224,7 +233,7 @@ def prefix(lengths: Tensor) -> Mask:
                 [1, 1, 0],
                 [1, 1, 1]], dtype=torch.int32)
     """
-    lengths = check_vector("masks.prefix", "lengths", lengths, "[B]", 1, 1)
+    lengths = check_lengths("masks.prefix", lengths)
     return Mask(parts=(Lengths(lengths[:, None], True),))
 
 
@@ -375,6 +384,17 @@ def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
     return figure
 
 
+def how_to_make(mask: object) -> str:
+    """The mask that may have been meant by what is none."""
+    if isinstance(mask, Tensor):
+        if mask.is_floating_point():
+            return "Pass bias= what is added to scores, or masks.boolean(x) of a boolean tensor."
+        return "Pass masks.boolean(x) of a boolean tensor."
+    if callable(mask):
+        return "Pass masks.from_function(f) of a function of (b, h, i, j)."
+    return "Pass masks.causal(), say."
+
+
 def check_mask(operator: str, mask: object) -> Mask:
     """A Mask."""
     if not isinstance(mask, Mask):
@@ -383,7 +403,7 @@ def check_mask(operator: str, mask: object) -> Mask:
             "mask",
             described(mask),
             "a mask of flashproto.masks, or None",
-            "Pass masks.causal(), say, or masks.boolean(x) of a tensor.",
+            how_to_make(mask),
             TypeError,
         )
     return mask

@@ -451,3 +451,9 @@ def test_names_of_other_libraries_get_a_hint(name: str) -> None:
         flashproto.attention(x, x, x, **{name: None})
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'; it takes q, k, v"):
         flashproto.attention(x, x, x, nonsense=1)
+    with pytest.raises(TypeError, match="did you mean 'causal'\\? It takes q, k, v"):
+        flashproto.attention(x, x, x, casual=True)
+    with pytest.raises(TypeError, match="name for it is is_causal"):
+        flashproto.scaled_dot_product_attention(x, x, x, causal=True)
+    with pytest.raises(TypeError, match="it takes x, normalized_shape"):  # which has no such argument
+        flashproto.rms_norm(x, 4, attn_mask=None)

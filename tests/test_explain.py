@@ -36,6 +36,13 @@ def test_tells_backend_kernels_tiles_and_why_no_other(device: str, capsys) -> No
         assert "backward" not in flashproto.explain(flashproto.rms_norm, x, 64, w, impl="triton")
 
 
+def test_tells_what_is_on(device: str) -> None:
+    q = torch.randn(1, 1, 16, 16, device=device)
+    for options, kind in (({}, "plain"), ({"causal": True, "softcap": 3.0}, "causal+softcap")):
+        text = flashproto.explain(flashproto.attention, q, q, q, **options, impl="triton")
+        assert f" KIND={kind}, " in text, text
+
+
 @pytest.mark.parametrize("with_lse", [False, True])
 def test_backward_is_that_of_the_gradients_of_what_is_returned(
     device: str, with_lse, monkeypatch

@@ -211,6 +211,14 @@ def test_errors() -> None:
     x = torch.randn(3, 8)
     with pytest.raises(ValueError, match="'nothing'; it takes one of"):
         hooks.call("nothing")
+    with pytest.raises(ValueError, match=r"hooks\.call: name is 'multipy'.* Pass 'multiply', if that"):
+        hooks.call("multipy")
+    with pytest.raises(ValueError, match=r"hooks\.get: name is 3; it takes one of"):
+        hooks.get(3)
+    for part in ("forward", "backward"):
+        parts = {"forward": None} | {part: lambda x: x}
+        with pytest.raises(TypeError, match=rf"hooks\.register: {part} is .* Decorate it with @triton"):
+            hooks.register("test_plain", **parts, reference=lambda x, index: x)
     with pytest.raises(TypeError, match="1 tensors, then 0 numbers"):
         hooks.call("multiply")
     with pytest.raises(TypeError, match="arguments"):

@@ -557,6 +557,17 @@ REFUSED = {
     ),
     "a window larger than the grid": (lambda: masks.neighbourhood(3, 9, 5), "kernel is 5"),
     "a kernel of three": (lambda: masks.neighbourhood(9, 9, (3, 3, 3)), "kernel is"),
+    "a function of two": (lambda: masks.from_function(lambda i, j: i >= j), r"takes \(i, j\); .* four"),
+    "a function as a mask": (
+        lambda: flashproto.attention(Q, Q, Q, mask=lambda b, h, i, j: i >= j),
+        r"Pass masks.from_function\(f\)",
+    ),
+    "a bias as a mask": (lambda: flashproto.attention(Q, Q, Q, mask=Q), "Pass bias= what is added"),
+    "a boolean tensor as a mask": (
+        lambda: flashproto.attention(Q, Q, Q, mask=TRUE),
+        r"Pass masks.boolean\(x\)",
+    ),
+    "a tokenizer's mask": (lambda: masks.padding(TRUE), r"attention_mask.sum\(-1\)"),
     "no chunk": (lambda: masks.chunks(0), "size is 0"),
     "half a chunk": (lambda: masks.chunks(1.5), "size is 1.5"),
     "no token": (lambda: masks.global_tokens(0), "n is 0"),

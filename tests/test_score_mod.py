@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
     with pytest.raises(ValueError, match=r"name is 'nothing'; it takes one of .*'forget'"):
         attend(hooks.call("nothing"))
-    with pytest.raises(TypeError, match=r"score_mod is str; it takes what flashproto\.hooks\.call"):
+    with pytest.raises(TypeError, match=r"score_mod is 'multiply_score'; it takes what flashproto\.hooks\.call"):
         attend("multiply_score")
     with pytest.raises(
         ValueError, match="score_mod is 'multiply', of signature 'row'; it takes a hook"
@@ -358,6 +358,12 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
     with pytest.raises(ValueError, match="signature is 'column'; it takes 'row' or 'score'"):
         hooks.register("test_column", signature="column", forward=None, reference=lambda s, *_: s)
     mod = hooks.call("multiply_score", x)
+    for wrong, do in (
+        (lambda score, b, h, i, j: score, r"Pass hooks.call\(name, .*signature='score'"),
+        ("forget", r"Pass hooks.call\('forget', "),
+    ):
+        with pytest.raises(TypeError, match=do):
+            attend(wrong)
     for impl, why in (("hopper", "its kernels have no score_mod"), ("torch", "no score_mod")):
         with pytest.raises(flashproto.BackendError, match=why):
             attend(mod, impl=impl)

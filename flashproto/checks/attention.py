@@ -77,14 +77,16 @@ def check_by_head(operator: str, name: str, x: object, heads: int, device: torch
     check_tensor(operator, name, x)
     assert isinstance(x, Tensor)
     check_on(operator, name, x, device)
-    check_shape(operator, name, x, [heads], "a number for each query head", "Pass None for none.")
+    do = f"Pass {name}.expand({heads}), say, of one number for all."
+    check_shape(operator, name, x, [heads], "a number for each query head", do)
 
 
 def check_bias(operator: str, x: object, scores: Sequence[int], device: torch.device) -> None:
     """x broadcasts to scores [B, Hq, Sq, Sk], floating-point."""
     check_tensor(operator, "bias", x)
     assert isinstance(x, Tensor)
-    check_by_pair(operator, "bias", x, scores, device, "Pass None for none.")
+    do = "Reshape it: x[:, None] is one for each batch entry, x[:, None, None] for each head."
+    check_by_pair(operator, "bias", x, scores, device, do)
 
 
 def check_by_pair(
@@ -114,7 +116,7 @@ def check_relative_bias(
     check_on(operator, name, x, device)
     if x.ndim != 2 or not spreads(x.shape[0], heads) or x.shape[1] == 0:
         takes = f"[{heads} or 1, R], a row for each query head"
-        refuse(operator, name, f"of shape {list(x.shape)}", takes, "Pass None for none.")
+        refuse_shape(operator, name, x, takes, "Reshape it: x[None] is one row for all heads.")
     return offset
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import difflib
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -56,6 +57,12 @@ def described(x: object) -> str:
         words = [described(a) for a in x[:8]]  # type: ignore[index]
         return shortened(f"[{', '.join(words)}]")
     return f"of type {type(x).__name__}"
+
+
+def nearest(name: object, names: Iterable[str]) -> str | None:
+    """The one of `names` that may have been meant."""
+    close = difflib.get_close_matches(name, list(names), 1) if isinstance(name, str) else []
+    return close[0] if close else None
 
 
 def shortened(words: str, length: int = 100) -> str:

@@ -393,7 +393,7 @@ def check_rows(operator: str, mask: Mask, made: Tensor, B: int, Hq: int) -> None
             "mask",
             f"{mask!r}, for a batch of {batch} and {heads} heads",
             lambda: f"one for a batch of 1 or {B}, and 1 or {Hq} heads",
-            "Expand what it is made of.",
+            "Make it of tensors for as many, or for 1.",
         )
 
 

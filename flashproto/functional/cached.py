@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import backends, hooks
+from ..checks.errors import nearest
 from ..mask_values import Mask
 from .dropout import drawn_seed
 
@@ -49,7 +50,7 @@ OTHER_NAMES = {
     "sm_scale": "scale",
     "scaling": "scale",
     "window_size": "window, (left, right) with None for no bound",
-    "sliding_window": "window: (sliding_window - 1, 0)",
+    "sliding_window": "window, (sliding_window - 1, 0)",
     "logits_soft_cap": "softcap",
     "learnable_sink": "sinks",
     "s_aux": "sinks",
@@ -68,7 +69,15 @@ OTHER_NAMES = {
     "epsilon": "eps",
     "gamma": "weight",
     "beta": "bias",
-    "input": "the first argument, without its name",
+    "causal": "is_causal",
+    "bias": "attn_mask, a tensor of floats",
+    "mask": "attn_mask, a tensor; attention takes masks of flashproto.masks",
+    "attn_bias": "bias",
+    "alibi": "alibi_slopes",
+    "dropout": "dropout_p",
+    "enable_gqa": "leave it out: q may have more heads than k and v",
+    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
+    "input": "leave the name out: it is the first argument",
     "target": "targets",
     "labels": "targets",
     "backend": "impl",
@@ -85,8 +94,14 @@ HOLDERS = (
 def refuse_names(operator: str, others: dict[str, Any], known: Sequence[str]) -> NoReturn:
     """Raise Python's own TypeError for an unknown argument, with its name here where there is one."""
     name = next(iter(others))
-    hint = OTHER_NAMES.get(name)
-    takes = f"flashproto's name for it is {hint}" if hint else f"it takes {', '.join(known)}"
+    hint, close = OTHER_NAMES.get(name), nearest(name, known)
+    takes = f"it takes {', '.join(known)}"
+    if hint is not None and hint.startswith("leave"):
+        takes = hint
+    elif hint is not None and hint.replace(",", " ").split()[0] in known:
+        takes = f"flashproto's name for it is {hint}"
+    elif close is not None:
+        takes = f"did you mean {close!r}? It takes {', '.join(known)}"
     raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}; {takes}")
 
 

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from ..checks.errors import described, refuse
+from ..checks.errors import described, nearest, refuse
 from ..checks.options import LARGEST, SMALLEST, check_flag, check_number, is_integer
 from .attention import (
     RopeScaling,
@@ -144,6 +144,13 @@ class GPTConfig:
         if found is None:
             names = ", ".join(map(repr, PRESETS))
             refuse("GPTConfig.preset", "name", described(name), f"one of {names}", "Pass one of them.")
+        known = [f.name for f in dataclasses.fields(cls)]
+        for field in changes:
+            if field not in known:
+                close = nearest(field, known)
+                do = "Leave it out." if close is None else f"Pass {close}, if that is meant."
+                takes = f"one of {', '.join(known)}"
+                refuse("GPTConfig.preset", "a field", repr(field), takes, do, TypeError)
         return dataclasses.replace(found, **changes)
 
 

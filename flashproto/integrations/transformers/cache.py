@@ -250,6 +250,9 @@ class Cache(cache_utils.Cache):
     def __init__(self, config: PreTrainedConfig, room: int) -> None:
         takes, do = "a positive number of tokens", "Pass 4096, say."
         room = check_integer(OPERATOR, "room", room, 1, LONGEST, takes, do)
+        if not hasattr(config, "get_text_config"):
+            takes, do = "a model's config", "Pass model.config."
+            refuse(OPERATOR, "Cache's config", described(config), takes, do, TypeError)
         text = config.get_text_config(decoder=True)
         if text.is_encoder_decoder:
             refuse_model("an encoder-decoder", "decoders alone")
