@@ -53,7 +53,7 @@ Built in for scores: see score_hooks.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -280,6 +280,13 @@ def check_call(
             "a hook with one where a gradient is wanted",
             "Register it with backward=, or call under torch.no_grad().",
         )
+
+
+def without_kernel(*made: Call | None) -> Iterator[str]:
+    """Reasons of these calls against backend "triton"."""
+    for each in made:
+        if each is not None and each.hook.forward is None:
+            yield f"hook {each.hook.name!r} has no @triton.jit function"
 
 
 def how_to_call(made: object, signature: str) -> str:

@@ -428,9 +428,7 @@ def reasons(
         if q.numel() == 0 or v.numel() == 0:
             yield "q or v is empty"
     elif backend == "triton":
-        mod = variant.score_mod
-        if mod is not None and mod.hook.forward is None:
-            yield f"score_mod {mod.hook.name!r} has no @triton.jit function"
+        yield from hooks.without_kernel(variant.score_mod)
         if q.dtype == torch.float64:
             yield "dtype is float64; the kernels take float16, bfloat16 and float32"
         if q.shape[3] > LARGEST_HEAD_DIM or v.shape[3] > LARGEST_HEAD_DIM:

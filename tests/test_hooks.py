@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from rows import poison
@@ -235,6 +237,22 @@ def test_errors() -> None:
         flashproto.rms_norm(x, 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="casting is 'mixtral'"):
         flashproto.rms_norm(x, 8, casting="mixtral")
+
+
+def test_a_hook_without_a_kernel_runs_on_reference_alone(device) -> None:
+    hooks.register("test_square", forward=None, reference=lambda x, index: x * x, replace=True)
+    x, square = torch.randn(3, 8, device=device), hooks.call("test_square")
+    with torch.no_grad():
+        for call, wanted in (
+            (partial(flashproto.rms_norm, x, 8, epilogue=square), flashproto.rms_norm(x, 8) ** 2),
+            (partial(flashproto.softmax, x, prologue=square), flashproto.softmax(x * x)),
+        ):
+            for _ in range(2):
+                torch.testing.assert_close(call(), wanted)
+            with pytest.raises(flashproto.BackendError, match=r"'test_square.*' has no @triton\.jit"):
+                call(impl="triton")
+    with pytest.raises(flashproto.BackendError, match=r"'test_square.*' has no @triton\.jit"):
+        flashproto.rms_norm_fp8(x, 8, prologue=square, impl="triton")
 
 
 def test_no_elements(device) -> None:

@@ -341,7 +341,7 @@ def test_what_does_not_fit_is_refused(device: str) -> None:
 
     with pytest.raises(ValueError, match=r"name is 'nothing'; it takes one of .*'forget'"):
         attend(hooks.call("nothing"))
-    with pytest.raises(TypeError, match=r"score_mod is 'multiply_score'; it takes what flashproto\.hooks\.call"):
+    with pytest.raises(TypeError, match=r"score_mod is 'multiply_score'; it takes what flashproto"):
         attend("multiply_score")
     with pytest.raises(
         ValueError, match="score_mod is 'multiply', of signature 'row'; it takes a hook"
@@ -395,7 +395,7 @@ def test_a_definition_may_lack_a_part(device: str) -> None:
         torch.testing.assert_close(
             flashproto.attention(*inputs, score_mod=mod, impl="reference"), wanted
         )
-        with pytest.raises(flashproto.BackendError, match=r"has no @triton\.jit function"):
+        with pytest.raises(flashproto.BackendError, match=r"hook .* has no @triton\.jit function"):
             flashproto.attention(*inputs, score_mod=mod, impl="triton")
 
 

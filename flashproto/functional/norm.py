@@ -209,7 +209,7 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
 
     def reasons(backend: str) -> Iterator[Reason]:
         if hooked:
-            return hook_reasons(backend, tensors, dtype)
+            return hook_reasons(backend, tensors, dtype, prologue, epilogue)
         return _reasons(backend, tensors, casting, memory_efficient)
 
     backend = backends.choose(operator, impl, tensors, reasons)
@@ -304,10 +304,14 @@ def check_memory_efficient(operator: str, x: Tensor, bias: Tensor | None, more: 
         )
 
 
-def hook_reasons(backend: str, tensors: Sequence[Tensor], dtype: torch.dtype) -> Iterator[Reason]:
+def hook_reasons(
+    backend: str, tensors: Sequence[Tensor], dtype: torch.dtype, *calls: hooks.Call | None
+) -> Iterator[Reason]:
     """Reasons against a backend for a norm with hooks whose result is of `dtype`."""
     if backend == "torch":
         yield "PyTorch's norms take no hooks and no dtype"
+    if backend == "triton":
+        yield from hooks.without_kernel(*calls)
     device = tensors[0].device
     if backend == "triton" and dtype.itemsize == 1 and device.type == "cuda":
         capability = backends.capability_of(device)

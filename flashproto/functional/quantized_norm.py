@@ -95,7 +95,8 @@ def _norm(operator, x, residual, normalized_shape, weight, bias, eps, centered, 
     tensors += hooks.check_both(operator, prologue, epilogue, x)
     check_quantized(operator, dtype, tensors)
     eps = check_eps(operator, eps, x.dtype)
-    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, tensors, dtype))
+    facts = tensors, dtype, prologue, epilogue
+    backend = backends.choose(operator, impl, tensors, lambda b: hook_reasons(b, *facts))
     if backend == "triton":
         operands, named = with_hooks(prologue, epilogue)
         how = len(shape), eps, centered, casting, False, dtype, False, *named

@@ -221,7 +221,8 @@ def _with_options(operator, x, scale, mask, causal, prologue, epilogue, split_ro
     if dtype is None:
         dtype = _autocast_dtype(operator, x)
     hooks.check_dtype(operator, dtype, tensors)
-    backend = backends.choose(operator, impl, tensors, lambda b: _hook_reasons(b, tensors, dtype))
+    facts = tensors, dtype, prologue, epilogue
+    backend = backends.choose(operator, impl, tensors, lambda b: _hook_reasons(b, *facts))
     if backend == "triton":
         operands, named = with_hooks(prologue, epilogue)
         log, op = operator == "log_softmax", softmax_op.hooked_softmax
@@ -232,9 +233,11 @@ def _with_options(operator, x, scale, mask, causal, prologue, epilogue, split_ro
     return hooks.define(epilogue, getattr(reference, operator)(x)).to(dtype)
 
 
-def _hook_reasons(backend, tensors, dtype) -> Iterator[Reason]:
+def _hook_reasons(backend, tensors, dtype, *calls) -> Iterator[Reason]:
     if backend == "torch":
         yield "PyTorch fuses neither scale and mask nor hooks into softmax, and splits no rows"
+    if backend == "triton":
+        yield from hooks.without_kernel(*calls)
     if backend == "triton" and dtype == torch.float64:
         yield "the result's dtype is float64; the kernels take float16, bfloat16 and float32"
     yield from float64_reasons(backend, tensors)
