@@ -1,6 +1,6 @@
 """Decoding, GB/s of keys and values read: one to sixteen queries on long keys, with a cache of this
 library's and without, beside peers; chunked prefill, TFLOP/s; and what pages, 8 bits, appending, room
-in the cache and a shared prefix cost.  FlashAttention-3 is the forward that PyPI has.
+in the cache and a shared prefix cost.  FlashAttention-3 is the wheel on PyPI, which has no backward.
 
 Every query sees all keys, for peers align a causal mask in other ways.  The ceiling of a cell is a copy
 of as many bytes, in the same run.
