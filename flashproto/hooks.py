@@ -104,6 +104,9 @@ class Hook:
     needs_value: bool
     signature: str = "row"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return defined, (self.name,)  # functions in Triton have no pickles
+
 
 @dataclass(frozen=True)
 class Call:
@@ -119,7 +122,8 @@ class Call:
     scalars: tuple[float, ...] = ()
 
 
-_hooks: dict[str, Hook] = {}
+_hooks: dict[str, Hook] = {}  # by their own names; none is replaced
+_newest: dict[str, str] = {}  # the own name of each name's newest definition
 
 
 def register(
@@ -164,14 +168,17 @@ def register(
         if function is not None and not hasattr(function, "fn"):  # as what @triton.jit makes has
             got, takes = described(function), "a function with @triton.jit, or None"
             refuse("hooks.register", argument, got, takes, "Decorate it with @triton.jit.", TypeError)
+    if not isinstance(name, str) or not name or "#" in name:
+        takes, do = "a name without #", "Choose another."
+        refuse("hooks.register", "name", described(name), takes, do)
     own = name
-    if name in _hooks:
+    if name in _newest:
         if not replace:
             do = "Choose another, or pass replace=True."
             refuse("hooks.register", "name", f"{name!r}, which is taken", "a new name", do)
         own = f"{name}#{len(_hooks)}"  # what is kept by the name of the other one is not found
     arguments = forward, backward, reference, operands, scalars, needs_value, signature
-    _hooks[name] = _hooks[own] = Hook(own, *arguments)
+    _hooks[own], _newest[name] = Hook(own, *arguments), own
 
 
 def names(signature: str | None = None) -> list[str]:
@@ -181,8 +188,7 @@ def names(signature: str | None = None) -> list[str]:
         >>> hooks.names("score")[:2]
         ['forget', 'multiply_score']
     """
-    found = [n for n, hook in _hooks.items() if signature in (None, hook.signature)]
-    return sorted({n.partition("#")[0] for n in found})
+    return sorted(n for n, own in _newest.items() if signature in (None, _hooks[own].signature))
 
 
 def get(name: str) -> Hook:
@@ -198,10 +204,15 @@ def get(name: str) -> Hook:
 
 
 def found(operator: str, name: str) -> Hook:
-    if name not in _hooks:
+    if name not in _newest:
         known, close = ", ".join(map(repr, names())), nearest(name, names())
         do = "Call hooks.register first." if close is None else f"Pass {close!r}, if that is meant."
         refuse(operator, "name", described(name), f"one of {known}", do)
+    return _hooks[_newest[name]]
+
+
+def defined(name: str) -> Hook:
+    """The hook whose `name` it is, by which operators know it: whatever was registered since."""
     return _hooks[name]
 
 
@@ -291,7 +302,7 @@ def without_kernel(*made: Call | None) -> Iterator[str]:
 
 def how_to_call(made: object, signature: str) -> str:
     known = names(signature)
-    if made in known:
+    if isinstance(made, str) and made in known:
         return f"Pass hooks.call({made!r}, *arguments)."
     of = f"register one with hooks.register(name, signature={signature!r}, ...)"
     return f"Pass hooks.call(name, *arguments) of {', '.join(map(repr, known))}, or {of} first."

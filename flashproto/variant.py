@@ -317,7 +317,7 @@ class Form(NamedTuple):
         if self.score_mod is not None:
             name, scalars = self.score_mod
             operands = [named.pop(n) for n in self.tensors if n.startswith("score_mod")]
-            named["score_mod"] = hooks.Call(hooks.get(name), tuple(operands), scalars)
+            named["score_mod"] = hooks.Call(hooks.defined(name), tuple(operands), scalars)
         return Variant(self.kind, self.offset, named)
 
     def flat(self) -> tuple[list[int], list[float], str]:

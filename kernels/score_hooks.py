@@ -1,6 +1,7 @@
 """Hooks of attention's scores; conventions: hooks.py."""
 
 import triton
+import triton.language as tl  # noqa: F401, Triton's interpreter asks for it
 
 
 @triton.jit

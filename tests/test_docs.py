@@ -209,7 +209,8 @@ def test_plot_has_a_panel_for_each_pass_and_no_lines(
 @pytest.mark.parametrize("name", [name for name, thing in DOCUMENTED.items() if name.count(".") < 3])
 def test_example_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU, by the backend that is chosen there."""
-    monkeypatch.setattr(hooks, "_hooks", dict(hooks._hooks))
+    for names in ("_hooks", "_newest"):
+        monkeypatch.setattr(hooks, names, dict(getattr(hooks, names)))
     torch.manual_seed(0)
     names = {"tempfile": tempfile, "torch": torch, "flashproto": flashproto}
     names |= {"backends": backends, "hooks": hooks, "masks": masks, "nn": nn}

@@ -25,6 +25,21 @@ def _absolute(x, index):
     return tl.abs(x)
 
 
+@triton.jit
+def _absolute_backward(dy, x, index):
+    return (tl.where(x < 0, -dy, dy),)
+
+
+@triton.jit
+def _negative(x, index):
+    return -x
+
+
+@triton.jit
+def _negative_backward(dy, x, index):
+    return (-dy,)
+
+
 hooks.register("test_absolute", forward=_absolute, reference=lambda x, index: x.abs())
 
 
@@ -237,6 +252,25 @@ def test_errors() -> None:
         flashproto.rms_norm(x, 8, dtype=torch.int32)
     with pytest.raises(ValueError, match="casting is 'mixtral'"):
         flashproto.rms_norm(x, 8, casting="mixtral")
+
+
+def test_a_call_keeps_its_definition(device) -> None:
+    """Its backward too, of a name that has another one since."""
+    parts = {"forward": _absolute, "backward": _absolute_backward, "replace": True}
+    hooks.register("test_kept", **parts, reference=lambda x, index: x.abs())
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    made = hooks.call("test_kept")
+    y = flashproto.rms_norm(x, 8, epilogue=made, impl="triton")
+    parts |= {"forward": _negative, "backward": _negative_backward}
+    hooks.register("test_kept", **parts, reference=lambda x, index: -x)
+    wanted = flashproto.rms_norm(x, 8, epilogue=made, impl="reference")
+    for got in (y, flashproto.rms_norm(x, 8, epilogue=made, impl="triton")):
+        torch.testing.assert_close(got, wanted)
+        gradients = [torch.autograd.grad(t.square().sum(), x, retain_graph=True) for t in (got, wanted)]
+        torch.testing.assert_close(*gradients)
+    for name in ("", "a#2", 3):
+        with pytest.raises(ValueError, match=r"name is .* it takes a name without #"):
+            hooks.register(name, forward=None, reference=lambda x, index: x)
 
 
 def test_a_hook_without_a_kernel_runs_on_reference_alone(device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import weakref
 
 import pytest
@@ -107,6 +108,40 @@ def test_inputs_that_are_changed_later_are_an_error(device) -> None:
     gate.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(out, layer, inputs)
+
+
+def test_weights_that_are_changed_later_are_an_error(device) -> None:
+    _, inputs = problem(device)
+    layer = nn.Linear(16, 8, device=device)
+    out = through_activation(layer, swiglu, *inputs)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(out.sum(), inputs)
+
+
+def test_what_keeps_its_own_result_goes(device) -> None:
+    """As sigmoid does, whose node would hold itself."""
+    _, inputs = problem(device)
+    layer = nn.Sequential(nn.Linear(16, 8, device=device), nn.Sigmoid())
+    gate = inputs[0] * 1
+    out = through_activation(layer, swiglu, gate, inputs[1])
+    seen = weakref.ref(gate)
+    del gate, out
+    gc.collect()
+    assert seen() is None
+
+
+def test_weights_without_plain_memory_are_kept(device) -> None:
+    _, inputs = problem(device)
+    weight = torch.randn(8, 16, device=device).to_sparse_csr()
+
+    def layer(h: Tensor) -> Tensor:
+        return (weight @ h.flatten(0, -2).t()).t()
+
+    made = through_activation(layer, swiglu, *inputs), layer(swiglu(*inputs))
+    found, wanted = (torch.autograd.grad(out.square().sum(), inputs) for out in made)
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

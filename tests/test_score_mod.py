@@ -6,9 +6,11 @@ Beside other features, under transforms and against float64 it is tested as all 
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import math
 import os
+import pickle
 import subprocess
 import sys
 
@@ -180,6 +182,33 @@ hooks.register(
 )  # fmt: skip
 
 
+@triton.jit
+def divide(score, b, h, i, j, by):
+    return score / by
+
+
+@triton.jit
+def divide_backward(dscore, score, b, h, i, j, by):
+    return dscore / by, -dscore * score / (by * by)
+
+
+hooks.register(
+    "test_divide", signature="score", forward=divide, backward=divide_backward,
+    reference=lambda score, b, h, i, j, by: score / by, operands=1,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(SQ, 1), (SK,), (H, 1, 1)], ids=str)
+def test_tokens_behind_the_last_have_no_part(shape: tuple[int, ...], device: str) -> None:
+    """Where an operand is 0 and the function no number."""
+    inputs = heads(device)
+    by = (torch.rand(shape, device=device) + 0.5).requires_grad_()
+    bias = torch.zeros(SK, device=device, requires_grad=True)
+    mod = hooks.call("test_divide", by)
+    found = [results(inputs, [by, bias], mod, bias=bias, impl=impl) for impl in IMPLS]
+    torch.testing.assert_close(*found, rtol=1e-3, atol=1e-4)
+
+
 # --- names and definitions ------------------------------------------------------------------------
 
 
@@ -203,7 +232,21 @@ def thrice_backward(dscore, score, b, h, i, j):
     return (3.0 * dscore,)
 
 
-TIMES = {2: (twice, twice_backward), 3: (thrice, thrice_backward)}
+@triton.jit
+def fourfold(score, b, h, i, j):
+    return 4.0 * score
+
+
+@triton.jit
+def fourfold_backward(dscore, score, b, h, i, j):
+    return (4.0 * dscore,)
+
+
+TIMES = {
+    2: (twice, twice_backward),
+    3: (thrice, thrice_backward),
+    4: (fourfold, fourfold_backward),
+}
 
 
 def define(name: str, times: int) -> None:
@@ -237,7 +280,7 @@ def test_another_definition_of_a_name_is_what_runs(how: str, device: str) -> Non
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if how == "compile" else attend
     watched = Recorder() if how == "op" else contextlib.nullcontext()
     kept = []
-    for times in (2, 3, 2):
+    for times in (2, 3, 4):
         define(name, times)
         for _ in range(2):
             with watched:
@@ -247,6 +290,21 @@ def test_another_definition_of_a_name_is_what_runs(how: str, device: str) -> Non
     for times, out in kept:
         dq = torch.autograd.grad(out.square().sum(), q)[0]
         torch.testing.assert_close(dq, wanted(times)[1], rtol=1e-4, atol=1e-4)
+
+
+def test_calls_keep_their_definition(device: str) -> None:
+    """As they are used again, copied and pickled."""
+    q, k, v = heads(device)
+    for times in (2, 3):
+        define("test_kept", times)
+        if times == 2:
+            first = hooks.call("test_kept")
+    wanted = flashproto.attention(q, k, v, scale=0.2, impl="reference")
+    for mod in (first, copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+        for impl in ("triton", "reference"):
+            got = flashproto.attention(q, k, v, score_mod=mod, scale=0.1, impl=impl)
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+    assert hooks.get("test_kept") is hooks.call("test_kept").hook is not first.hook
 
 
 KEYS = """

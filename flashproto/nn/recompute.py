@@ -8,7 +8,7 @@ again of gate and up, by the same kernel, so that gradients have the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import _C, Tensor
@@ -36,20 +36,45 @@ def through_activation(
     if not (isinstance(node, BackwardCFunction) and h.is_contiguous()):
         return layer(h)
     memory, dtype, version = h.untyped_storage().data_ptr(), h.dtype, h._version
+    given = [Kept.of(x) for x in inputs]
 
     def pack(x: Tensor) -> Any:
         # x shares h's counter of versions: a hook of layer's can have changed h.
-        same = x.untyped_storage().data_ptr() == memory and x.dtype == dtype and x._version == version
-        return (x.size(), x.stride(), x.storage_offset()) if same else x
+        plain = type(x) is Tensor and x.layout is torch.strided and x.dtype == dtype
+        same = plain and x.untyped_storage().data_ptr() == memory and x._version == version
+        return (x.size(), x.stride(), x.storage_offset()) if same else Kept.of(x)
 
     def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
+        if isinstance(kept, Kept):
+            return kept.unchanged()
         with torch.no_grad():
-            return activation(*(x for x in node.saved_tensors if x is not None)).as_strided(*kept)
+            return activation(*(x.unchanged() for x in given)).as_strided(*kept)
 
     with saved_tensors_hooks(pack, unpack):
         return layer(h)
+
+
+class Kept(NamedTuple):
+    """A tensor that autograd would keep, and its version: autograd checks none where it has hooks."""
+
+    tensor: Tensor
+    version: int | None
+
+    @staticmethod
+    def of(x: Tensor) -> Kept:
+        """Without its node, which would hold itself by what it keeps."""
+        version = None if x.is_inference() else x._version
+        return Kept(x if x.grad_fn is None else x.detach(), version)
+
+    def unchanged(self) -> Tensor:
+        x, version = self
+        if version is not None and x._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: one of shape {list(x.shape)} is at version {x._version}, and was kept "
+                f"at version {version}. Change it after the backward pass, or change a copy."
+            )
+        return x
 
 
 def saving_is_taken() -> bool:

@@ -31,7 +31,7 @@ def with_hooks(
 
 def parts_of(prologue: str, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
     """(operands of the prologue, operands of the epilogue); a prologue "" has none."""
-    n = hooks.get(prologue).operands if prologue else 0
+    n = hooks.defined(prologue).operands if prologue else 0
     return operands[:n], operands[n:]
 
 
@@ -95,7 +95,7 @@ def hook_arguments(
 ) -> HookArguments:
     if not name:
         return NO_HOOK
-    hook = hooks.get(name)
+    hook = hooks.defined(name)
     rows = tuple(operand_rows(t, shape, normalized_ndim) for t in operands)
     return HookArguments(hook.forward, hook.backward, (rows, tuple(scalars)), tuple(gradients))
 

@@ -161,7 +161,7 @@ def saves(settings: AnySettings, inputs: list[Any], outputs: list[Any]) -> list[
     options = settings.options
     if options is PLAIN:
         return [y if settings.keeps_y else x if residual is None else total, weight, statistics]
-    reads = residual is not None and options.prologue and hooks.get(options.prologue).needs_value
+    reads = residual is not None and options.prologue and hooks.defined(options.prologue).needs_value
     bias = bias if options.epilogue else None
     x, input = x if residual is None else total, x if reads else None
     return [x, weight, statistics, input, bias, *operands]
@@ -199,7 +199,7 @@ def backward(recipe: Recipe, context: AnyContext, grads: Any, saved: Any, made: 
         how = how._replace(prologue=recovery(context, x, weight, rstd))
     elif context.has_residual and options is not PLAIN:
         how = how._replace(prologue=how.prologue._replace(forward=None))  # total holds its result
-    elif options.prologue and hooks.get(options.prologue).needs_value:
+    elif options.prologue and hooks.defined(options.prologue).needs_value:
         input = x
     launch_backward(recipe, dy, dtotal, (x, input, weight, bias, mean, rstd), made[:4], how)
     if x.numel() == 0:
