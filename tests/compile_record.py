@@ -1,13 +1,13 @@
 """What compiling gave, kept beside the tests, so that they compile only what has changed since.
 
-    python tests/compile_record.py      with the Triton that is installed; ten minutes where all is new
+    python tests/compile_record.py      with the Triton that is installed; an hour where all is new
 
 compiles what has changed, and everything if the file is deleted first.
 tests/compiled/<version of Triton>.tsv has a line for each case that is within its budget: family,
 architecture, case; registers and bytes of stack of a thread, bytes of shared memory of a program, wgmma
-instructions where they were counted; and a digest of all that these follow from: the sources of the
-kernel and of what it imports, the case, the architecture, and how it is compiled.  So a change of a
-kernel also shows in review what it costs.
+instructions where they were counted; and a digest of all that these follow from: what the kernel is
+made of (kernel_sources.py), the case, the architecture, and how it is compiled.  A change of a kernel
+also shows in review what it costs.
 
 A line whose digest is another one counts for nothing: the tests compile its case.  Of the others they
 compile one in SAMPLE too, other ones every day, which has to give what was recorded.  With a Triton
@@ -28,11 +28,15 @@ import hashlib
 import inspect
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import kernel_sources
 from compile_case import Case
+from kernel_sources import Definition, without_docstring
+
+from flashproto.variant import Kind
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "compiled"
@@ -91,41 +95,33 @@ def recorded() -> dict[tuple[str, int, str], Recorded]:
     return found
 
 
-@functools.cache
-def sources(path: Path) -> frozenset[Path]:
-    """A module's file, and those of all modules of its package that it imports."""
-    found = {path}
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1]
-            module = folder.joinpath(*(node.module or "").split("."))
-            for file in (module.with_suffix(".py"), *(module / f"{x.name}.py" for x in node.names)):
-                if file.exists():
-                    found |= sources(file)
-    return frozenset(found)
-
-
-def source_of(value: Any) -> Path | None:
-    """The file of a kernel's function; None for another value."""
+def definition_of(value: Any) -> Definition | None:
+    """Of a kernel's function; None for another value."""
     of = getattr(value, "fn", None)
-    return None if of is None else Path(inspect.getfile(of)).resolve()
+    return None if of is None else Definition(Path(inspect.getfile(of)).resolve(), of.__name__)
 
 
-source_of_class = functools.cache(inspect.getsource)
+@functools.cache
+def source_of_class(of: type) -> str:
+    """Without comments and docstrings."""
+    return ast.unparse(without_docstring(ast.parse(inspect.getsource(of)).body[0]))
 
 
 def classes_of(value: Any) -> str:
-    """The source of a dataclass's class, and of those of its fields; "" for a plain value."""
-    if not dataclasses.is_dataclass(value):
+    """The source of a dataclass's class, and of its fields' but for a Kind; "" for a plain value."""
+    if not dataclasses.is_dataclass(value) or isinstance(value, Kind):
         return ""
     return source_of_class(type(value)) + "".join(map(classes_of, vars(value).values()))
 
 
-@functools.cache
-def digest_of_files(paths: frozenset[Path]) -> str:
-    """Of what is in them, wherever they are."""
-    digests = sorted(hashlib.sha256(path.read_bytes()).hexdigest() for path in paths)
-    return hashlib.sha256("".join(digests).encode()).hexdigest()
+def told(value: Any) -> str:
+    """A constant in words: a dataclass with its fields, and of a Kind what is on, be it a property."""
+    if isinstance(value, Kind):
+        names = [x for x in dir(value) if x.isupper() and getattr(value, x)]
+        return repr({name: getattr(value, name) for name in names})
+    if dataclasses.is_dataclass(value):
+        return f"{type(value).__name__}{ {name: told(x) for name, x in vars(value).items()} }"
+    return repr(value)
 
 
 @functools.cache
@@ -136,21 +132,46 @@ def digest_of_harness() -> str:
     return inspect.getsource(compile_worker.compile_case) + inspect.getsource(lanes)
 
 
+def arguments_of(case: Case) -> tuple[dict[str, Any], dict[Any, Any]]:
+    """(signature, constexprs), in which what a named tuple does not hold has no place: another field of
+    it, which other cases have, is nothing to this one."""
+    signature, constexprs = dict(case.signature), {}
+    fields = {}
+    for place, name in enumerate(case.kernel.arg_names):
+        if hasattr(types := signature.get(name), "_asdict"):
+            fields[place] = name, types._fields
+            signature[name] = {x: of for x, of in types._asdict().items() if of != "constexpr"}
+    for at, value in case.constexprs.items():
+        if isinstance(at, tuple) and at[0] in fields:
+            name, names = fields[at[0]]
+            if value is None and len(at) == 2:
+                continue
+            at = (name, names[at[1]], *at[2:])
+        constexprs[at] = value
+    return signature, constexprs
+
+
 def digest(case: Case, arch: int) -> str:
     """Of all that compiling a case depends on but Triton."""
-    files: frozenset[Path] = frozenset()
+    kind = case.constexprs.get("KIND")
+    kind = kind if isinstance(kind, Kind) else None
+    made_of: set[str] = set()
     for value in (case.kernel, *case.constexprs.values()):
-        path = source_of(value)
-        if path is not None:
-            files |= sources(path)
-    classes = "".join(map(classes_of, case.constexprs.values()))
+        at = definition_of(value)
+        if at is not None:
+            made_of |= kernel_sources.texts(at, kind)
+    signature, others = arguments_of(case)
+    if kind is not None:
+        del others["KIND"]
     parts = (
-        digest_of_files(files) + classes,
+        sorted(made_of),
+        "".join(map(classes_of, others.values())),
         digest_of_harness(),
         arch,
         case.kernel.fn.__name__,
-        case.signature,
-        case.constexprs,
+        signature,
+        {name: told(x) for name, x in others.items()},
+        kind and told(kind),
         case.divisible_by_16,
         case.num_warps,
         case.num_stages,
@@ -174,9 +195,36 @@ def sampled(found: Recorded, day: int | None = None) -> bool:
     return int(found.digest, 16) % SAMPLE == day % SAMPLE
 
 
-def main() -> None:
+def rows_of(family: str, arch: int, found: dict[str, Any]) -> dict[tuple[str, ...], str]:
+    """Lines of the file for cases that are within their budget; of others it is said why not."""
     from compile_worker import cases_of
-    from test_compile import SHARDS, compile_family, complaints
+    from test_compile import complaints
+
+    cases = {case.name: case for case in cases_of(family, arch)}
+    rows = {}
+    for name, line in found.items():
+        wrong = complaints({**line, "recorded": None}, arch)
+        if wrong:
+            print("\n".join(wrong), file=sys.stderr)
+            continue
+        registers, stack, shared, hgmma = facts_of(line)
+        wgmma = "" if hgmma is None else hgmma
+        key = family, str(arch), name
+        row = (*key, registers, stack, shared, wgmma, digest(cases[name], arch))
+        rows[key] = "\t".join(map(str, row))
+    return rows
+
+
+def write(rows: dict[tuple[str, ...], str]) -> None:
+    RECORDS.mkdir(exist_ok=True)
+    new = record_path().with_suffix(".new")
+    new.write_text("".join(f"{line}\n" for line in (f"build\t{build()}", *sorted(rows.values()))))
+    new.replace(record_path())
+
+
+def main() -> None:
+    """The file is written after each process, so that what is interrupted need not be done again."""
+    from test_compile import SHARDS, compile_family
 
     jobs = [
         (family, arch, shard, shards)
@@ -184,23 +232,19 @@ def main() -> None:
         for arch, shards in of.items()
         for shard in range(shards)
     ]
+    lines = record_path().read_text().splitlines()[1:] if is_recorded_build() else []
+    rows = {tuple(line.split("\t")[:3]): line for line in lines}
+    compiled: set[tuple[str, ...]] = set()
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = list(pool.map(lambda job: compile_family(*job), jobs))
-    lines = []
-    for (family, arch, *_), found in zip(jobs, compiled, strict=True):
-        digests = {case.name: digest(case, arch) for case in cases_of(family, arch)}
-        for name, line in found.items():
-            wrong = complaints({**line, "recorded": None}, arch)
-            if wrong:
-                print("\n".join(wrong), file=sys.stderr)
-                continue
-            registers, stack, shared, hgmma = facts_of(line)
-            wgmma = "" if hgmma is None else hgmma
-            row = (family, arch, name, registers, stack, shared, wgmma, digests[name])
-            lines.append("\t".join(map(str, row)))
-    RECORDS.mkdir(exist_ok=True)
-    record_path().write_text("".join(f"{line}\n" for line in (f"build\t{build()}", *sorted(lines))))
-    print(f"{len(lines)} cases in {record_path().relative_to(HERE.parent)}")
+        running = {pool.submit(compile_family, *job): job for job in jobs}
+        for done in as_completed(running):
+            family, arch, *_ = running[done]
+            new = rows_of(family, arch, done.result())
+            compiled |= new.keys()
+            rows |= new
+            write(rows)
+    write({key: line for key, line in rows.items() if key in compiled})
+    print(f"{len(compiled)} cases in {record_path().relative_to(HERE.parent)}")
 
 
 if __name__ == "__main__":

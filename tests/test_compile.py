@@ -17,6 +17,7 @@ from typing import Any
 
 import compile_record
 import compile_worker
+import kernel_sources
 import kinds
 import lanes
 import pytest
@@ -149,28 +150,91 @@ def test_digest_follows_all_but_the_budget() -> None:
     assert compile_record.digest(replace(case, name="new", max_stack=99), 90) == digests[0]
 
 
-def test_sources_are_all_that_is_imported(tmp_path: Path) -> None:
-    kernels = tmp_path / "kernels"
-    (kernels / "hopper").mkdir(parents=True)
-    (kernels / "hopper" / "top.py").write_text("import os\nfrom ..scores import x\nfrom . import near")
-    (kernels / "hopper" / "near.py").write_text("from .far import y")
-    (kernels / "hopper" / "far.py").write_text("y = 1")
-    (kernels / "scores.py").write_text("from .far import x")
-    (kernels / "far.py").write_text("x = 1")
-    (kernels / "other.py").write_text("x = 1")
-    found = compile_record.sources(kernels / "hopper" / "top.py")
-    names = {path.relative_to(kernels).as_posix() for path in found}
-    assert names == {"hopper/top.py", "hopper/near.py", "hopper/far.py", "scores.py", "far.py"}
-    before = compile_record.digest_of_files(found)
-    (kernels / "far.py").write_text("x = 2")
-    assert compile_record.digest_of_files.__wrapped__(found) != before
+TOP = """
+import os
+from ..scores import modified, plain
+from . import near
+from .near import unused
+
+def kernel(s, KIND):
+    \"\"\"What it says here does not count.\"\"\"
+    if KIND.CAUSAL and not KIND.SOFTCAP:
+        s = near.causal(s)
+    elif KIND.SOFTCAP == 2:
+        s = modified(s, KIND)
+    return plain(s, other) if s else os.path
+"""
+SCORES = """
+from .far import FACTOR, far as modified_far
+
+def modified(s, KIND):
+    return modified_far(s) if KIND.CAUSAL or KIND.SOFTCAP else s
+
+def plain(s, KIND):
+    return both(s) if KIND.ALIBI else s
+
+def both(s):
+    return s
+"""
+FILES = {
+    "hopper/top.py": TOP,
+    "hopper/near.py": "def causal(s): return s\ndef unused(): pass",
+    "scores.py": SCORES,
+    "far.py": "FACTOR = 2\nif FACTOR:\n    def far(s): return s * FACTOR",
+    "other.py": "x = 1",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        # plain is given another Kind than the kernel has, so it has all branches.
+        (Kind(), {"kernel", "plain", "both"}),
+        (Kind(CAUSAL=True), {"kernel", "plain", "both", "causal"}),
+        (Kind(SOFTCAP=2), {"kernel", "plain", "both", "modified", "far", "FACTOR"}),
+        (Kind(SOFTCAP=1, CAUSAL=True), {"kernel", "plain", "both"}),
+        (None, {"kernel", "plain", "both", "modified", "far", "FACTOR", "causal"}),
+    ],
+    ids=str,
+)
+def test_sources_are_what_a_kind_leads_to(kind: Kind | None, names: set[str], tmp_path: Path) -> None:
+    for name, text in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    found = kernel_sources.texts(
+        kernel_sources.Definition(tmp_path / "hopper" / "top.py", "kernel"), kind
+    )
+    assert {x.partition(":")[0] for x in found} == names
+    kernel = next(x for x in found if x.startswith("kernel:"))
+    assert "does not count" not in kernel
+    if kind is not None:
+        assert "KIND." not in kernel
+        assert "    if " not in kernel
+
+
+def test_what_one_option_reaches_changes_kernels_with_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [c for c in compile_worker.cases_of("attention", 90) if "KIND" in c.constexprs]
+    mine = {c.name for c in cases if c.constexprs["KIND"].SCORE_MOD}
+    before = {c.name: compile_record.digest(c, 90) for c in cases}
+    text_of = kernel_sources.text_of
+
+    def changed(at: Any, values: Any) -> Any:
+        text = text_of(at, values)
+        return text._replace(text=text.text + "\npass") if at.name == "user_modified" else text
+
+    monkeypatch.setattr(kernel_sources, "text_of", changed)
+    after = {c.name: compile_record.digest(c, 90) for c in cases}
+    assert mine and {name for name in before if before[name] != after[name]} == mine
 
 
 def test_backward_kernel_counts_its_configuration() -> None:
     case = next(c for c in compile_worker.cases_of("hopper", 90) if c.name.startswith("backward"))
     found = compile_record.classes_of(case.constexprs["CFG"])
-    assert "class HopperBackward" in found and "class Kind" in found
-    assert "class HopperForward" not in found
+    assert "class HopperBackward" in found and "class HopperForward" not in found
+    assert "'CAUSAL': True" in compile_record.told(
+        replace(case.constexprs["CFG"], KIND=Kind(CAUSAL=True))
+    )
 
 
 def test_only_the_same_digest_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
