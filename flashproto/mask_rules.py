@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from .backends import is_dtensor
 from .checks.errors import described, refuse
@@ -73,16 +74,24 @@ def from_function(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) 
         takes = "a function of tensors (b, h, i, j)"
         do = "Pass lambda b, h, i, j: j <= i, say."
         refuse("masks.from_function", "function", described(function), takes, do, TypeError)
-    try:
-        inspect.signature(function).bind(*"bhij")
-    except TypeError:
-        got = f"one that takes {inspect.signature(function)}"
-        takes, do = "a function of four tensors (b, h, i, j)", "Pass lambda b, h, i, j: j <= i, say."
-        refuse("masks.from_function", "function", got, takes, do, TypeError)
-    except ValueError:  # of what is written in C
-        pass
+    if not is_dynamo_compiling():
+        check_parameters(function)
     words = f"from_function({getattr(function, '__name__', type(function).__name__)})"
     return Mask(rule=Rule(words, functools.partial(by_function, function)))
+
+
+def check_parameters(function: Callable[..., Any]) -> None:
+    """It takes b, h, i and j."""
+    try:
+        parameters = inspect.signature(function)
+    except ValueError:  # of what is written in C
+        return
+    try:
+        parameters.bind(*"bhij")
+    except TypeError:
+        got, takes = f"one that takes {parameters}", "a function of four tensors (b, h, i, j)"
+        do = "Pass lambda b, h, i, j: j <= i, say."
+        refuse("masks.from_function", "function", got, takes, do, TypeError)
 
 
 def by_function(function: Callable[..., Any], at: Places) -> Tensor:

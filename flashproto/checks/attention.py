@@ -77,7 +77,7 @@ def check_by_head(operator: str, name: str, x: object, heads: int, device: torch
     check_tensor(operator, name, x)
     assert isinstance(x, Tensor)
     check_on(operator, name, x, device)
-    do = f"Pass {name}.expand({heads}), say, of one number for all."
+    do = f"Pass {name}.expand(Hq), say, of one number for all."
     check_shape(operator, name, x, [heads], "a number for each query head", do)
 
 
