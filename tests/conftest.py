@@ -68,7 +68,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 @pytest.hookimpl(trylast=True)  # behind -k and -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all"):
-        left_out = sampled_cases.left_out(items, os.environ["FLASHPROTO_TEST_SEED"])
+        seed, with_slow = os.environ["FLASHPROTO_TEST_SEED"], config.getoption("--slow")
+        left_out = sampled_cases.left_out(items, seed, with_slow)
         if not config.getoption("--slow"):
             named = {x.partition("[")[0].rpartition("/")[2] for x in config.args if "::" in x}
             slow = [x for x in items if x.get_closest_marker("slow")]

@@ -1,6 +1,6 @@
 """Which cases of parametrised tests run without --all: of each test so many that each value of each of
 its parameters occurs, drawn by the run's seed.  Those for a GPU are drawn apart from the others, and
-all run of a test marked whole."""
+all run of a test marked whole.  Of one marked few(n) at most n of these run without --slow."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def covering(cases: list[dict[str, Any]], generator: random.Random) -> list[int]
     return sorted(chosen)
 
 
-def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
-    """Those that do not run."""
+def left_out(items: Iterable[pytest.Item], seed: str, slow: bool) -> set[pytest.Item]:
+    """Those that do not run.  slow: whether slow tests do."""
     tests: dict[tuple[str, bool], list[Any]] = defaultdict(list)
     for item in items:
         if hasattr(item, "callspec") and not item.get_closest_marker("whole"):
@@ -43,7 +43,12 @@ def left_out(items: Iterable[pytest.Item], seed: str) -> set[pytest.Item]:
             tests[item.nodeid.partition("[")[0], needs_gpu].append(item)
     out: set[pytest.Item] = set()
     for (name, _), cases in tests.items():
+        generator = random.Random(seed + name)
+        chosen = list(range(len(cases)))
         if len(cases) > FEW:
-            chosen = covering([x.callspec.params for x in cases], random.Random(seed + name))
-            out.update(x for i, x in enumerate(cases) if i not in chosen)
+            chosen = covering([x.callspec.params for x in cases], generator)
+        few = None if slow else cases[0].get_closest_marker("few")
+        if few is not None and len(chosen) > few.args[0]:
+            chosen = generator.sample(chosen, few.args[0])
+        out.update(x for i, x in enumerate(cases) if i not in chosen)
     return out

@@ -39,6 +39,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_have_the_shape_of_the_bias(

@@ -60,6 +60,7 @@ VARIANTS = ((), ("sinks",), ("sinks", "softcap", "alibi"), ("window", "bias"), (
             ("relative_bias", "documents"))  # fmt: skip
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", VARIANTS, ids=lambda names: "+".join(names) or "plain")
 def test_the_kernels_against_float64(

@@ -55,6 +55,7 @@ VARIANTS = (
 )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("names", VARIANTS, ids="+".join)
 def test_variants(names: tuple[str, ...], dtype: torch.dtype, device: str, seed: int) -> None:
@@ -65,6 +66,7 @@ def test_variants(names: tuple[str, ...], dtype: torch.dtype, device: str, seed:
 LENGTHS = [(5, 5), (0, 3), (33, 40), (2, 9), (3, 0)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("names", [("causal",), ("window", "alibi"), ("relative_bias",)])
 def test_sequences_side_by_side(names: tuple[str, ...], device: str, seed: int) -> None:
     call: Call = drawn(random.Random(seed), replace(PLAIN, causal=False, Dv=256), names, device)

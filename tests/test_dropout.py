@@ -81,6 +81,7 @@ def test_the_mask_is_the_one_written_down_in_the_tests() -> None:
     assert torch.equal(mask, call.kept(torch.device("cpu")) > 0)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(("Sq", "Sk", "dtype"), [(70, 100, torch.float32), (130, 64, torch.bfloat16)])
 def test_a_call_keeps_what_the_mask_says(impl: str, Sq: int, Sk: int, dtype: Any, device: str) -> None:
@@ -289,6 +290,7 @@ def test_a_cuda_graph_drops_others_each_time() -> None:
 # --- torch's signature ----------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.skipif(ON_GPU, reason="on a CPU the default backend is the interpreted kernels")
 @pytest.mark.parametrize("masked", [False, True])
 def test_sdpa_drops_on_the_kernels(masked: bool) -> None:

@@ -293,6 +293,7 @@ def test_a_run_that_died_before_it_wrote_anything_begins_again(tmp_path, capsys,
     assert rows(folder) == rows(tiny)
 
 
+@pytest.mark.slow
 def test_resume_takes_the_newest_run_also_one_without_a_checkpoint(tmp_path, monkeypatch, text, tiny):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny, "runs/gpt-1")
@@ -319,6 +320,7 @@ def test_resume_auto_is_one_command_for_all_of_a_runs_life(tmp_path, monkeypatch
     assert [p.name for p in Path("runs").iterdir()] == ["gpt-1"]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_named_and_leaves_a_run_that_can_go_on(tmp_path, capsys, text, tiny):
     """At the first checkpoint, which is the largest file."""
     folder = tmp_path / "run"
@@ -411,6 +413,7 @@ def test_init_from_begins_with_the_weights_of_a_run(tmp_path, monkeypatch, capsy
 # --- stopped --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch, capfd, text, tiny):
     """Ctrl-C in each of the validations, the last one too: none of them is lost."""
     train_gpt = importlib.import_module("train_gpt")
@@ -437,6 +440,7 @@ def test_a_validation_that_was_interrupted_is_made_up_for(tmp_path, monkeypatch,
     assert rows(folder) == rows(tiny)
 
 
+@pytest.mark.slow
 def test_a_sample_that_is_interrupted_ends_and_all_is_saved(tmp_path, monkeypatch, capfd, text, tiny):
     """The one before training, then the one after it."""
     train_gpt = importlib.import_module("train_gpt")

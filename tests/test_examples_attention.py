@@ -187,6 +187,7 @@ def test_sinks_have_no_weight_decay(text):
     assert not any("sinks" in name or "norm" in name for name in decayed)
 
 
+@pytest.mark.slow
 def test_the_toy_of_gpt_oss_is_trained(tmp_path, text):
     folder, small = tmp_path / "run", ["--d-model", "32", "--d-ff", "64", "--steps", "60"]
     options = [*TINY, "--preset", "gpt-oss-toy", "--context", "48", *small, *EVERYWHERE]

@@ -134,6 +134,7 @@ def test_clipping_bounds_the_step(text):
 # --- what is watched ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_is_named(tmp_path, monkeypatch, capsys, text):
     """Of two parameters, at step 15; the checkpoint is kept, and goes on as if nothing had been."""
     train_gpt, folder = module("train_gpt"), tmp_path / "run"
@@ -217,6 +218,7 @@ def test_max_scores_are_those_of_the_layers(preset):
 # --- what is written ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_that_of_the_least_validation_loss(tmp_path, monkeypatch, text):
     """Also over a stop: the run remembers the best so far, of validations of as many tokens."""
     train_gpt, checkpoint = module("train_gpt"), module("checkpoint")
@@ -301,6 +303,7 @@ def on_tokens(tokens: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_on_tokens_that_is_stopped_is_the_same(tmp_path, tokens, on_tokens):
     """In loss, learning rate and weights; its tokens may be in another place."""
     folder, moved = tmp_path / "run", tmp_path / "moved"

@@ -198,6 +198,7 @@ def test_tiles_of_tables(data: st.DataObject, sizes: tuple[int, int], seed: int)
 SMALL = Problem(torch.float32, 2, 4, 2, 140, 270, 16, 16, causal=False)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("rows", [(1, 1), (2, 1), (1, 4), (2, 4)], ids=str)
 def test_tiles_of_all_kinds_against_float64(

@@ -139,6 +139,7 @@ def check(device: str, N: int, options: dict[str, bool], M: int = DRAWS) -> None
         assert off[i].max() <= allowed, f"{name}: {off[i].max():.3g}, eager {off_eager[i].max():.3g}"
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("N", "options"), REGIMES)
 def test_against_float64(device, monkeypatch, N, options) -> None:
     poison(monkeypatch)

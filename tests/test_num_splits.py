@@ -53,6 +53,7 @@ def calls(device: str) -> dict[str, Any]:
     return {"attention": attention, "attention_varlen": varlen, "attention_with_kv_cache": cache}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", calls("cpu"))
 def test_results_are_the_same(name: str, device: str, few: None) -> None:
     call = calls(device)[name]

@@ -121,6 +121,7 @@ print(flashproto.__file__)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", WITHOUT_TRITON], ids=["with triton", "without triton"])
 def test_installed_wheel_runs_from_an_empty_folder(
     before: str, installed: Path, tmp_path: Path

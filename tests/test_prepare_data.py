@@ -367,6 +367,7 @@ def test_checksums_can_be_left_out(tmp_path, tokens):
     assert len(module("shards").TokenFolder.open(folder, checksums=False).train) > 20000
 
 
+@pytest.mark.slow
 def test_a_preparation_that_is_killed_is_not_finished_and_begins_again(tmp_path, capsys, books, tokens):
     """Killed for good, with a file written; and at the last moment, before the index has its name."""
     big, out = tmp_path / "big", tmp_path / "out"

@@ -686,6 +686,7 @@ def test_every_operator_by_the_function_that_is_written(case: Case, played: Play
         assert played.launched > before
 
 
+@pytest.mark.slow
 def test_words_are_cleared_by_the_function_that_is_written(
     played: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -715,6 +716,7 @@ def test_words_are_cleared_by_the_function_that_is_written(
     assert len(exchange_buffers._pairs) <= 2
 
 
+@pytest.mark.slow
 def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
     """For each stream, of intervals that nobody writes to; not in a graph, nor by an op."""
     q, dout = (torch.randn(1, 2, 70, 16) for _ in range(2))
@@ -753,6 +755,7 @@ def test_what_follows_from_a_mask_is_made_once(played: Played) -> None:
     assert not deepcopy(mask.tensors[0]).tables  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 def test_the_columns_of_a_table_are_made_once(played: Played) -> None:
     """By the first backward with a band, beside the table of a boolean mask."""
     q, dout = (torch.randn(1, 2, 70, 16) for _ in range(2))

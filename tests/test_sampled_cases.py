@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import types
 from typing import Any
 
 import sampled_cases
@@ -39,3 +40,23 @@ def test_each_case_is_in_some_sample() -> None:
     cases = cases_of([1, 2, 3], ["a", "b", "c"])
     met = {i for n in range(60) for i in sampled_cases.covering(cases, random.Random(n))}
     assert met == set(range(9))
+
+
+class Item:
+    """As far as left_out looks at one."""
+
+    def __init__(self, n: int, **marks: tuple[int, ...]) -> None:
+        self.nodeid, self.marks = f"test_it[{n}]", marks
+        self.callspec = types.SimpleNamespace(params={"n": n})
+
+    def get_closest_marker(self, name: str) -> Any:
+        return types.SimpleNamespace(args=self.marks[name]) if name in self.marks else None
+
+
+def test_few_are_few_without_slow_tests_alone() -> None:
+    items: list[Any] = [Item(n, few=(3,)) for n in range(9)]
+    run = [set(items) - sampled_cases.left_out(items, str(n), False) for n in range(20)]
+    assert {len(x) for x in run} == {3} and set().union(*run) == set(items)
+    assert sampled_cases.left_out(items, "0", True) == set()
+    items = [Item(n, few=(3,), whole=()) for n in range(9)]
+    assert sampled_cases.left_out(items, "0", False) == set()

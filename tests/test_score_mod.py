@@ -53,6 +53,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gradients_have_the_shapes_of_operands(
     shape: tuple[int, ...], device: str, monkeypatch

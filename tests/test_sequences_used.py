@@ -239,6 +239,7 @@ def test_nothing_but_gaps_on_hopper(hopper: None, monkeypatch: pytest.MonkeyPatc
     check_all_gaps("hopper", "cuda", torch.bfloat16)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("impl", ["reference", "torch", "triton"])
 def test_all_tokens_used_is_without(impl: str, device: str, seed: int) -> None:
     """The same bits of all results and gradients."""

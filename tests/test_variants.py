@@ -239,6 +239,7 @@ def test_each_feature_against_float64(name: str, device: str, seed: int, monkeyp
     check(drawn(generator, problem_of(generator), [name], device), device, "triton")
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("index", range(SHAPES_OF_EACH))
 @pytest.mark.parametrize("names", COVERING, ids="+".join)
 def test_features_compose(
@@ -262,6 +263,7 @@ def random_lengths(generator: random.Random) -> tuple[list[tuple[int, int]], tup
 PACKED_SETS = sorted({tuple(n for n in names if n in PACKED) for names in COVERING})
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("names", [(), *PACKED_SETS], ids="+".join)
 def test_sequences_side_by_side_against_float64(
     names: tuple[str, ...], device: str, seed: int, monkeypatch
@@ -305,6 +307,7 @@ HEAVY = {
 }  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("lengths", [None, [(9, 12), (0, 2), (15, 8)]], ids=["batch", "sequences"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", HEAVY)
