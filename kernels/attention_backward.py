@@ -253,7 +253,7 @@ def attention_backward_keys_kernel(
         changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
         if KIND.SCORE_MOD:
             before = changed
-            changed = user_modified(before, i[None, :], j[:, None], of_query, SCORE_MOD)
+            changed = user_modified(before, i[None, :], j[:, None], of_query, SCORE_MOD, BOUNDED=True)
         p = probabilities(changed, lse2[None, :], unit, KIND)
         p = tl.where(visible(i[None, :], j[:, None], j0, Sk, offset, of_query, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
@@ -318,7 +318,7 @@ def query_gradients_from_tiles(
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             before = modified(s, scale, variables, KIND, i, j)
-            changed = user_modified(before, i, j, variables, SCORE_MOD)
+            changed = user_modified(before, i, j, variables, SCORE_MOD, BOUNDED=True)
             p = probabilities(changed, lse2[:, None], unit, KIND)
         elif KIND.ALIBI or (KIND.BIAS or KIND.RELATIVE_BIAS):
             i = i0 + tl.arange(0, BLOCK_M)[:, None]

@@ -58,7 +58,7 @@ def score_gradients_of_tile(
     s = modified(s, scale, variables, KIND, i[:, None], j)
     if KIND.SCORE_MOD:
         before = s
-        s = user_modified(before, i[:, None], j, variables, SCORE_MOD)
+        s = user_modified(before, i[:, None], j, variables, SCORE_MOD, BOUNDED=True)
     p = probabilities(s, lse2[:, None], unit_of(scale, KIND), KIND)
     p = tl.where(visible(i[:, None], j, j0, Sk, offset, variables, KIND), p, 0.0)
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)

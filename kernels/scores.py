@@ -251,16 +251,19 @@ def modified_gradient(ds, s, scale, variables, KIND: tl.constexpr):
 
 
 @triton.jit
-def user_modified(s, i, j, variables, SCORE_MOD: tl.constexpr):
+def user_modified(s, i, j, variables, SCORE_MOD: tl.constexpr, BOUNDED: tl.constexpr = False):
     """Modified scores s behind the user's function, which has them without the factor of base 2.  What
-    a bias has hidden stays so.  Behind the last query or key operands are 0, and the function may say
-    anything."""
+    a bias has hidden stays so.  BOUNDED: so is what lies behind the last query or key, where operands
+    are 0 and the function may say anything."""
     head = variables.head
     operands, scalars = variables.given.score_mod
     values = [score_operand(operand, i, j, head) for operand in operands]
     made = LOG2E * SCORE_MOD(s * LN2, head.b, head.h, i, j, *values, *scalars)
-    there = ((i < head.Sq) & (j < head.Sk)) & (s != -float("inf"))
-    return tl.where(there, made, -float("inf"))
+    if BOUNDED:
+        there = ((i < head.Sq) & (j < head.Sk)) & (s != -float("inf"))
+        return tl.where(there, made, -float("inf"))
+    else:
+        return tl.where(s == -float("inf"), s, made)
 
 
 @triton.jit
