@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -94,20 +93,13 @@ def watched(lines: list[str]) -> Iterator[None]:
         yield
 
 
-def words_of(constant: object) -> object:
-    """A constant as it is printed: of a Kind what is on."""
-    if not isinstance(constant, Kind):
-        return constant
-    on = [f.name.lower() for f in dataclasses.fields(constant) if f.init and getattr(constant, f.name)]
-    return "+".join(on) or "plain"
-
-
 def lines_of(direction: str, recipe: Recipe) -> Iterator[str]:
     """A line for each step of a recipe that takes time."""
     for step in recipe.steps:
         if isinstance(step, Launch):
             constants = {n: x for n, x in step.arguments.items() if n.isupper()} | step.options
-            told = ", ".join(f"{name}={words_of(value)}" for name, value in constants.items())
+            kinds = {n: x.name for n, x in constants.items() if isinstance(x, Kind)}
+            told = ", ".join(f"{name}={value}" for name, value in (constants | kinds).items())
             yield f"  {direction}: {step.kernel.__name__}, {step.programs} programs: {told}"
         elif isinstance(step, Compute) and step.variable is not None:
             made = recipe.whole[step.variable]

@@ -19,6 +19,8 @@ A hook has a name, since the schema of an operator takes no functions, and its d
 which the reference backend uses and the kernels are tested against.  One without `backward` is forward
 only: a call that needs a gradient through it is refused.  Conventions of the device functions:
 kernels/hooks.py; they see float32 tiles, so PyTorch's definition is given float32 (or float64) too.
+Their file imports triton.language, which Triton's interpreter asks for, and is a file: Triton reads the
+source of its functions there.
 
 Operands are tensors that broadcast to x, each loaded as it is: one value a row, one a column, one for
 all, or one an element.  Scalars are numbers.
@@ -212,8 +214,9 @@ def found(operator: str, name: str) -> Hook:
 
 
 def defined(name: str) -> Hook:
-    """The hook whose `name` it is, by which operators know it: whatever was registered since."""
-    return _hooks[name]
+    """The definition with this own name, Hook.name, by which operators keep it.  A later one that took
+    the place of its name does not take its own."""
+    return _hooks[name] if name in _hooks else found("hooks.get", name)
 
 
 def call(name: str, *arguments: Tensor | float) -> Call:

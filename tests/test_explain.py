@@ -38,7 +38,7 @@ def test_tells_backend_kernels_tiles_and_why_no_other(device: str, capsys) -> No
 
 def test_tells_what_is_on(device: str) -> None:
     q = torch.randn(1, 1, 16, 16, device=device)
-    for options, kind in (({}, "plain"), ({"causal": True, "softcap": 3.0}, "causal+softcap")):
+    for options, kind in (({}, "full"), ({"causal": True, "softcap": 3.0}, "causal+softcap=2")):
         text = flashproto.explain(flashproto.attention, q, q, q, **options, impl="triton")
         assert f" KIND={kind}, " in text, text
 
