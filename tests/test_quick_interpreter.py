@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from triton import language
+import triton.language as tl
 
 import flashproto
 from flashproto import backends
@@ -32,7 +32,13 @@ def results():
     y = flashproto.layer_norm(x, 70, w, w, impl="triton")
     (dx,) = torch.autograd.grad(y.square().sum(), x)
     values, _ = flashproto.softmax_topk(x.detach(), 3, impl="triton")
-    return [y.detach(), dx, values, flashproto.attention(q, q, q, causal=True, impl="triton")]
+    out = [y.detach(), dx, values, flashproto.attention(q, q, q, causal=True, impl="triton")]
+    q, k = (torch.randn(2, 4, 37, 24, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    mask, seed = flashproto.masks.boolean(torch.rand(37, 37) < 0.7), torch.tensor([5])
+    y = flashproto.attention(
+        q, k, k, softcap=5.0, mask=mask, dropout_p=0.3, dropout_seed=seed, impl="triton"
+    )
+    return [*out, y.detach(), *torch.autograd.grad(y.square().sum(), (q, k))]
 """
 
 
@@ -47,10 +53,24 @@ def test_same_bits(tmp_path: Path) -> None:
 
 
 def test_restores_the_language() -> None:
-    assert language.core.is_builtin(language.load)  # so after the launches of other tests
-    before = {name: getattr(language, name) for name in quick_interpreter.builtins(language)}
-    before |= {name: getattr(language, name) for name in ("range", "static_range", "reduce")}
+    assert tl.core.is_builtin(tl.load)  # so after the launches of other tests
+    before = {name: getattr(tl, name) for name in quick_interpreter.builtins(tl)}
+    before |= {name: getattr(tl, name) for name in ("range", "static_range", "reduce")}
     x = torch.randn(3, 40)
     flashproto.softmax(x, impl="triton")
     assert not quick_interpreter.replaced
-    assert all(getattr(language, name) is member for name, member in before.items())
+    assert all(getattr(tl, name) is member for name, member in before.items())
+
+
+def test_shapes_and_types_are_tritons_own() -> None:
+    """Of a type made twice, by a tuple and by a list, and of one with another element."""
+    block, scalar = tl.block_type, tl.float32
+    first, second = block(scalar, [4, 8]), block(scalar, (4, 8))
+    assert first == second and list(first.shape) == [4, 8] and first.numel == 32
+    assert first.scalar == scalar and first.name == second.name
+    other = first.with_element_ty(tl.int32)
+    assert other != first and other.scalar == tl.int32 and list(other.shape) == [4, 8]
+    with pytest.raises(ValueError, match="power of 2"):
+        block(scalar, [3])
+    with pytest.raises(TypeError):
+        block(scalar, [])
