@@ -1,11 +1,11 @@
-"""Makes Triton's interpreter several times as fast, for the tests.  What it computes and refuses is the same.
+"""Makes Triton's interpreter several times as fast, for the tests; what it computes is the same.
 
 When a kernel is launched the interpreter replaces the functions of triton.language by its own, and once
 more when it calls a device function, which finds all but nothing left to replace.  Here the looking is
 done once for each module, and calls in a launch that has replaced what they use replace nothing.
 
-Tiles are small, so that most of what is left is the making of Python objects.  Here the fields of a type
-and of a tile are made once for each shape, and what has no effect is left out.
+Tiles are small, so that most of what is left is the making of Python objects.  Here the fields of a
+type and of a tile are made once for each shape, and what has no effect is left out.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def make_types_once() -> None:
         fields = type.__dict__.get("of_tensors", of_scalars)
         if not fields:
             make_tensor(self, handle, type)
-            fields.update({k: v for k, v in self.__dict__.items() if k not in ("handle", "type", "dtype")})
+            own = ("handle", "type", "dtype")
+            fields.update({k: v for k, v in self.__dict__.items() if k not in own})
         self.__dict__.update(fields)
         self.handle, self.type, self.dtype = handle, type, type.scalar
 
@@ -96,9 +97,9 @@ def leave_equal_operands() -> None:
         return broadcast(self, lhs, rhs)
 
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor):
-            if lhs.dtype.name in PLAIN and lhs.dtype.name == rhs.dtype.name:
-                return broadcast_impl_value(self, lhs, rhs)
+        tensors = isinstance(lhs, core.tensor) and isinstance(rhs, core.tensor)
+        if tensors and lhs.dtype.name in PLAIN and lhs.dtype.name == rhs.dtype.name:
+            return broadcast_impl_value(self, lhs, rhs)
         return check(self, lhs, rhs, *args, **kwargs)
 
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
