@@ -19,7 +19,12 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-NEEDED = ("_patch_lang", "_patch_builtin", "_LangPatchScope", "_get_np_dtype")
+NEEDED = {
+    interpreter: ("_patch_lang", "_patch_builtin", "_LangPatchScope", "_get_np_dtype"),
+    TritonSemantic: (
+        "broadcast_impl_value", "binary_op_type_checking_impl", "binary_op_sanitize_overflow_impl",
+    ),
+}  # fmt: skip
 PLAIN = ("int32", "int64", "fp32", "fp64")  # two of one of these give this one again
 
 replaced: set[Any] = set()  # modules whose functions are the interpreter's now; none between launches
@@ -57,7 +62,7 @@ def sizes(shape: Any) -> tuple[Any, ...]:
     return tuple([x.value if isinstance(x, core.constexpr) else x for x in shape])
 
 
-def make_types_once() -> None:
+def cache_types() -> None:
     """block_type and tensor take the fields that follow from an element type and a shape from the first
     of their kind."""
     make_type, make_tensor = core.block_type.__init__, core.tensor.__init__
@@ -71,11 +76,11 @@ def make_types_once() -> None:
         if key not in of_types:
             make_type(self, element_ty, shape)
             self.shape = shapes.setdefault(numbers, self.shape)
-            of_types[key] = {**self.__dict__, "of_tensors": {}}
+            of_types[key] = {**self.__dict__, "of_tensors": {}}  # which tensors of this type share
         self.__dict__.update(of_types[key])
 
     def tensor(self: Any, handle: Any, type: Any) -> None:
-        fields = type.__dict__.get("of_tensors", of_scalars)
+        fields = type.__dict__.setdefault("of_tensors", {}) if type.is_block() else of_scalars
         if not fields:
             make_tensor(self, handle, type)
             own = ("handle", "type", "dtype")
@@ -86,13 +91,13 @@ def make_types_once() -> None:
     core.block_type.__init__, core.tensor.__init__ = block_type, tensor
 
 
-def leave_equal_operands() -> None:
-    """Operands of one type and shape are taken as they are."""
+def skip_conversions() -> None:
+    """Operands of the same type and shape need no conversion to a common one."""
     broadcast, check = TritonSemantic.broadcast_impl_value, TritonSemantic.binary_op_type_checking_impl
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         x, y = lhs.type, rhs.type
-        if getattr(x, "shape", None) is getattr(y, "shape", None):  # see make_types_once
+        if getattr(x, "shape", None) is getattr(y, "shape", None):  # cache_types has one of each
             return lhs, rhs
         return broadcast(self, lhs, rhs)
 
@@ -106,18 +111,19 @@ def leave_equal_operands() -> None:
     TritonSemantic.binary_op_type_checking_impl = binary_op_type_checking_impl
 
 
-def look_for_no_overflow() -> None:
-    """Triton looks whether whole numbers overflow, and drops what it finds unless `debug` is set."""
-    look = TritonSemantic.binary_op_sanitize_overflow_impl
+def skip_overflow_checks() -> None:
+    """Triton computes whether integers overflow, and ignores the result unless `debug` is set."""
+    refuse = TritonSemantic.binary_op_sanitize_overflow_impl
 
     def check(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
         if self.builder.options.debug:
-            look(self, lhs, rhs, binary_op)
+            refuse(self, lhs, rhs, binary_op)
 
     TritonSemantic.binary_op_sanitize_overflow_impl = check
 
 
-def name_numpys_types_once() -> None:
+def cache_numpy_types() -> None:
+    """Triton makes a dictionary of all types each time that it wants NumPy's type of one."""
     find = interpreter._get_np_dtype
     found: dict[str, Any] = {}
 
@@ -132,12 +138,12 @@ def name_numpys_types_once() -> None:
 
 def install() -> None:
     """Does nothing where this Triton's interpreter is another."""
-    if not all(hasattr(interpreter, name) for name in NEEDED):
+    if not all(hasattr(owner, name) for owner, names in NEEDED.items() for name in names):
         return
-    make_types_once()
-    leave_equal_operands()
-    look_for_no_overflow()
-    name_numpys_types_once()
+    cache_types()
+    skip_conversions()
+    skip_overflow_checks()
+    cache_numpy_types()
     patch_lang = interpreter._patch_lang
 
     class Launch(interpreter._LangPatchScope):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -62,14 +63,22 @@ def test_restores_the_language() -> None:
     assert all(getattr(tl, name) is member for name, member in before.items())
 
 
-def test_shapes_and_types_are_tritons_own() -> None:
-    """Of a type made twice, by a tuple and by a list, and of one with another element."""
+def test_types_and_tiles_have_their_own_fields() -> None:
+    """Those of a type made twice, of one with another element, and of one that Triton made itself."""
     block, scalar = tl.block_type, tl.float32
     first, second = block(scalar, [4, 8]), block(scalar, (4, 8))
     assert first == second and list(first.shape) == [4, 8] and first.numel == 32
     assert first.scalar == scalar and first.name == second.name
     other = first.with_element_ty(tl.int32)
     assert other != first and other.scalar == tl.int32 and list(other.shape) == [4, 8]
+    earlier = object.__new__(block)  # as before install()
+    earlier.__dict__.update({k: v for k, v in other.__dict__.items() if k != "of_tensors"})
+    for kind in first, other, earlier, scalar:
+        for _ in range(2):
+            tile = tl.tensor(None, kind)
+            sizes = list(kind.shape) if kind.is_block() else []
+            assert tile.type is kind and tile.dtype == kind.scalar
+            assert [x.value for x in tile.shape] == sizes and tile.numel.value == math.prod(sizes)
     with pytest.raises(ValueError, match="power of 2"):
         block(scalar, [3])
     with pytest.raises(TypeError):
