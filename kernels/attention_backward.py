@@ -20,8 +20,9 @@ Dropout keeps a probability with the factor 1 / (1 - p), or makes it 0: dP is mu
 of what is kept, and delta is right as it stands, since O is of what is kept too.
 But O of 16 bits is rounded, and dS of a row is off by P times what its rounding makes of dO * O.  Where
 one key has all of a row dS should be 0.  Without dropout O is its V there, and delta exact; 1 / (1 - p)
-times its V is rounded, and in dK the errors of all such rows add up.  So they do in the gradient of a
-bias, where the terms of a row should cancel.  There delta is rowsum(P * dP), see the kernel of dQ.
+times its V is rounded, and in dK the errors of all such rows would add up: the forward keeps what
+rounding took from O, and delta has it.  In the gradient of a bias errors add up too, where the terms of
+a row should cancel.  There delta is rowsum(P * dP), see the kernel of dQ.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
@@ -33,6 +34,7 @@ import triton.language as tl
 
 from .interpreter import rounded
 from .online_softmax import LN2, LOG2E
+from .rounding import with_rest
 from .schedule import (
     clamp,
     first_tiles,
@@ -120,6 +122,11 @@ def attention_backward_rows_kernel(
         out = load_tile(out_base, i0, stride_os, stride_od, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
         dout = load_tile(dout_base, i0, stride_gs, stride_gd, end, ROWS, BLOCK_DV, DV, True, WIDE)
         delta = row_sums(out, dout)
+        if KIND.DROPOUT:
+            if given.rest is not None:
+                rest_base = given.rest + head.to(tl.int64) * Sq * DV
+                rest = load_tile(rest_base, i0, DV, 1, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
+                delta = tl.sum(with_rest(out, rest) * dout.to(tl.float32), 1)
         i = i0 + tl.arange(0, ROWS)
         ds_sum = tl.zeros([ROWS], tl.float32)
         beside = tl.zeros([ROWS], tl.float32)

@@ -32,6 +32,7 @@ from .online_softmax import (
     online_softmax_start,
     online_softmax_update,
 )
+from .rounding import rest_of
 from .schedule import first_tiles, key_ranges, next_run, problem_of_queries
 from .scores import (
     Variables,
@@ -191,12 +192,15 @@ def attention_forward_kernel(
     lse, normaliser = online_softmax_finish(m, l, unit)
     if KIND.DROPOUT:
         normaliser *= kept_factor(given)
-    store_tile(
-        out_base, acc * normaliser[:, None], i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, WIDE
-    )
+    acc *= normaliser[:, None]
+    store_tile(out_base, acc, i0, stride_os, stride_od, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
     row = head.to(tl.int64) * rows
     if KIND.VARLEN:
         row += token
+    if KIND.DROPOUT:
+        if given.rest is not None:
+            rest = rest_of(acc, rounded(acc, out_ptr.dtype.element_ty))
+            store_tile(given.rest + row * DV, rest, i0, DV, 1, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
     i = i0 + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + row + i, lse, i < Sq)
     if KIND.MAX_SCORE:

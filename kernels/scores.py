@@ -66,6 +66,7 @@ class Given(NamedTuple):
     keys: Any = None
     max_score: Any = None  # pointers to what is made, [B, Hq, Sq] as lse
     entropy: Any = None
+    rest: Any = None  # of out, see rounding.py, [B, Hq, Sq, DV]
     slope_sums: Any = None
     entropy_gradient: Any = None  # of the entropy, and what the backward makes of it, as lse
     entropy_weights: Any = None

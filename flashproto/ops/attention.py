@@ -135,19 +135,23 @@ def split_heads(qkv: Any, q_heads: int, k_heads: int) -> tuple[Any, Any, Any]:
 
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New | None, ...]:
-    """out, lse and the statistics of variant.AUX."""
+    """out, lse, the statistics of variant.AUX and, with dropout, what rounding to 16 bits took from out
+    [B, Hq, Sq, Dv] int16: see kernels/attention_backward.py."""
     shape = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     rows = New.contiguous(shape, torch.float32, q.device)
     kind = settings.form.kind
     aux = (rows if wanted else None for wanted in (kind.MAX_SCORE, kind.ENTROPY))
-    return like_tensor(q, v.shape[-1]), rows, *aux
+    rest = None
+    if kind.DROPOUT and q.dtype.itemsize == 2:
+        rest = New.contiguous((*shape, v.shape[-1]), torch.int16, q.device)
+    return like_tensor(q, v.shape[-1]), rows, *aux, rest
 
 
 def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> None:
-    (q, k, v, *tensors), (out, lse, *aux) = inputs, outputs
+    (q, k, v, *tensors), (out, lse, *aux, rest) = inputs, outputs
     if q.numel() == 0 or v.shape[-1] == 0:
         return
-    news = makes(settings, q, k, v)
+    *news, _ = makes(settings, q, k, v)
     out, *rows = (
         recipe.make(new) if x is None and new is not None else x
         for x, new in zip((out, lse, *aux), news, strict=True)
@@ -158,30 +162,31 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
         for x, of_gaps in zip((out, lse, *aux), OF_GAPS, strict=True):
             if x is not None:
                 x.fill_(of_gaps)
-    statistics = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
+    more = {name: x for name, x in zip((*AUX, "rest"), (*aux, rest), strict=True) if x is not None}
     variant = settings.variant(tensors)
     of_all = settings.scale, settings.num_splits
-    settings.launches.forward(recipe, q, k, v, out, lse, variant, *of_all, **statistics)
+    settings.launches.forward(recipe, q, k, v, out, lse, variant, *of_all, **more)
 
 
 def saves(settings: Settings, inputs: Any, outputs: Any) -> list[Any]:
     q, k, v, *tensors = inputs
-    out, lse, _, entropy = outputs
-    return [q, k, v, out, lse, entropy, *tensors]
+    out, lse, _, entropy, rest = outputs
+    return [q, k, v, out, lse, entropy, rest, *tensors]
 
 
 def backward_inputs(
     rows: Sequence[Any], q: Any, k: Any, v: Any, tensors: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
     """What the backward takes, for who calls it by itself: without gradients of statistics, and so
-    without the entropy.  rows: gradients of out and lse, out and lse; tensors: the variant's."""
+    without the entropy, and without what rounding took from out.  rows: gradients of out and lse, out
+    and lse; tensors: the variant's."""
     dout, dlse, out, lse = rows
-    return dout, dlse, *(None,) * len(AUX), q, k, v, out, lse, None, *tensors
+    return dout, dlse, *(None,) * len(AUX), q, k, v, out, lse, None, None, *tensors
 
 
 def gradients(settings: Settings, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
     """dv lies in memory as dk does."""
-    q, k, v, _, _, _, *tensors = saved
+    q, k, v, _, _, _, _, *tensors = saved
     dq = like_tensor(q, q.shape[-1]) if needs[0] else None
     need_dkv = needs[1] or needs[2]
     dk, dv = (like_tensor(k, x.shape[-1]) if need_dkv else None for x in (k, v))
@@ -197,10 +202,11 @@ def gradients_by_head(tensors: Sequence[Any], needs: Sequence[bool]) -> list[Gra
 
 
 def backward(recipe: Recipe, settings: Settings, grads: Any, saved: Any, made: Any) -> None:
-    (q, k, v, out, lse, entropy, *tensors), (dq, dk, dv, *by_head) = saved, made
+    (q, k, v, out, lse, entropy, rest, *tensors), (dq, dk, dv, *by_head) = saved, made
     q, k, v, out, dout, dq, dk, dv = map(as_heads, (q, k, v, out, grads[0], dq, dk, dv))
     grads, lse, entropy = (dout, *map(as_rows, grads[1:])), as_rows(lse), as_rows(entropy)
-    fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head, entropy)
+    of_rows = {"entropy": entropy, "rest": rest}
+    fill_gradients(recipe, settings, grads, q, k, v, out, lse, dq, dk, dv, tensors, by_head, **of_rows)
 
 
 def fill_gradients(
@@ -218,10 +224,11 @@ def fill_gradients(
     tensors: Sequence[Operand],
     by_head: Sequence[Operand | None],
     entropy: Operand | None = None,
+    rest: Operand | None = None,
 ) -> None:
     """Those of dq, dk, dv and by_head that are not None; dk and dv have the same strides.
 
-    grads: of out, lse and the statistics.  by_head: for each of `tensors`.
+    grads: of out, lse and the statistics.  by_head: for each of `tensors`.  rest: of out, see `makes`.
     """
     dout, dlse, *aux = grads
     of_aux = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}
@@ -250,6 +257,8 @@ def fill_gradients(
     backend = backward_backend(settings.backend, variant.kind, ordered, dheads, wider_keys)
     if "entropy" in of_aux:
         dheads["entropy"] = entropy, of_aux["entropy"].contiguous()
+    if rest is not None:
+        dheads["rest"] = rest.contiguous()
     module_of(backend).backward(
         recipe, q, k, v, out, lse, dout, dlse, dq, dk, dv, variant, settings.scale, ordered, **dheads
     )
@@ -258,11 +267,11 @@ def fill_gradients(
 attention = Operator(
     "attention_forward",
     inputs="q, k, v, *tensors",
-    outputs=4,
+    outputs=5,
     settings=Settings,
     makes=makes,
     forward=forward,
-    saved="q, k, v, out, lse, entropy?, *tensors",
+    saved="q, k, v, out, lse, entropy?, rest?, *tensors",
     saves=saves,
     gradients=gradients,
     backward=backward,
@@ -277,13 +286,14 @@ attention = Operator(
 
 def makes_qkv(settings: SettingsQkv, qkv: Any, *tensors: Any) -> tuple[New | None, ...]:
     q, k, v = split_heads(qkv, settings.q_heads, settings.k_heads)
-    return makes(settings.of_heads, q, k, v)[:2]
+    out, lse, *_, rest = makes(settings.of_heads, q, k, v)
+    return out, lse, rest
 
 
 def forward_qkv(recipe: Recipe, settings: SettingsQkv, inputs: Any, outputs: Any) -> None:
-    qkv, *tensors = inputs
+    (qkv, *tensors), (out, lse, rest) = inputs, outputs
     heads = split_heads(qkv, settings.q_heads, settings.k_heads)
-    forward(recipe, settings.of_heads, (*heads, *tensors), (*outputs, None, None))
+    forward(recipe, settings.of_heads, (*heads, *tensors), (out, lse, None, None, rest))
 
 
 def saves_qkv(settings: SettingsQkv, inputs: Any, outputs: Any) -> list[Any]:
@@ -292,29 +302,29 @@ def saves_qkv(settings: SettingsQkv, inputs: Any, outputs: Any) -> list[Any]:
 
 
 def gradients_qkv(settings: SettingsQkv, grads: Any, saved: Any, needs: Any) -> list[Gradient]:
-    qkv, _, _, *tensors = saved
+    qkv, _, _, _, *tensors = saved
     dqkv = New.contiguous(qkv.shape, qkv.dtype, qkv.device) if needs[0] else None
     return [dqkv, *gradients_by_head(tensors, needs[1:])]
 
 
 def backward_qkv(recipe: Recipe, settings: SettingsQkv, grads: Any, saved: Any, made: Any) -> None:
-    (qkv, out, lse, *tensors), (dqkv, *by_head) = saved, made
+    (qkv, out, lse, rest, *tensors), (dqkv, *by_head) = saved, made
     heads = settings.q_heads, settings.k_heads
     q, k, v = split_heads(qkv, *heads)
     dq, dk, dv = (None, None, None) if dqkv is None else split_heads(dqkv, *heads)
-    fill_gradients(
-        recipe, settings.of_heads, (*grads, None, None), q, k, v, out, lse, dq, dk, dv, tensors, by_head
-    )
+    grads, gradients = (*grads, None, None), (dq, dk, dv)
+    of_heads = settings.of_heads
+    fill_gradients(recipe, of_heads, grads, q, k, v, out, lse, *gradients, tensors, by_head, rest=rest)
 
 
 attention_qkv = Operator(
     "attention_qkv_forward",
     inputs="qkv, *tensors",
-    outputs=2,
+    outputs=3,
     settings=SettingsQkv,
     makes=makes_qkv,
     forward=forward_qkv,
-    saved="qkv, out, lse, *tensors",
+    saved="qkv, out, lse, rest?, *tensors",
     saves=saves_qkv,
     gradients=gradients_qkv,
     backward=backward_qkv,

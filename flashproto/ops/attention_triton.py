@@ -185,9 +185,10 @@ def forward(
     num_splits: int = 0,
     max_score: Operand | None = None,
     entropy: Operand | None = None,
+    rest: Operand | None = None,
 ) -> None:
-    """Fill out, lse and the statistics that are not None, of some elements.  num_splits: of the keys at
-    most; 0, as many as are best."""
+    """Fill out, lse, the statistics that are not None, of some elements, and what rounding takes from
+    out, if it is not None.  num_splits: of the keys at most; 0, as many as are best."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
     if num_splits != 1 and attention_split.splits_keys(q, k, variant):
@@ -197,7 +198,8 @@ def forward(
         attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv, variant.kind)
-    given = given_to(recipe, variant, q, k, config.block_n, max_score=max_score, entropy=entropy)
+    made = {"max_score": max_score, "entropy": entropy, "rest": rest}
+    given = given_to(recipe, variant, q, k, config.block_n, **made)
     recipe.launch(
         attention_forward_kernel,
         programs(variant, Sq, config.block_m, B * Hq),
@@ -244,11 +246,12 @@ def backward(
     relative_bias: Operand | None = None,
     score_mod: Sequence[Operand | None] = (),
     entropy: tuple[Operand, Operand] | None = None,
+    rest: Operand | None = None,
 ) -> None:
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
     strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes, bias,
     relative_bias: the gradients of these; score_mod: those of its operands.  entropy: that of the rows,
-    and its gradient."""
+    and its gradient.  rest: of out."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     block_m = ROWS_BLOCK_M if Dv <= 256 else ROWS_BLOCK_M // 2
@@ -284,8 +287,9 @@ def backward(
     summed = relative_bias is not None or (bias is not None and not of_pairs)
     summed = summed or any(x is not None for x in score_mod)
     # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
-    anew = q.element_size() == 2 and (kind.DROPOUT or of_pairs or summed)
-    before = anew and (kind.DROPOUT or of_pairs)
+    dropped = kind.DROPOUT and rest is None
+    anew = q.element_size() == 2 and (dropped or of_pairs or summed)
+    before = anew and (dropped or of_pairs)
     if anew:
         more["beside_delta"] = recipe.make(rows)
     given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
@@ -303,7 +307,7 @@ def backward(
         *((0, 0, 0) if dlse is None else dlse.stride()),
         Hq,
         Sq_given,
-        given,
+        given if rest is None else given._replace(rest=rest),
         KIND=kind,
         HAS_DLSE=dlse is not None,
         SLOPES=slope_sums is not None,
@@ -462,7 +466,7 @@ def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) ->
     q, _, v, *_ = scores.tensors
     (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
     kind = scores.variant.kind
-    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv, kind)
+    config = configs.attention_backward_distances(capability(q.device), q.element_size(), D, Dv, kind)
     values = constants(config, q, Dv, kind)
     block = values.pop("BLOCK_M")
     del values["BLOCK_N"]
