@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..env import is_importable
 
 EPS = 1e-5
+FORWARD_ONLY = ("fa3",)  # contenders without a backward pass
+CUDNN_FLEX = "cudnn-flex"
 Function = Callable[..., Any]
 
 
@@ -157,6 +159,31 @@ def has_flash_attn_3(device: torch.device) -> bool:
     return device.type == "cuda" and is_importable("flash_attn_3._C")
 
 
+def flash_attn_3(
+    causal: bool = False, window: int = 0, cu_seqlens: Tensor | None = None, longest: int | None = None
+) -> Function:
+    """f(q, k, v [B, S, H, D], or [T, H, D] of sequences side by side, sinks [H] or None).
+
+    window: keys that a query sees, 0 for no bound.
+    """
+    importlib.import_module("flash_attn_3._C")
+    ops = torch.ops.flash_attn_3
+    given: dict[str, Any] = {"is_causal": causal, "num_splits": 1}
+    if window:
+        given |= {"window_size_left": window - 1, "window_size_right": 0}
+    if cu_seqlens is not None:
+        given |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    in_bfloat16 = functools.cache(lambda sinks: sinks.detach().bfloat16())  # what its kernels take
+
+    @torch.no_grad()
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        more = {"sinks": in_bfloat16(*sinks)} if sinks else {}
+        return ops.fwd(q, k, v, softmax_scale=q.shape[-1] ** -0.5, **given, **more)[0]
+
+    return call
+
+
 def flash_attn_3_cached(
     shape: Sequence[int],
     k: Tensor,
@@ -190,6 +217,47 @@ def flash_attn_3_cached(
         )[0]
 
     return call
+
+
+def has_cudnn_flex(device: torch.device) -> bool:
+    return device.type == "cuda" and is_importable("cudnn.flex_attention")
+
+
+def cudnn_flex(
+    keys: Tensor,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
+    max_score: bool = False,
+) -> Function:
+    """f(q, k, v [B, S, H, D], or [T, H, D] of sequences side by side, sinks [H] or None); the plan of
+    the mask is made in the first call.
+
+    keys: as visible.keys_of_queries has them.
+    max_score: whether each head's largest score is computed, too; it is not returned.
+    """
+    flex = importlib.import_module("cudnn.flex_attention")
+    given: dict[str, Any] = {}
+    if cu_seqlens is not None:
+        given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    plans: list[Any] = []
+    sunk = compiled(with_sinks)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        if not plans:
+            plans.append(flex.create_mask_plan(keys, q, k, v, **given))
+        attend = functools.partial(flex.flex_attn_func, q, k, v, mask_plan=plans[0])
+        if sinks:
+            return sunk(*attend(return_lse=True), *sinks)
+        return attend(return_max_logit=True)[0] if max_score else attend()
+
+    return call
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """out [B, S, H, D], whose softmaxes have this lse [B, H, S], with sinks [H] as one more score."""
+    share = torch.sigmoid(lse - sinks[:, None])
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
 
 
 def flash_attn_4_packed() -> Function:
