@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -300,6 +301,8 @@ def norm_peers(
         peers["compile"] = (lambda: compiled(eager), None)
     if is_importable("liger_kernel"):
         peers["liger"] = (_liger_layer_norm if kind == "layer" else _liger_rms_norm, None)
+    if has_liger_cutedsl():
+        peers["liger-cutedsl"] = (functools.partial(_liger_cutedsl_norm, kind), None)
     if is_importable("quack"):
         if kind == "layer":
             peers["quack"] = (_quack_layer_norm, torch.float32)
@@ -327,6 +330,25 @@ def _liger_rms_norm() -> Function:
 
     # Not in place: the backward pass would overwrite the gradient that the next call needs.
     return lambda x, weight, bias: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+def has_liger_cutedsl() -> bool:
+    """Whether Liger is there with its second set of kernels, and what compiles these."""
+    return is_importable("liger_kernel.backends.dispatch") and is_importable("cutlass.cute")
+
+
+def liger_cutedsl(name: str) -> Function:
+    """A function of liger_kernel.functional by kernels of CuTe DSL, an error where it has none."""
+    os.environ["LIGER_KERNEL_STRICT"] = "1"  # else Triton's, with a warning
+    functional = importlib.import_module("liger_kernel.functional")
+    return functools.partial(getattr(functional, name), impl="nvidia-cutedsl")
+
+
+def _liger_cutedsl_norm(kind: str) -> Function:
+    norm = liger_cutedsl(f"{kind}_norm")
+    if kind == "layer":
+        return lambda x, weight, bias: norm(x, weight, bias, EPS)
+    return lambda x, weight, bias: norm(x, weight, EPS)
 
 
 def _quack_rms_norm() -> Function:
