@@ -19,9 +19,11 @@ from . import __version__, backends
 PEERS = {  # import name: distribution
     "flash_attn.cute": "flash-attn-4",
     "flash_attn_3._C": "tokenspeed-fa3",
+    "cudnn.flex_attention": "nvidia-cudnn-frontend",
     "quack": "quack-kernels",
     "liger_kernel": "liger-kernel",
     "cut_cross_entropy": "cut-cross-entropy",
+    "cutlass": "nvidia-cutlass-dsl",  # no peer: several of them compile with it
 }
 VARIABLES = (
     "FLASHPROTO_IMPL",
@@ -149,7 +151,7 @@ def render(report: dict[str, Any]) -> str:
         for name, reasons in table.items():
             lines.append(f"  {name:<10}{'runs' if not reasons else 'no: ' + '; '.join(reasons)}")
     lines += ["", "peers for the benchmarks"]
-    lines += [f"  {name:<20}{version or 'not found'}" for name, version in report["peers"].items()]
+    lines += [f"  {name:<22}{version or 'not found'}" for name, version in report["peers"].items()]
     if report["variables"]:
         lines += ["", "environment variables"]
         lines += [f"  {name}={value}" for name, value in report["variables"].items()]

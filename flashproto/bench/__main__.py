@@ -73,6 +73,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--quick", action="store_true", help="few cells")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
+    add("--suffix", metavar="NAME", help="write DIR/SUBJECT_NAME.json: a run of other contenders")
     add("--resume", action="store_true", help="keep the cells that DIR's JSON holds, add the rest")
     add("--cells", metavar="REGEX", help="only cells whose name matches, such as 'D128 .* causal'")
     add("--contenders", metavar="REGEX", help="only contenders whose name matches")
@@ -103,11 +104,19 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--ahead", type=int, metavar="PROCESSES", help="compile in that many processes first")
     add("--compile-only", action="store_true", help="run every contender once and report nothing")
     add("--compile", action="store_true", help="torch.compile as a peer on a CPU too")
-    add("--peers-path", type=Path, metavar="DIR", help="a site directory that holds peers")
+    add(
+        "--peers-path",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a site directory that holds peers, taken before others of their names; may be repeated",
+    )
     add("--device", help="cuda, cuda:1 or cpu; default: cuda where there is one")
     options = parser.parse_args(arguments)
-    if options.peers_path is not None and not options.peers_path.is_dir():
-        parser.error(f"--peers-path is {options.peers_path}, which is no directory; unpack it first")
+    for path in options.peers_path:
+        if not path.is_dir():
+            parser.error(f"--peers-path is {path}, which is no directory; unpack it first")
     if options.repeats < 1:
         parser.error("--repeats takes at least 1")
     if options.drop_slower is not None and options.drop_slower < 1:
@@ -160,7 +169,8 @@ class Plan:
 
 def plan(subject: str, options: argparse.Namespace, device: torch.device) -> Plan:
     module = import_module(f".{subject}", __package__)
-    path = options.out / f"{subject}.json"
+    name = f"{subject}_{options.suffix}" if options.suffix else subject
+    path = options.out / f"{name}.json"
     data: dict[str, Any] = {"subject": subject, "runs": [], "cells": {}}
     if options.resume and path.exists():
         data = report.load(path, subject)
@@ -221,6 +231,12 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
             torch.cuda.empty_cache()
 
 
+def add_peers(path: Path) -> None:
+    """Make importable what a site directory holds, its .pth files' folders too, before all else."""
+    site.addsitedir(str(path))
+    sys.path.sort(key=lambda entry: not Path(entry).is_relative_to(path))
+
+
 def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
     """Command lines that compile what the plan's cells need: of cells alike together, where the
     module says which are, else of some cells each."""
@@ -231,9 +247,8 @@ def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
         families.setdefault(family, []).append(problem.key)
     arguments = [plan.subject, "--impl", ",".join(plan.impls)]
     arguments += ["--quick"] * options.quick + ["--compile"] * options.compile
-    for name in ("device", "peers_path"):
-        if getattr(options, name) is not None:
-            arguments += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
+    for option, values in (("--device", [options.device]), ("--peers-path", options.peers_path)):
+        arguments += [text for value in values if value is not None for text in (option, str(value))]
     compiled_ours = plan.impls if getattr(plan.module, "COMPILES_OURS", False) else ()
     return warm.commands(arguments, families, options.contenders, compiled_ours)
 
@@ -266,8 +281,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         import_module(f".{arguments[0]}", __package__).main(arguments[1:])
         return
     options = parse(arguments)
-    if options.peers_path is not None:
-        site.addsitedir(str(options.peers_path))
+    for path in reversed(options.peers_path):
+        add_peers(path.absolute())
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     # A graph that is kept for several backward passes cannot give its buffers away.
     functorch_config.donated_buffer = False

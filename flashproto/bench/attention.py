@@ -1,6 +1,8 @@
 """Attention, TFLOP/s: 16,384 tokens in all and H = 2048 / D, forward and backward.
 
-FLOPs are 4 B H S^2 D forward (half of it when causal) and 2.5 times that backward.
+FLOPs are 4 B H S^2 D forward (half of it when causal) and 2.5 times that backward.  "fa3" is
+FlashAttention-3 of PyPI's tokenspeed-fa3, which has no backward; "cudnn-flex" is cudnn.flex_attention
+of nvidia-cudnn-frontend.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ from torch import Tensor
 import flashproto
 
 from .. import reference
-from . import report
+from . import peers, report
 from .measure import DETERMINISTIC, Prepared, Work, compare
-from .peers import Function, attention_peers
+from .peers import Function
+from .visible import keys_before
 
 TOKENS = 16384
 WIDTH = 2048
@@ -303,7 +306,7 @@ def contenders(
     grad = torch.randn_like(q)
     sampled = Sampled(p, q, k, v, grad)
 
-    def prepare(make: Callable[[], Function], layout: str, deterministic: bool = False) -> Prepared:
+    def prepare(make: Callable[[], Function], layout: str, **told: bool) -> Prepared:
         def to_layout(t: Tensor) -> Tensor:
             return t if layout == "BHSD" else t.transpose(1, 2)
 
@@ -316,9 +319,7 @@ def contenders(
         def check(out: Tensor, grads: Sequence[Tensor] | None) -> str | None:
             return sampled.check(to_layout(out), grads and [to_layout(t) for t in grads])
 
-        return Prepared(
-            lambda: function(*leaves), leaves, to_layout(grad).contiguous(), check, deterministic
-        )
+        return Prepared(lambda: function(*leaves), leaves, to_layout(grad).contiguous(), check, **told)
 
     def ours(impl: str) -> Function:
         return partial(flashproto.attention, causal=p.causal, impl=impl)
@@ -330,7 +331,23 @@ def contenders(
             made[f"flashproto[{impl}]{DETERMINISTIC}"] = partial(
                 prepare, partial(ours, impl), "BHSD", deterministic=True
             )
-    gqa = p.Hq != p.Hkv
-    for name, (make, layout) in attention_peers(p.causal, p.S, gqa, device, with_compile).items():
-        made[name] = partial(prepare, make, layout)
+    for name, (make, layout) in others(p, device, with_compile).items():
+        made[name] = partial(prepare, make, layout, forward_only=name in peers.FORWARD_ONLY)
+    return made
+
+
+def others(
+    p: Problem, device: torch.device, with_compile: bool
+) -> dict[str, tuple[Callable[[], Function], str]]:
+    """The peers, as peers.attention_peers has them."""
+    made = peers.attention_peers(p.causal, p.S, p.Hq != p.Hkv, device, with_compile)
+    if peers.has_flash_attn_3(device):
+        made["fa3"] = partial(peers.flash_attn_3, p.causal), "BSHD"
+    if peers.has_cudnn_flex(device):
+
+        def cudnn_flex() -> Function:
+            keys = keys_before([p.S] * p.B)
+            return peers.cudnn_flex((keys if p.causal else torch.full_like(keys, p.S)).to(device))
+
+        made[peers.CUDNN_FLEX] = cudnn_flex, "BSHD"
     return made

@@ -4,6 +4,9 @@ Forward is the loss alone, as an evaluation computes it: every contender runs it
 Where gradients are recorded, some contenders do part of the backward pass's work in the forward pass
 already (flashproto all of it: two passes over the logits' memory where the count above is three), so
 that only forward and backward together compare like with like.
+
+Liger's cutedsl kernel writes the gradient over the logits: the first of its calls is checked, and later
+ones are timed on what it has left there, which is as much work.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ import flashproto
 from ..env import is_importable
 from . import report
 from .measure import Prepared, Work, compare
-from .peers import Function, compiled
+from .peers import Function, compiled, has_liger_cutedsl, liger_cutedsl
 
 SHAPES = ((32768, 50304), (8192, 128256), (8192, 32768))
 
@@ -63,7 +66,7 @@ def in_float32(x: Tensor, targets: Tensor) -> Tensor:
 def contenders(
     p: Problem, device: torch.device, impls: Sequence[str], with_compile: bool
 ) -> dict[str, Callable[[], Prepared]]:
-    """flashproto's backends and every peer that leaves the logits alone (Liger writes over them)."""
+    """flashproto's backends and every peer, but Liger's Triton kernel."""
     x = torch.randn(p.M, p.V, device=device, dtype=p.dtype)
     targets = torch.randint(p.V, (p.M,), device=device)
     one = torch.ones((), device=device)
@@ -91,6 +94,11 @@ def contenders(
 
         return cross_entropy
 
+    def liger() -> Function:
+        loss = liger_cutedsl("cross_entropy")
+        # It looks at the leaf alone for whether a gradient is wanted.
+        return lambda x, targets: loss(x if torch.is_grad_enabled() else x.detach(), targets)[0]
+
     made: dict[str, Callable[[], Prepared]] = {}
     for impl in impls:
         made[f"flashproto[{impl}]"] = partial(prepare, partial(ours, impl))
@@ -99,4 +107,6 @@ def contenders(
         made["compile"] = partial(prepare, lambda: compiled(in_float32))
     if is_importable("quack"):
         made["quack"] = partial(prepare, quack)
+    if has_liger_cutedsl():
+        made["liger-cutedsl"] = partial(prepare, liger)
     return made

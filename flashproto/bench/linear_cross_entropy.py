@@ -3,6 +3,9 @@
 Forward is the loss alone, under torch.no_grad() for every contender.  Forward and backward give the
 gradients of the hidden states and of the output matrix; memory is the peak of such a pass beyond the
 inputs, both gradients counted.
+
+Liger has two functions for Hopper GPUs in its cutedsl kernels: of the mean loss, for vocabularies of
+whole tiles, and "scaled" of each token's loss, whose mean torch takes.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import flashproto
 
 from ..env import is_importable
 from .measure import OURS, Prepared, Work, compare
-from .peers import Function, compiled
+from .peers import Function, compiled, has_liger_cutedsl
 
 # Tokens, width, vocabulary; the last is that of GPT-2, an odd number.
 SHAPES = ((32768, 768, 50304), (16384, 4096, 128256), (32768, 768, 50257))
@@ -135,6 +138,8 @@ def contenders(
         module = {"liger": "liger_kernel", "quack": "quack"}.get(name, "cut_cross_entropy")
         if device.type == "cuda" and is_importable(module):
             made[name] = partial(prepare, make)
+    if device.type == "cuda" and has_liger_cutedsl():
+        made |= {name: partial(prepare, make) for name, make in LIGER_CUTEDSL.items()}
     return made
 
 
@@ -142,6 +147,22 @@ def liger() -> Function:
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
     return lambda h, weight, targets: LigerFusedLinearCrossEntropyFunction.apply(h, weight, targets)[0]
+
+
+def liger_cutedsl() -> Function:
+    from liger_kernel.ops.cutedsl.ops import fused_linear_cross_entropy_sm90 as sm90
+
+    return sm90.LigerFusedLinearCrossEntropySM90Function.apply
+
+
+def liger_cutedsl_scaled() -> Function:
+    from liger_kernel.ops.cutedsl.ops import fused_scaled_cross_entropy_sm90 as sm90
+
+    losses = sm90.LigerFusedScaledCrossEntropySM90Function.apply
+    return lambda h, weight, targets: losses(h, weight, targets).mean()
+
+
+LIGER_CUTEDSL = {"liger-cutedsl": liger_cutedsl, "liger-cutedsl-scaled": liger_cutedsl_scaled}
 
 
 def quack() -> Function:

@@ -36,6 +36,7 @@ class Prepared:
     deterministic: whether the backward pass, the only one timed then, runs under
         torch.use_deterministic_algorithms(True).
     share: its work over the cell's, where it does another.
+    forward_only: whether it has no backward pass.
     """
 
     call: Callable[[], Any]
@@ -44,6 +45,7 @@ class Prepared:
     check: Callable[[Any, Sequence[Tensor] | None], str | None]
     deterministic: bool = False
     share: float = 1.0
+    forward_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def measure_cell(
             continue
         if not prepared.deterministic:  # which changes the backward pass alone
             calls["forward"][name] = forward
-        if work.forward_only:
+        if work.forward_only or prepared.forward_only:
             continue
         try:
             backward = backward_call(prepared, out, work.step)

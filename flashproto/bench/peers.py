@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..env import is_importable
 
 EPS = 1e-5
+FORWARD_ONLY = ("fa3",)  # contenders without a backward pass
+CUDNN_FLEX = "cudnn-flex"
 Function = Callable[..., Any]
 
 
@@ -157,6 +160,31 @@ def has_flash_attn_3(device: torch.device) -> bool:
     return device.type == "cuda" and is_importable("flash_attn_3._C")
 
 
+def flash_attn_3(
+    causal: bool = False, window: int = 0, cu_seqlens: Tensor | None = None, longest: int | None = None
+) -> Function:
+    """f(q, k, v [B, S, H, D], or [T, H, D] of sequences side by side, sinks [H] or None).
+
+    window: keys that a query sees, 0 for no bound.
+    """
+    importlib.import_module("flash_attn_3._C")
+    ops = torch.ops.flash_attn_3
+    given: dict[str, Any] = {"is_causal": causal, "num_splits": 1}
+    if window:
+        given |= {"window_size_left": window - 1, "window_size_right": 0}
+    if cu_seqlens is not None:
+        given |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    in_bfloat16 = functools.cache(lambda sinks: sinks.detach().bfloat16())  # what its kernels take
+
+    @torch.no_grad()
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        more = {"sinks": in_bfloat16(*sinks)} if sinks else {}
+        return ops.fwd(q, k, v, softmax_scale=q.shape[-1] ** -0.5, **given, **more)[0]
+
+    return call
+
+
 def flash_attn_3_cached(
     shape: Sequence[int],
     k: Tensor,
@@ -190,6 +218,47 @@ def flash_attn_3_cached(
         )[0]
 
     return call
+
+
+def has_cudnn_flex(device: torch.device) -> bool:
+    return device.type == "cuda" and is_importable("cudnn.flex_attention")
+
+
+def cudnn_flex(
+    keys: Tensor,
+    cu_seqlens: Tensor | None = None,
+    longest: int | None = None,
+    max_score: bool = False,
+) -> Function:
+    """f(q, k, v [B, S, H, D], or [T, H, D] of sequences side by side, sinks [H] or None); the plan of
+    the mask is made in the first call.
+
+    keys: as visible.keys_of_queries has them.
+    max_score: whether each head's largest score is computed, too; it is not returned.
+    """
+    flex = importlib.import_module("cudnn.flex_attention")
+    given: dict[str, Any] = {}
+    if cu_seqlens is not None:
+        given = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
+        given |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
+    plans: list[Any] = []
+    sunk = compiled(with_sinks)
+
+    def call(q: Tensor, k: Tensor, v: Tensor, *sinks: Tensor) -> Tensor:
+        if not plans:
+            plans.append(flex.create_mask_plan(keys, q, k, v, **given))
+        attend = functools.partial(flex.flex_attn_func, q, k, v, mask_plan=plans[0])
+        if sinks:
+            return sunk(*attend(return_lse=True), *sinks)
+        return attend(return_max_logit=True)[0] if max_score else attend()
+
+    return call
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """out [B, S, H, D], whose softmaxes have this lse [B, H, S], with sinks [H] as one more score."""
+    share = torch.sigmoid(lse - sinks[:, None])
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
 
 
 def flash_attn_4_packed() -> Function:
@@ -232,6 +301,8 @@ def norm_peers(
         peers["compile"] = (lambda: compiled(eager), None)
     if is_importable("liger_kernel"):
         peers["liger"] = (_liger_layer_norm if kind == "layer" else _liger_rms_norm, None)
+    if has_liger_cutedsl():
+        peers["liger-cutedsl"] = (functools.partial(_liger_cutedsl_norm, kind), None)
     if is_importable("quack"):
         if kind == "layer":
             peers["quack"] = (_quack_layer_norm, torch.float32)
@@ -259,6 +330,25 @@ def _liger_rms_norm() -> Function:
 
     # Not in place: the backward pass would overwrite the gradient that the next call needs.
     return lambda x, weight, bias: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+
+def has_liger_cutedsl() -> bool:
+    """Whether Liger is there with its second set of kernels, and what compiles these."""
+    return is_importable("liger_kernel.backends.dispatch") and is_importable("cutlass.cute")
+
+
+def liger_cutedsl(name: str) -> Function:
+    """A function of liger_kernel.functional by kernels of CuTe DSL, an error where it has none."""
+    os.environ["LIGER_KERNEL_STRICT"] = "1"  # else Triton's, with a warning
+    functional = importlib.import_module("liger_kernel.functional")
+    return functools.partial(getattr(functional, name), impl="nvidia-cutedsl")
+
+
+def _liger_cutedsl_norm(kind: str) -> Function:
+    norm = liger_cutedsl(f"{kind}_norm")
+    if kind == "layer":
+        return lambda x, weight, bias: norm(x, weight, bias, EPS)
+    return lambda x, weight, bias: norm(x, weight, EPS)
 
 
 def _quack_rms_norm() -> Function:

@@ -24,6 +24,8 @@ TITLES = {
     "torch": "PyTorch",
     "compile": "torch.compile",
     "liger": "Liger",
+    "liger-cutedsl": "Liger's cutedsl",
+    "liger-cutedsl-scaled": "Liger's cutedsl, scaled",
     "(plain, hopper)": "plainer problem, hopper",
     "(plain, triton)": "plainer problem, triton",
 }

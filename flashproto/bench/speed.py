@@ -45,7 +45,9 @@ PACKAGES = {  # of contenders, as a run's environment names them
     "quack": "quack",
     "liger": "liger_kernel",
     "cut-cross-entropy": "cut_cross_entropy",
+    "cudnn-flex": "cudnn.flex_attention",
 }
+BY_CUTLASS = ("fa4", "flex-flash", "quack", "liger-cutedsl", "cudnn-flex")  # what compiles with its DSL
 
 Results = dict[str, dict[str, Any]]  # by subject
 
@@ -80,6 +82,8 @@ def peers(run: dict[str, Any], names: Sequence[str]) -> str:
     """The packages that the contenders are of, with their versions."""
     found = run["environment"]["peers"]
     versions = {name: found.get(PACKAGES[name]) for name in names if name in PACKAGES}
+    if any(name in BY_CUTLASS for name in names):
+        versions["CUTLASS DSL"] = found.get("cutlass")
     return ", ".join(f"{title(name)} {version}" for name, version in versions.items() if version)
 
 
@@ -187,6 +191,11 @@ that are medians themselves. On a GPU device time counts, with the L2 cache flus
 except where a section says otherwise. Forward is timed with gradients wanted, as in training. Tensors
 are bfloat16 where nothing else is said.
 
+Peers that are left out: FlashInfer, which compiles its kernels on the machine, with an nvcc that these
+machines lack; FlashAttention-3's backward, which its wheel on PyPI lacks; ffpa-attn, whose own kernels
+are for head dims over 256, which no table has. A peer whose CUTLASS DSL is another version than the
+others' is measured in a process of its own, with flashproto once more beside it, in a table of its own.
+
 How to read it: figures of one table compare, those of different runs do not, since machines and clocks
 differ. "Times the fastest peer" is the fastest peer's time over that of the fastest flashproto; below 1
 the peer is faster. `flashproto[hopper]` is the backend of that name, which attention takes on an H100
@@ -200,10 +209,19 @@ def prose(module: Any) -> str:
     return re.sub(r"(?m)^ +", "", module.__doc__).strip().replace("*", "\\*")
 
 
-def section(subject: str, data: dict[str, Any]) -> Iterator[str]:
-    cells = data["cells"]
+def section(subject: str, files: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The tables of a subject's files, each of which compares other contenders."""
     yield f"## {SECTIONS.get(subject, subject)}: `{subject}`"
     yield prose(import_module(f".{subject}", __package__))
+    for number, data in enumerate(files):
+        if number:
+            yield "Beside other peers, in a process of their own:"
+        yield from tables(subject, data)
+
+
+def tables(subject: str, data: dict[str, Any]) -> Iterator[str]:
+    """When and with what a file was measured, its tables, and what they come to."""
+    cells = data["cells"]
     yield provenance(data["runs"], report.contenders(cells))
     for unit in dict.fromkeys(cell["unit"] for cell in cells.values()):
         of_unit = {key: cell for key, cell in cells.items() if cell["unit"] == unit}
@@ -344,11 +362,13 @@ def page(found: list[Results], pictures: Sequence[str]) -> str:
     for results in found:
         if len(found) > 1:
             parts.append(f"# {card(next(iter(results.values()))['runs'][-1])}")
-        known = [subject for subject in SECTIONS if subject in results]
-        others = [subject for subject in results if subject not in SECTIONS]
-        for subject in [*known, *others]:
-            if subject not in APART and results[subject].get("cells"):
-                parts += section(subject, results[subject])
+        files: dict[str, list[dict[str, Any]]] = {subject: [] for subject in SECTIONS}
+        for name, data in results.items():
+            if name not in APART and data.get("cells"):
+                files.setdefault(data["subject"], []).append(data)
+        for subject, found_there in files.items():
+            if found_there:
+                parts += section(subject, found_there)
         for subject, of_subject in APART.items():
             if subject in results:
                 parts += of_subject(results[subject])

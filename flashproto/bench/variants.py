@@ -4,11 +4,16 @@ of branches, softcap, sinks, ALiBi, padded keys.
 FLOPs are 4 D for each pair of a query and a key that it sees, in each head, and 2.5 times that
 backward: what a tile computes of hidden pairs counts as nothing.  All is causal but padding's mask.
 "flashproto[...]" is attention with a mask, of padding scaled_dot_product_attention; "varlen" is
-attention_varlen, and flash-attn-4's function of that name where there are several sequences.
+attention_varlen, and flash-attn-4 and "fa3" take several sequences in that way.
 "(plain, ...)", the plainer problem, is flashproto, too: a batch of sequences of equal length with as
 many tokens, causal attention instead of the tree, the same scores unchanged.  Masks, FlexAttention's
 block mask and where sequences start are made outside the timing.  Slopes of ALiBi have no gradient
 here, sinks have theirs.
+
+"fa3" is FlashAttention-3 of PyPI's tokenspeed-fa3, which has no backward.  "cudnn-flex" is
+cudnn.flex_attention of nvidia-cudnn-frontend, whose masks are intervals of keys for each query.  It has
+sinks by its log-sum-exp, in a kernel that torch.compile makes, and its max_score is one number for each
+head, which is not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +30,12 @@ from torch.nn.attention import SDPBackend
 import flashproto
 
 from .. import backends
-from ..mask_values import TILE
 from ..reference.mask_table import packed
-from . import peers, report
+from . import peers
 from .attention import Sampled
 from .measure import OURS, PLAIN, VARLEN, Prepared
-from .peers import Function
+from .peers import CUDNN_FLEX, Function
+from .variant_goals import goals
 from .variant_problems import (
     BLOCK,
     DROPOUT,
@@ -41,6 +46,7 @@ from .variant_problems import (
     boolean,
     global_sizes,
     learned,
+    mask_of,
     numbers,
     options,
     pairs,
@@ -49,9 +55,9 @@ from .variant_problems import (
     real_keys,
     slopes,
     starts,
-    tiles,
     work,
 )
+from .visible import keys_before, keys_of_queries
 
 __all__ = ["contenders", "family", "goals", "problems", "work"]
 
@@ -61,7 +67,9 @@ SDPA = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
 }
 SAMPLED = ("softcap", "alibi_slopes", "relative_offset", "dropout_p", "dropout_seed")
-OF_FLASH_ATTN_4 = ("", "softcap", "sinks")
+OF_FLASH_ATTN_4 = ("", "softcap", "sinks")  # scores
+OF_FLASH_ATTN_3 = ("", "sinks")
+OF_CUDNN_FLEX = ("", "sinks", "max_score")
 
 
 def family(p: Problem) -> str:
@@ -119,7 +127,7 @@ def ours(p: Problem, device: torch.device, impl: str) -> dict[str, tuple[Functio
     call = attention(impl, options(p, device), LEARNED.get(p.score))
     made = {"": (call, LAYOUTS["BHSD"])}
     if p.packed:
-        cu, longest = starts(p, device), max(p.lengths)
+        cu, longest = apart(p, device)
 
         def varlen(q: Tensor, k: Tensor, v: Tensor) -> Any:
             return flashproto.attention_varlen(
@@ -128,6 +136,11 @@ def ours(p: Problem, device: torch.device, impl: str) -> dict[str, tuple[Functio
 
         made[VARLEN] = varlen, LAYOUTS["THD"]
     return made
+
+
+def apart(p: Problem, device: torch.device) -> tuple[Tensor, int]:
+    """Of sequences side by side where each starts, and the length of the longest."""
+    return starts(p, device), max(p.lengths)
 
 
 def plain(p: Problem, device: torch.device, impl: str) -> tuple[Function, Layout]:
@@ -228,20 +241,41 @@ def others(
             return peers.flex_attention(*mods, batch, p.S, gqa, device, **options)
 
         made["flex"] = flex, "BHSD"
-        if p.kind in ("block diffusion", "global tokens") and peers.has_flex_flash(device):
+        if p.kind != "full" and not p.score and peers.has_flex_flash(device):
             made["flex-flash"] = partial(flex, kernel_options={"BACKEND": "FLASH"}), "BHSD"
-    if peers.has_flash_attn_4(device) and p.kind == "sequences" and p.score in OF_FLASH_ATTN_4:
+    if peers.has_cudnn_flex(device) and p.kind != "boolean" and p.score in OF_CUDNN_FLEX:
+        made |= cudnn_flex(p, device)
+    if p.kind != "sequences":
+        return made
+    if peers.has_flash_attn_3(device) and p.score in OF_FLASH_ATTN_3 and not p.Dv:
+        given = dict(zip(("cu_seqlens", "longest"), apart(p, device), strict=True)) if p.packed else {}
+        fa3 = partial(peers.flash_attn_3, causal=True, window=p.window, **given)
+        made["fa3"] = fa3, "THD" if p.packed else "BSHD"
+    if peers.has_flash_attn_4(device) and p.score in OF_FLASH_ATTN_4:
         given = {"causal": True}
         if p.window:
             given["window_size"] = (p.window - 1, 0)
         if p.score == "softcap":
             given["softcap"] = SOFTCAP
         if p.packed:
-            cu = starts(p, device)
-            made["fa4"] = partial(peers.flash_attn_4_varlen, cu, max(p.lengths), **given), "THD"
+            made["fa4"] = partial(peers.flash_attn_4_varlen, *apart(p, device), **given), "THD"
         else:
             made["fa4"] = partial(peers.flash_attn_4, **given), "BSHD"
     return made
+
+
+def cudnn_flex(p: Problem, device: torch.device) -> dict[str, tuple[Callable[[], Function], str]]:
+    """By a mask and, of sequences side by side, by where they start."""
+
+    def masked() -> Function:
+        keys = keys_of_queries(mask_of(p), p.B, p.S, p.S).to(device)
+        return peers.cudnn_flex(keys, max_score=p.score == "max_score")
+
+    def varlen() -> Function:
+        return peers.cudnn_flex(keys_before(p.lengths).to(device), *apart(p, device))
+
+    made: dict[str, tuple[Callable[[], Function], str]] = {CUDNN_FLEX: (masked, "BSHD")}
+    return made | ({f"{CUDNN_FLEX}{VARLEN}": (varlen, "THD")} if p.packed else {})
 
 
 def contenders(
@@ -272,7 +306,11 @@ def contenders(
         return Sampled(problem, q, k, v, grad, **variant)
 
     def prepare(
-        problem: Problem, make: Callable[[], Function], layout: Layout, own_dropout: bool = False
+        problem: Problem,
+        make: Callable[[], Function],
+        layout: Layout,
+        own_dropout: bool = False,
+        forward_only: bool = False,
     ) -> Prepared:
         to, back = layout
         leaves = [
@@ -291,7 +329,8 @@ def contenders(
             return sampled(problem).check(back(out), grads, *aux)
 
         share = pairs(problem) / pairs(p)
-        return Prepared(lambda: function(*leaves), leaves, to(grad).contiguous(), check, share=share)
+        call = partial(function, *leaves)
+        return Prepared(call, leaves, to(grad).contiguous(), check, False, share, forward_only)
 
     def made_outside(function: Function) -> Callable[[], Function]:
         return lambda: function
@@ -307,103 +346,6 @@ def contenders(
             function, layout = plain(simple, device, impl)
             made[f"{PLAIN}, {impl})"] = partial(prepare, simple, made_outside(function), layout)
     for name, (make, form) in others(p, device, with_compile).items():
-        made[name] = partial(prepare, p, make, LAYOUTS[form], p.score == "dropout")
+        told = p.score == "dropout", name in peers.FORWARD_ONLY
+        made[name] = partial(prepare, p, make, LAYOUTS[form], *told)
     return made
-
-
-# --- goals ---------------------------------------------------------------------------------------
-
-
-OWN = "(plain, own)"  # the plainer problem by the backend that is compared
-
-
-class Goal(NamedTuple):
-    """cell: how its name begins.  ours: what is behind flashproto[impl].  against: another contender,
-    PLAIN for the fastest of these, or OWN.  forward, backward: how many times its TFLOP/s are wanted,
-    None to be told alone.  impl: the backend, by default the fastest; a goal of hopper is none in cells
-    that it does not take, and one of triton is one there alone."""
-
-    cell: str
-    ours: str
-    against: str
-    forward: float | None
-    backward: float | None
-    impl: str = ""
-
-
-GOALS = (
-    Goal("window 1024 D128 ", "", "fa4", 1.05, 1.0),
-    *(Goal("8 documents of 2048 D128 ", how, "fa4", 1.05, 1.05) for how in ("", VARLEN)),
-    *(Goal("8 documents of 2048 D128 ", how, PLAIN, 0.9, 0.9) for how in ("", VARLEN)),
-    Goal("16 sequences of 128 to 4096 D128 ", VARLEN, PLAIN, 0.9, 0.9),
-    Goal("tree of 8x1024 on 4096 D128 ", "", PLAIN, 0.85, 0.8),
-    Goal("softcap 30 D128 ", "", "fa4", 1.5, 1.15),
-    Goal("sinks D128 ", "", PLAIN, 0.95, 0.95),
-    Goal("ALiBi D128 ", "", PLAIN, 0.95, 0.95),
-    Goal("bias D128 ", "", "flex", 1.2, 1.2, "hopper"),
-    Goal("bias D128 ", "", OWN, 0.8, 0.65, "triton"),
-    Goal("relative bias 257 D128 ", "", OWN, 0.85, 0.7),
-    *(Goal(f"boolean {how} D128 ", "", "flex", 1.3, 1.2) for how in ("0.9", "tiles")),
-    Goal("block diffusion 16 D128 ", "", "flex-flash", 1.1, 1.1),
-    Goal("global tokens D128 ", "", "flex-flash", 1.1, 1.1),
-    Goal("dropout 0.1 D128 ", "", PLAIN, 0.75, 0.75),
-    Goal("causal D192/128 ", "", "flex", None, None),
-    Goal("max_score D128 ", "", PLAIN, None, None),
-)
-
-
-def goals(data: dict[str, Any]) -> str:
-    """The cells that have goals against them, and what their masks cost in whole tiles."""
-    known = {p.key: p for p in problems(False, torch.device("cuda"))}
-    rows, missed, wanted_in_all = [], 0, 0
-    for goal in GOALS:
-        key = next((key for key in data["cells"] if key.startswith(goal.cell)), None)
-        for which in ("forward", "backward"):
-            wanted = getattr(goal, which)
-            results = data["cells"][key]["passes"].get(which, {}) if key else {}
-            found = reached(results, goal)
-            if not is_goal(results, goal) or (found is None and wanted is None):
-                continue
-            wanted_in_all += wanted is not None
-            if found is None:
-                rows.append(f"{goal.cell}{which}: not measured beside {goal.against}")
-                missed += 1
-                continue
-            own, best, ratio = found
-            text = f"{key:<42} {which:<9} {own:<26} {ratio:6.3f} x {best:<16} "
-            if wanted is not None:
-                text += f"wanted {wanted:<5}{'yes' if ratio >= wanted else 'NO'}"
-                missed += ratio < wanted
-            rows.append(text.rstrip())
-    for key in data["cells"]:
-        if key in known:
-            p, simple = known[key], plainer(known[key])
-            text = f"{key:<42} tiles of {TILE} hold {tiles(p):.3f} times the visible pairs"
-            rows.append(text + (f", the plain ones {tiles(simple):.3f}" if simple else ""))
-    return "\n".join([*rows, f"below a goal: {missed} of {wanted_in_all}"])
-
-
-def is_goal(results: dict[str, Any], goal: Goal) -> bool:
-    """Whether it is one of a pass with these results: of hopper where it takes the cell, of triton
-    where hopper does not."""
-    error = results.get(f"{OURS}[hopper]", {"error": "BackendError"}).get("error", "")
-    taken = not error.startswith("BackendError")
-    return {"hopper": taken, "triton": not taken}.get(goal.impl, True)
-
-
-def reached(results: dict[str, Any], goal: Goal) -> tuple[str, str, float] | None:
-    """Of one pass our fastest contender that the goal is of, the one it is against, and the ratio of
-    their TFLOP/s; None if either has no time."""
-    timed = {n: r for n, r in results.items() if "ms" in r}
-    own = {n: r for n, r in timed.items() if n.startswith(f"{OURS}[{goal.impl}")}
-    own = {n: r for n, r in own.items() if n.partition("]")[2] == goal.ours}
-    if not own:
-        return None
-    name = report.fastest(own)
-    impl = name[len(OURS) + 1 :].partition("]")[0]
-    against = f"{PLAIN}, {impl})" if goal.against == OWN else goal.against
-    peer = {n: r for n, r in timed.items() if against in (n, n[: len(PLAIN)])}
-    if not peer:
-        return None
-    best = report.fastest(peer)
-    return name, best, own[name]["value"] / peer[best]["value"]

@@ -1,7 +1,9 @@
-"""How many pairs of a query and a key a mask shows, counted on the host: by an interval for each key,
-or one by one where a mask has none."""
+"""What a mask shows, on the host: how many pairs of a query and a key, counted by an interval for each
+key, or one by one where a mask has none; and intervals of keys for each query."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,3 +54,29 @@ def visited_pairs(mask: masks.Mask, B: int, H: int, Sq: int, Sk: int, tile: int 
         at = torch.where(seen.bool(), edge, nowhere)
         more.index_put_((row, key_tile, at), sign * seen, accumulate=True)
     return int((more.cumsum(-1) > 0).sum()) * tile**2
+
+
+def keys_of_queries(mask: masks.Mask, B: int, Sq: int, Sk: int) -> Tensor:
+    """int32 [1, n, B * Sq], n odd, of a mask that all heads share: what a query sees are the keys of
+    [0, F[0]), [F[1], F[2]), [F[3], F[4]) ...; the intervals that it has no use for are empty, at Sk."""
+    rows, places, keys, most = [], [], [], 1
+    for i in range(0, Sq, ROWS):
+        seen = mask.visible(Sq, Sk, range(i, min(i + ROWS, Sq)))
+        seen = seen.expand(B, 1, -1, Sk)[:, 0]
+        # Between a visible key in front and a hidden one behind, changes are the ends in their order.
+        edge = seen.new_ones(B, seen.shape[1], 1)
+        changes = torch.cat([edge, seen], -1) != torch.cat([seen, ~edge], -1)
+        count = changes.sum(-1).flatten()
+        b, row, key = changes.nonzero(as_tuple=True)
+        rows.append(b * Sq + i + row)
+        places.append(torch.arange(len(key)) - (count.cumsum(0) - count).repeat_interleave(count))
+        keys.append(key.int())
+        most = max(most, int(count.max()))
+    made = torch.full((1, most, B * Sq), Sk, dtype=torch.int32)
+    made[0, torch.cat(places), torch.cat(rows)] = torch.cat(keys)
+    return made
+
+
+def keys_before(lengths: Sequence[int]) -> Tensor:
+    """The same of sequences side by side whose masks are causal, with keys counted in each."""
+    return torch.cat([torch.arange(1, n + 1, dtype=torch.int32) for n in lengths])[None, None]

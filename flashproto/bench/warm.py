@@ -76,7 +76,7 @@ def compile_once(contenders: Mapping[str, Callable[[], Prepared]], work: Work) -
         try:
             prepared: Any = make()
             out = forward_call(prepared, work)()
-            if not work.forward_only:
+            if not (work.forward_only or prepared.forward_only):
                 backward_call(prepared, out, work.step)()
         except Exception as error:
             print(f"error of {name}: {one_line(error)}", flush=True)
