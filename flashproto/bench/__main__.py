@@ -27,10 +27,10 @@ import torch
 import torch._functorch.config as functorch_config
 
 from .. import backends
-from ..env import environment, render
+from ..env import environment, peak_flops, render
 from . import first_calls, plots, report, warm
 from .ceilings import copy_speed, measure_ceilings
-from .measure import measure_cell
+from .measure import Work, measure_cell
 from .timing import make_timer
 
 SUBJECTS = (
@@ -212,6 +212,9 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
             cell["ceiling"] = copy_speed(work.copied, device, timer)
         elif work.unit == "TFLOP/s":
             cell["ceiling"] = ceilings["matmul_tflop_s"]
+        peak = value_at_peak(work, device)
+        if peak is not None:
+            cell["peak"] = peak
         cells[problem.key] = cell
         report.save(plan.path, plan.data)
         print_cell(problem.key, results, work.unit)
@@ -219,6 +222,15 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def value_at_peak(work: Work, device: torch.device) -> float | None:
+    """A step's value at the card's dense bfloat16 peak, which is an MFU of 1; None where either is not
+    known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None or work.flops is None or work.backward is None:
+        return None
+    return work.backward / (work.flops / peak * 1e3)
 
 
 def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
@@ -243,8 +255,9 @@ def conclude(plan: Plan, goals: bool = False) -> None:
     cells = plan.data["cells"]
     for which in report.passes(cells):
         print("\n" + report.table(cells, which))
-    if hasattr(plan.module, "conclusion"):
-        print("\n" + plan.module.conclusion(plan.data))
+    said = plan.module.conclusion(plan.data) if hasattr(plan.module, "conclusion") else ""
+    if said:
+        print("\n" + said)
     if goals and hasattr(plan.module, "goals"):
         print("\n" + plan.module.goals(plan.data))
     machine = plan.data["runs"][-1]["environment"]
