@@ -178,6 +178,8 @@ def contenders(
     plan: Plan, problem: Any, options: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     torch._dynamo.reset()  # compiled peers of the last cell, and their limit on recompilation
+    # A graph that is kept for several backward passes cannot give its buffers away.
+    functorch_config.donated_buffer = plan.module.work(problem).step
     with_compile = device.type == "cuda" or options.compile
     made = plan.module.contenders(problem, device, plan.impls, with_compile)
     return {n: m for n, m in made.items() if re.search(options.contenders or "", n)}
@@ -282,8 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.peers_path is not None:
         site.addsitedir(str(options.peers_path))
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # A graph that is kept for several backward passes cannot give its buffers away.
-    functorch_config.donated_buffer = False
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     print(render(environment()), "\n")
     if device.type != "cuda":
