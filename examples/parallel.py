@@ -280,7 +280,7 @@ class World:
         else:
             # Where another process has failed, what is seen here is a lost connection, and torchrun
             # asks this process to end: mostly it has done so, or it does so soon.
-            first = str(error).partition("\n")[0]
+            first = str(error).partition("\n")[0].partition(" This is typically")[0]
             self.note(f"{type(error).__name__}: {first} Go on with: {self.command()}")
             code = 1
             for number in (signal.SIGINT, signal.SIGTERM):
