@@ -13,20 +13,9 @@ from text_data import Corpus
 from torch import Tensor
 from watch import MaxScores
 
+from flashproto import env
 from flashproto.nn import GPT
 
-# Dense bfloat16 tensor-core peak in FLOP/s by a part of the device's name, from the data sheets.
-PEAK_FLOPS = {
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090": 165e12,
-}
 LONG_STEP = 60  # seconds of which a run warns
 
 
@@ -51,8 +40,7 @@ def peak_flops(settings: Settings) -> float | None:
     """Of the device with the run's dtype; None where that is not known."""
     if settings.dtype != "bfloat16":
         return None
-    name = device_name(settings.device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    return env.peak_flops(device_name(settings.device))
 
 
 def compiles(settings: Settings) -> bool:

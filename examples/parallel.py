@@ -280,15 +280,23 @@ class World:
         else:
             # Where another process has failed, what is seen here is a lost connection, and torchrun
             # asks this process to end: mostly it has done so, or it does so soon.
-            first = str(error).partition("\n")[0]
+            first = str(error).partition("\n")[0].partition(" This is typically")[0]
             self.note(f"{type(error).__name__}: {first} Go on with: {self.command()}")
             code = 1
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             if not self.stop:
                 time.sleep(PATIENCE)
-                traceback.print_exc()
-                self.note(f"{traceback.format_exc()}Go on with: {self.command()}")
+                if is_lost_connection(error):
+                    said = (
+                        "another process has ended, or has not answered for "
+                        f"{TIMEOUT.seconds} seconds ({first}); go on with: {self.command()}"
+                    )
+                    print(f"{Path(sys.argv[0]).name}: rank {self.rank}: {said}", file=sys.stderr)
+                else:
+                    traceback.print_exc()
+                    said = f"{traceback.format_exc()}Go on with: {self.command()}"
+                self.note(said)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
@@ -329,6 +337,11 @@ def joined() -> Iterator[World]:
             world._fail(error)
         else:
             dist.destroy_process_group()
+
+
+def is_lost_connection(error: Exception) -> bool:
+    """Whether an error tells of another process, not of this one; gloo's have no type of their own."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
 
 
 def at_once(blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:

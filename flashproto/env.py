@@ -25,6 +25,18 @@ PEERS = {  # import name: distribution
     "cut_cross_entropy": "cut-cross-entropy",
     "cutlass": "nvidia-cutlass-dsl",  # no peer: several of them compile with it
 }
+# Dense bfloat16 tensor-core peak in FLOP/s by a part of the device's name, from the data sheets.
+PEAK_FLOPS = {
+    "GB200": 2500e12,
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
 VARIABLES = (
     "FLASHPROTO_IMPL",
     "FLASHPROTO_CHECKED",
@@ -75,6 +87,11 @@ def driver_version() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
+
+
+def peak_flops(name: str) -> float | None:
+    """Dense bfloat16 peak in FLOP/s of a device by its name, None where that is not known."""
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def gpus() -> list[dict[str, Any]]:

@@ -9,19 +9,35 @@ import os
 import re
 import subprocess
 import sys
+import types
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from flashproto import attention as flash_attention
-from flashproto import backends, configs, reference
+from flashproto import backends, configs, nn, reference
 from flashproto.bench import __main__ as bench
-from flashproto.bench import attention, block, launch, norm, report, sanitize, search, softmax, warm
-from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell
+from flashproto.bench import (
+    attention,
+    block,
+    gpt,
+    launch,
+    norm,
+    report,
+    sanitize,
+    search,
+    softmax,
+    warm,
+)
+from flashproto.bench.measure import Prepared, Work, compare, far_behind, measure_cell, memory
 from flashproto.bench.timing import interleaved, wall_clock
 from flashproto.ops import call
 from flashproto.variant import Kind
@@ -70,6 +86,96 @@ def test_wrong_results_and_errors_get_no_time() -> None:
         assert results[passed]["fails"] == {"error": "RuntimeError: no such kernel"}
     assert "ms" in results["forward"]["wrong gradient"]
     assert "wrong result: dx" in results["backward"]["wrong gradient"]["error"]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    device = torch.device("cuda")
+
+
+def test_memory_is_what_forward_keeps_and_the_peak_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory(prepared()) == {}
+    x = torch.randn(4).as_subclass(OnGpu).requires_grad_()
+    gib = [20, 5]  # allocated since the peak was reset
+
+    def call() -> torch.Tensor:
+        y = 2 * x
+        gib.extend((8, 7))
+        y.register_hook(lambda _: gib.extend((9, 6)))
+        return y
+
+    def reset() -> None:
+        gib[:] = gib[-1:]
+
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: gib[-1] * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: max(gib) * 2**30)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    found = memory(Prepared(call, [x], torch.ones(4), lambda out, grads: None))
+    assert found == {"kept_gib": 2.0, "peak_gib": 4.0}
+
+
+def test_mfu_is_of_the_peak_that_the_trainer_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = gpt.Problem("gpt2-124m", 1024, 16, torch.bfloat16)
+    work, gpu = gpt.work(p), torch.device("cuda")
+    assert bench.value_at_peak(work, CPU) is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert bench.value_at_peak(WORK, gpu) is None
+    per_token = nn.GPT(p.config, device="meta").flops_per_token()
+    assert bench.value_at_peak(work, gpu) == pytest.approx(989e12 / per_token / 1e3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "another card")
+    assert bench.value_at_peak(work, gpu) is None
+
+
+def test_plain_models_on_liger_s_kernels_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on stand-ins for its operators."""
+
+    def operator(function: Callable[..., Any]) -> types.SimpleNamespace:
+        return types.SimpleNamespace(apply=function)
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float, *_: Any) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+        assert gate.is_contiguous() and up.is_contiguous()
+        return F.silu(gate) * up
+
+    def linear_cross_entropy(h: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        assert h.dtype == weight.dtype
+        return F.cross_entropy((h @ weight.t()).float(), targets), None
+
+    operators = {
+        "rms_norm.LigerRMSNormFunction": rms_norm,
+        "layer_norm.LigerLayerNormFunction": layer_norm,
+        "swiglu.LigerSiLUMulFunction": silu_mul,
+        "fused_linear_cross_entropy.LigerFusedLinearCrossEntropyFunction": linear_cross_entropy,
+    }
+    for name, function in operators.items():
+        module, _, attribute = f"liger_kernel.ops.{name}".rpartition(".")
+        stand_in = types.ModuleType(module)
+        setattr(stand_in, attribute, operator(function))
+        monkeypatch.setitem(sys.modules, module, stand_in)
+    for package in ("liger_kernel", "liger_kernel.ops"):
+        stand_in = types.ModuleType(package)
+        stand_in.__spec__ = ModuleSpec(package, None)
+        monkeypatch.setitem(sys.modules, package, stand_in)
+    cases = [block.Problem(kind, 32, 2, 16, 2, torch.float32) for kind in block.KINDS]
+    cases += [gpt.Problem("tiny", 32, 2, dtype) for dtype in (torch.float32, torch.bfloat16)]
+    for p in cases:
+        module = gpt if isinstance(p, gpt.Problem) else block
+        assert "liger" not in module.contenders(p, CPU, [], False)
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "has_liger", lambda device: True)
+            made = module.contenders(p, CPU, [], False)
+        if p.key.startswith("attention"):
+            assert "liger" not in made
+            continue
+        liger = made["liger"]()
+        out = liger.call()
+        assert liger.check(out, torch.autograd.grad(out, liger.inputs, liger.grad)) is None
 
 
 # --- attention's check --------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 import flashproto
 from flashproto import backends, distributed, hooks, masks, nn
 from flashproto.bench import __main__ as bench
-from flashproto.bench import api, docs, features, plots, speed
+from flashproto.bench import api, docs, features, plots, report, speed
 
 RESULTS = speed.machines(docs.ROOT)
 # Functions that take any keyword, and why.
@@ -155,6 +155,23 @@ def test_an_error_has_no_figure() -> None:
         == "| a | 2.00 / 4.00 | 3.00 / error | 1.500 / - |"
     )
     assert len(list(speed.summary({"a": failed}))) == 1
+
+
+def test_memory_and_mfu_are_beside_the_times() -> None:
+    last = "forward+backward"
+    made = cell("ktokens/s", {"forward": {"liger": 1.0}, last: {"flashproto": 2.0, "liger": 4.0}})
+    assert report.memory({"a": made}) == report.mfu({"a": made}) == []
+    assert report.conclusion({"cells": {"a": made}}) == ""
+    ours, liger = made["passes"][last].values()
+    ours["peak_gib"] = liger["peak_gib"] = 3.0
+    names = ["flashproto", "liger"]
+    assert report.memory({"a": made}) == [[f"{last}, GiB", *names], ["a", "3.00", "3.00"]]
+    ours["kept_gib"], made["peak"] = 1.5, 1000.0
+    head, row = speed.titled(report.memory({"a": made})).splitlines()[::2]
+    assert head == f"| {last}, kept / peak, GiB | flashproto | Liger |"
+    assert row == "| a | 1.50 / 3.00 | - / 3.00 |"
+    assert report.mfu({"a": made}) == [[f"{last}, MFU", *names], ["a", "50.0%", "25.0%"]]
+    assert report.conclusion({"cells": {"a": made}}).count("\n") == 4
 
 
 # --- plots ----------------------------------------------------------------------------------------

@@ -11,7 +11,9 @@ import functools
 import importlib
 import os
 import random
+import re
 import resource
+import signal
 import sys
 import types
 from pathlib import Path
@@ -535,6 +537,49 @@ def test_a_run_in_two_processes_outlives_what_happens_to_it(tmp_path, text):
     called("generate", "--run", folder, "--tokens", 3, "--device", "cpu")
     called("generate", "--run", whole, "--tokens", 3, "--device", "cpu")
     assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
+
+
+@pytest.mark.slow
+def test_processes_of_another_launcher_end_when_one_is_killed(tmp_path, text):
+    """Each that is left within a minute, in one line; and the run goes on in fewer processes."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    # Steps so small that they do not make more of what float32 rounds.
+    options = ["--data", text, *torchrun.ROWS, "--steps", 20, "--learning-rate", 1e-4]
+    often = [*options, "--save-every", 1]
+    begun = torchrun.start_without(4, *often, "--out", folder, cwd=tmp_path)
+    assert torchrun.written(begun[0], folder / "latest", 0)
+    begun.pop(random.randrange(4)).kill()
+    for process in begun:
+        _, err = process.communicate(timeout=torchrun.MINUTE)
+        assert process.returncode == 1, err
+        assert re.fullmatch(r"train_gpt.py: rank \d: another process has ended, .*; go on .*\n", err)
+    assert module("sharded").find(folder).facts["step"] < 20
+    processes.run({"whole": functools.partial(train, *options, "--out", whole)}, 4)
+    resume = "--resume", "--save-every", 6
+    processes.run({"on": functools.partial(train, *resume, "--out", folder)}, 2)
+    for got, want in zip(rows(folder), rows(whole), strict=True):
+        assert got == pytest.approx(want, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [torchrun.start, torchrun.start_without])
+def test_ctrl_c_stops_all_processes_after_the_same_step(tmp_path, text, start):
+    """The only traceback is torchrun's own; where another launcher starts them there is none."""
+    folder = tmp_path / "run"
+    started = start(2, "--data", text, *torchrun.ROWS, "--steps", 100000, "--out", folder, cwd=tmp_path)
+    begun = started if isinstance(started, list) else [started]
+    assert torchrun.written(begun[0], folder / "latest", 0)
+    assert torchrun.written(begun[0], folder / "latest", (folder / "latest").stat().st_mtime_ns)
+    for process in begun:
+        process.send_signal(signal.SIGINT)
+    ended = [process.communicate(timeout=torchrun.MINUTE) for process in begun]
+    step = module("sharded").find(folder).facts["step"]
+    assert f"stopped at step {step} (SIGINT) and saved; go on with: torchrun" in ended[0][0]
+    assert rows(folder)[-1]["step"] == step
+    for process, (_, err) in zip(begun, ended, strict=True):
+        assert process.returncode == (130 if begun is started else 1), err
+        assert err.count("Traceback") == (begun is not started), err
+        assert begun is started or "SignalException" in err.splitlines()[-1]
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ was left alone.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import example_scripts
 from example_scripts import EXAMPLES, LOG, SETTINGS, environment, rows
 
 SCRIPT = EXAMPLES / "train_gpt.py"
@@ -39,10 +41,8 @@ def start(
             hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
             resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, hard))
 
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]  # the default is one port for all runs of a machine
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)]
-    torchrun += ["--master-port", str(port)]
+    torchrun += ["--master-port", free_port()]
     return subprocess.Popen(
         [*torchrun, str(SCRIPT), *map(str, arguments)],
         cwd=cwd,
@@ -54,15 +54,34 @@ def start(
     )
 
 
+def free_port() -> str:
+    """A port that no one listens on; torchrun's default is one for all runs of a machine."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
+def start_without(processes: int, *arguments: object, cwd: Path) -> list[subprocess.Popen]:
+    """The processes by rank as other launchers start them: nobody ends those that are left."""
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    of_all |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+    return [
+        example_scripts.start(
+            SCRIPT.name, *arguments, cwd=cwd, **of_all, RANK=str(rank), LOCAL_RANK=str(rank)
+        )
+        for rank in range(processes)
+    ]
+
+
 def ranks(torchrun: subprocess.Popen) -> dict[int, int]:
     """The processes of a torchrun by rank (Linux)."""
-    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
     found = {}
-    for pid in map(int, children):
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = dict(line.split(b"=", 1) for line in file.read().split(b"\0") if b"=" in line)
-        if b"RANK" in variables:
-            found[int(variables[b"RANK"])] = pid
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+            variables = (process / "environ").read_bytes().split(b"\0")
+            rank = next((x for x in variables if x.startswith(b"RANK=")), None)
+            if int(parent) == torchrun.pid and rank is not None:
+                found[int(rank.removeprefix(b"RANK="))] = int(process.name)
     return found
 
 

@@ -27,10 +27,10 @@ import torch
 import torch._functorch.config as functorch_config
 
 from .. import backends
-from ..env import environment, render
+from ..env import environment, peak_flops, render
 from . import first_calls, plots, report, warm
 from .ceilings import copy_speed, measure_ceilings
-from .measure import measure_cell
+from .measure import Work, measure_cell
 from .timing import make_timer
 
 SUBJECTS = (
@@ -188,6 +188,8 @@ def contenders(
     plan: Plan, problem: Any, options: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     torch._dynamo.reset()  # compiled peers of the last cell, and their limit on recompilation
+    # A graph that is kept for several backward passes cannot give its buffers away.
+    functorch_config.donated_buffer = plan.module.work(problem).step
     with_compile = device.type == "cuda" or options.compile
     made = plan.module.contenders(problem, device, plan.impls, with_compile)
     return {n: m for n, m in made.items() if re.search(options.contenders or "", n)}
@@ -222,6 +224,9 @@ def measure(plan: Plan, options: argparse.Namespace, device: torch.device, start
             cell["ceiling"] = copy_speed(work.copied, device, timer)
         elif work.unit == "TFLOP/s":
             cell["ceiling"] = ceilings["matmul_tflop_s"]
+        peak = value_at_peak(work, device)
+        if peak is not None:
+            cell["peak"] = peak
         cells[problem.key] = cell
         report.save(plan.path, plan.data)
         print_cell(problem.key, results, work.unit)
@@ -235,6 +240,15 @@ def add_peers(path: Path) -> None:
     """Make importable what a site directory holds, its .pth files' folders too, before all else."""
     site.addsitedir(str(path))
     sys.path.sort(key=lambda entry: not Path(entry).is_relative_to(path))
+
+
+def value_at_peak(work: Work, device: torch.device) -> float | None:
+    """A step's value at the card's dense bfloat16 peak, which is an MFU of 1; None where either is not
+    known."""
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    if peak is None or work.flops is None or work.backward is None:
+        return None
+    return work.backward / (work.flops / peak * 1e3)
 
 
 def ahead_of(plan: Plan, options: argparse.Namespace) -> list[list[str]]:
@@ -258,8 +272,9 @@ def conclude(plan: Plan, goals: bool = False) -> None:
     cells = plan.data["cells"]
     for which in report.passes(cells):
         print("\n" + report.table(cells, which))
-    if hasattr(plan.module, "conclusion"):
-        print("\n" + plan.module.conclusion(plan.data))
+    said = plan.module.conclusion(plan.data) if hasattr(plan.module, "conclusion") else ""
+    if said:
+        print("\n" + said)
     if goals and hasattr(plan.module, "goals"):
         print("\n" + plan.module.goals(plan.data))
     machine = plan.data["runs"][-1]["environment"]
@@ -284,8 +299,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for path in reversed(options.peers_path):
         add_peers(path.absolute())
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    # A graph that is kept for several backward passes cannot give its buffers away.
-    functorch_config.donated_buffer = False
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     print(render(environment()), "\n")
     if device.type != "cuda":

@@ -1,8 +1,9 @@
 """A Transformer's layers, milliseconds of a forward pass and of a whole step.
 
 RMSNorm, attention, MLP and block are each compared with the same layer in plain PyTorch (fused
-SDPA, torch.nn.RMSNorm), eager and under torch.compile, with the same weights: projections without
-bias, causal attention, SwiGLU, no rotary embedding.
+SDPA, torch.nn.RMSNorm), eager and under torch.compile, with the same weights, and with Liger's RMSNorm
+and SwiGLU in it where liger_kernel is installed: projections without bias, causal attention, SwiGLU, no
+rotary embedding.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..env import is_importable
 from ..nn import MLP, Attention, RMSNorm, TransformerBlock
+from .glu import liger_unit
 from .measure import Prepared, Work, compare
-from .peers import EPS, compiled
+from .peers import EPS, compiled, norm_peers
+from .report import conclusion as conclusion  # memory
 
 COMPILES_OURS = True  # contenders that torch.compile compiles around each of our backends
 KINDS = ("norm", "attention", "mlp", "block")
@@ -139,6 +143,50 @@ def plain_layer(p: Problem, d_ff: int) -> nn.Module:
     return PlainBlock(make_norm, PlainAttention(p.C, p.heads), PlainMLP(p.C, d_ff))
 
 
+# --- the same layers on Liger's kernels ------------------------------------------------------------
+
+
+class LigerNorm(nn.Module):
+    """A norm's parameters, under Liger's kernel."""
+
+    def __init__(self, plain: nn.RMSNorm | nn.LayerNorm) -> None:
+        super().__init__()
+        self.weight, self.bias = plain.weight, getattr(plain, "bias", None)
+        make, _ = norm_peers("rms" if isinstance(plain, nn.RMSNorm) else "layer", False)["liger"]
+        self.function = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.weight, self.bias)
+
+
+class LigerMLP(nn.Module):
+    """A SwiGLU MLP whose gate and up have projections of their own: Liger's kernel wants them apart."""
+
+    def __init__(self, plain: PlainMLP) -> None:
+        super().__init__()
+        gate, up = plain.up.weight.detach().chunk(2)
+        self.gate, self.up = nn.Parameter(gate.clone()), nn.Parameter(up.clone())
+        self.down, self.function = plain.down, liger_unit("swiglu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.function(F.linear(x, self.gate), F.linear(x, self.up)))
+
+
+def has_liger(device: torch.device) -> bool:
+    return device.type == "cuda" and is_importable("liger_kernel")
+
+
+def with_liger(layer: nn.Module) -> nn.Module:
+    """A plain layer with Liger's norms and SwiGLU in the place of its own."""
+    if isinstance(layer, (nn.RMSNorm, nn.LayerNorm)):
+        return LigerNorm(layer)
+    if isinstance(layer, PlainMLP):
+        return LigerMLP(layer)
+    for name, child in layer.named_children():
+        setattr(layer, name, with_liger(child))
+    return layer
+
+
 # --- measuring -----------------------------------------------------------------------------------
 
 
@@ -197,4 +245,6 @@ def contenders(
     made["torch"] = partial(prepare, partial(plain, p.dtype), False)
     if with_compile:
         made["compile"] = partial(prepare, partial(plain, p.dtype), True)
+    if has_liger(device) and p.kind != "attention":  # which it has no kernel of
+        made["liger"] = partial(prepare, lambda: with_liger(plain(p.dtype)), False)
     return made

@@ -131,16 +131,21 @@ def units(p: Problem, device: torch.device) -> Any:
     return [x], [dy], exact, ours, eager, peers
 
 
-def _liger_unit(kind: str) -> Function:
-    # It wants gate and up contiguous, and its backward writes into them: copies are part of its call.
+def liger_unit(kind: str) -> Function:
+    """f(gate, up), which wants both contiguous; its backward writes into them."""
     if kind == "swiglu":
         function = importlib.import_module("liger_kernel.ops.swiglu").LigerSiLUMulFunction
     else:
         function = importlib.import_module("liger_kernel.ops.geglu").LigerGELUMulFunction
+    return function.apply
+
+
+def _liger_unit(kind: str) -> Function:
+    function = liger_unit(kind)
 
     def call(x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
-        return function.apply(gate.contiguous(), up.contiguous())
+        return function(gate.contiguous(), up.contiguous())  # copies are part of its call
 
     return call
 

@@ -2,7 +2,8 @@
 
 The whole of GPT-2 from tokens to the loss, weights in float32 under autocast to bfloat16, beside the
 same model in plain PyTorch (fused SDPA, torch.nn.LayerNorm, cross_entropy of all logits), eager and
-under torch.compile, with the same weights.  Every call is waited for, as a training step is that
+under torch.compile, with the same weights, and with Liger's LayerNorm and fused linear cross entropy
+in it where liger_kernel is installed.  Every call is waited for, as a training step is that
 prints its loss, so that what the host takes counts where the device waits for it; the optimizer's
 step, which is torch's for all, does not.  The loss alone is computed under torch.no_grad().
 """
@@ -19,9 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..nn import GPT, GPTConfig
-from .block import PlainAttention, PlainBlock
+from . import linear_cross_entropy
+from .block import PlainAttention, PlainBlock, has_liger, with_liger
+from .linear_cross_entropy import materialised
 from .measure import Prepared, Work, compare
-from .peers import compiled
+from .peers import Function, compiled
+from .report import conclusion as conclusion  # memory and MFU
 
 WALL_CLOCK = True  # see bench/__main__.py
 COMPILES_OURS = True  # contenders that torch.compile compiles around each of our backends
@@ -53,7 +57,8 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
 
 def work(p: Problem) -> Work:
     tokens = p.B * p.S  # over milliseconds
-    return Work("ktokens/s", tokens, tokens, step=True, no_grad=True)
+    flops = tokens * GPT(p.config, device="meta").flops_per_token(p.S)
+    return Work("ktokens/s", tokens, tokens, step=True, no_grad=True, flops=flops)
 
 
 # --- the same model in plain PyTorch, with the parameters of flashproto.nn ------------------------
@@ -70,8 +75,9 @@ class PlainMLP(nn.Module):
 
 
 class PlainGPT(nn.Module):
-    def __init__(self, c: GPTConfig) -> None:
+    def __init__(self, c: GPTConfig, loss: Function = materialised) -> None:
         super().__init__()
+        self.loss = loss
         self.embedding = nn.Embedding(c.vocab_size, c.d_model)
         self.positions = nn.Embedding(c.context, c.d_model)
         make_norm = partial(nn.LayerNorm, c.d_model, c.norm_eps)
@@ -89,8 +95,7 @@ class PlainGPT(nn.Module):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        logits = F.linear(self.norm(x), self.embedding.weight)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return self.loss(self.norm(x).flatten(0, 1), self.embedding.weight, targets.flatten())
 
 
 class Loss(nn.Module):
@@ -152,10 +157,19 @@ def contenders(
         model.gpt.load_state_dict(weights)
         return model
 
-    def plain() -> nn.Module:
-        model = PlainGPT(c)
+    def plain(loss: Function = materialised) -> nn.Module:
+        model = PlainGPT(c, loss)
         model.load_state_dict(weights)
         return model
+
+    def liger() -> nn.Module:
+        function = linear_cross_entropy.liger()
+
+        # Cast once, as autocast casts operands of a matrix product: in there it would for each chunk.
+        def loss(h: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+            return function(h.to(p.dtype), weight.to(p.dtype), targets)
+
+        return with_liger(plain(loss))
 
     made: dict[str, Callable[[], Prepared]] = {}
     for impl in impls:
@@ -165,4 +179,6 @@ def contenders(
     made["torch"] = partial(prepare, plain, False)
     if with_compile:
         made["compile"] = partial(prepare, plain, True)
+    if has_liger(device):
+        made["liger"] = partial(prepare, liger, False)
     return made

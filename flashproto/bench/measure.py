@@ -59,6 +59,7 @@ class Work:
     no_grad: bool = False  # the first pass is under torch.no_grad(); only with `step`
     forward_only: bool = False
     copied: int | None = None  # bytes of a tensor whose copy is the ceiling of the cell
+    flops: float | None = None  # of a step, by the convention of MFU
 
 
 def is_peer(name: str) -> bool:
@@ -140,9 +141,7 @@ def measure_cell(
             results[second][name] = {"error": complaint}
         else:
             calls[second][name] = backward
-            memory = peak_memory(prepared)
-            if memory is not None:
-                results[second][name] = {"peak_gib": memory}
+            results[second][name] = memory(prepared)
     drop = partial(far_behind, factor=drop_slower) if drop_slower is not None else None
     for which, amount in amounts.items():
         for name, times in interleaved(calls[which], timer, repeats, drop).items():
@@ -200,14 +199,18 @@ def deterministically(call: Callable[[], Any]) -> Callable[[], Any]:
     return run
 
 
-def peak_memory(prepared: Prepared) -> float | None:
-    """GiB that a forward and backward pass take beyond what is allocated before; None off a GPU."""
+def memory(prepared: Prepared) -> dict[str, float]:
+    """GiB beyond what is allocated before: "kept_gib" after a forward pass (its output, and what
+    backward needs) and "peak_gib" of a forward and backward pass; nothing off a GPU."""
     if prepared.inputs[0].device.type != "cuda":
-        return None
+        return {}
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    torch.autograd.grad(prepared.call(), prepared.inputs, prepared.grad)
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    out = prepared.call()
+    kept = torch.cuda.memory_allocated() - before
+    torch.autograd.grad(out, prepared.inputs, prepared.grad)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"kept_gib": kept / 2**30, "peak_gib": peak / 2**30}
 
 
 def summary(times: list[float], amount: float | None) -> dict[str, Any]:

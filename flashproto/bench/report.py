@@ -134,23 +134,75 @@ def table(cells: Cells, which: str, against: Sequence[str | None] = (None,)) -> 
     if len(chosen) > 1:
         means = [f"{statistics.geometric_mean(found):.3f}" if found else "-" for found in ratios]
         rows.append(["geometric mean", *([""] * len(names)), *means])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join(
-            text.ljust(w) if i == 0 else text.rjust(w)
-            for i, (text, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
     errors = {
         f"  {name}: {result['error']}"
         for cell in chosen.values()
         for name, result in cell["passes"][which].items()
         if "error" in result
     }
-    if any("*" in text for row in rows[1:] for text in row[1:]):
-        lines.append("  * one repeat: far behind the fastest in it")
-    return "\n".join([*lines, *sorted(errors)])
+    notes = ["  * one repeat: far behind the fastest in it"]
+    if not any("*" in text for row in rows[1:] for text in row[1:]):
+        notes = []
+    return "\n".join([aligned(rows), *notes, *sorted(errors)])
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of as many texts each, as lines of a table."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            text.ljust(w) if i == 0 else text.rjust(w)
+            for i, (text, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+
+
+def memory(cells: Cells) -> list[list[str]]:
+    """Rows of the last pass's memory, GiB: kept between forward and backward where that was measured,
+    and at the peak; none where nothing was measured."""
+    which = passes(cells)[-1]
+    results = [r for cell in cells.values() for r in cell["passes"].get(which, {}).values()]
+    shown = ["kept", "peak"] if any("kept_gib" in result for result in results) else ["peak"]
+
+    def text(cell: dict[str, Any], result: dict[str, Any]) -> str | None:
+        if "peak_gib" not in result:
+            return None
+        found = [result.get(f"{name}_gib") for name in shown]
+        return " / ".join("-" if gib is None else f"{gib:.2f}" for gib in found)
+
+    return beside_time(cells, f"{' / '.join(shown)}, GiB" if len(shown) > 1 else "GiB", text)
+
+
+def mfu(cells: Cells) -> list[list[str]]:
+    """Rows of the last pass's share of the card's dense bfloat16 peak; none where that is not known."""
+
+    def text(cell: dict[str, Any], result: dict[str, Any]) -> str | None:
+        known = "peak" in cell and "value" in result
+        return f"{result['value'] / cell['peak']:.1%}" if known else None
+
+    return beside_time(cells, "MFU", text)
+
+
+def beside_time(
+    cells: Cells, heading: str, text: Callable[[dict[str, Any], dict[str, Any]], str | None]
+) -> list[list[str]]:
+    """A row for each cell, a column for each contender for which `text` says something of a cell and
+    its result in the last pass; none where it says nothing."""
+    which = passes(cells)[-1]
+    found = {
+        key: {name: text(cell, result) for name, result in cell["passes"].get(which, {}).items()}
+        for key, cell in cells.items()
+    }
+    names = [name for name in contenders(cells) if any(row.get(name) for row in found.values())]
+    rows = [[key, *(row.get(name) or "-" for name in names)] for key, row in found.items()]
+    return [[f"{which}, {heading}", *names], *rows] if names else []
+
+
+def conclusion(data: dict[str, Any]) -> str:
+    """Memory and MFU of a subject's cells as text, as far as they were measured."""
+    tables = (memory(data["cells"]), mfu(data["cells"]))
+    return "\n\n".join(aligned(rows) for rows in tables if rows)
 
 
 def fastest(timed: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import doors, first_calls, generate, report, ring
-from .measure import OURS, is_peer
+from .measure import is_peer
 from .plots import title
 
 SECTIONS = {
@@ -164,17 +164,10 @@ def summary(cells: report.Cells) -> Iterator[str]:
         yield text
 
 
-def memory_table(cells: report.Cells) -> str:
-    """The peak of memory of the last pass, GiB."""
-    which = report.passes(cells)[-1]
-    by_cell = {key: cell["passes"][which] for key, cell in cells.items()}
-    names = [n for n, r in next(iter(by_cell.values())).items() if "peak_gib" in r]
-    names.sort(key=lambda name: not name.startswith(OURS))
-    rows = [[f"{which}, GiB", *map(title, names)]]
-    for key, results in by_cell.items():
-        peaks = [results.get(name, {}).get("peak_gib") for name in names]
-        rows.append([key, *("-" if peak is None else f"{peak:.2f}" for peak in peaks)])
-    return markdown(rows)
+def titled(rows: list[list[str]]) -> str:
+    """Rows whose first one names contenders as a table of Markdown, with their titles."""
+    (heading, *names), *rest = rows
+    return markdown([[heading, *map(title, names)], *rest])
 
 
 # --- docs/speed.md -------------------------------------------------------------------------------
@@ -229,9 +222,14 @@ def tables(subject: str, data: dict[str, Any]) -> Iterator[str]:
         yield f"{unit}, {' / '.join(report.passes(of_unit))}; {less} is better."
         yield cells_table(of_unit)
     yield "\n".join(summary(cells))
-    if subject in WITH_MEMORY:
-        yield "Memory at the peak of a pass, beyond what was there before it:"
-        yield memory_table(cells)
+    memory, mfu = report.memory(cells), report.mfu(cells)
+    if subject in WITH_MEMORY and memory:
+        kept = " kept from forward to backward, and" if "kept" in memory[0][0] else ""
+        yield f"Memory{kept} at the peak of a pass, beyond what was there before it:"
+        yield titled(memory)
+    if mfu:
+        yield "The share of the card's dense bfloat16 peak (MFU), by the model's `flops_per_token`:"
+        yield titled(mfu)
 
 
 def launch_section(data: dict[str, Any]) -> Iterator[str]:
