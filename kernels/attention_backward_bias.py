@@ -248,13 +248,13 @@ def attention_backward_distances_kernel(
             SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
 
-    index = tl.arange(0, BLOCK)
-    place = index[:, None] - index[None, :] + BLOCK
+    # Column n of the rows side by side, each shifted by its number: of ds with i - j = n - BLOCK.
+    at = tl.arange(0, 2 * BLOCK)[None, :]
+    column = tl.arange(0, BLOCK)[:, None] + BLOCK - at
+    inside = (column >= 0) & (column < BLOCK)
+    shifted = tl.gather(ds, tl.where(inside, column, 0), 1)  # [BLOCK, 2 BLOCK]
+    sums = tl.sum(tl.where(inside, shifted, 0.0), 0)
     at = tl.arange(0, 2 * BLOCK)
-    sums = tl.zeros([2 * BLOCK], tl.float32)
-    for n in range(1, tl.where(tiles > 0, 2 * BLOCK, 1)):
-        of_place = tl.sum(tl.sum(tl.where(place == n, ds, 0.0), 1), 0)
-        sums = tl.where(at == n, of_place, sums)
     last = (given.relative_columns >> 1) - 1
     columns = Sk - Sq - apart - BLOCK + (given.relative_offset >> 2)
     to = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * BLOCK + 2)

@@ -308,7 +308,25 @@ def relative_bias_of(i, j, variables):
     given = variables.given
     column = i + variables.head.diagonal - j + (given.relative_offset >> 2)
     column = tl.minimum(tl.maximum(column, 0), (given.relative_columns >> 1) - 1)
-    return tl.load(variables.head.relative_bias + column).to(tl.float32)
+    return gathered(variables.head.relative_bias + column).to(tl.float32)
+
+
+@triton.jit
+def gathered(pointers):
+    """tl.load of pointers near each other.  In a loop Triton would bring tl.load's numbers into shared
+    memory ahead of their use, where many threads that read one address wait for each other."""
+    if INTERPRETED:
+        return tl.load(pointers)
+    dtype: tl.constexpr = pointers.dtype.element_ty
+    if dtype.primitive_bitwidth == 32:
+        bits = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];", "=r,l", [pointers], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        bits = tl.inline_asm_elementwise(
+            "ld.global.nc.b16 $0, [$1];", "=h,l", [pointers], dtype=tl.int16, is_pure=True, pack=1
+        )
+    return bits.to(dtype, bitcast=True)
 
 
 @triton.jit

@@ -37,7 +37,7 @@ TYPES |= dict.fromkeys(("table_of_batch", "table_of_head"), "i32")
 TYPES |= {"score_mod": ((("*fp32", "i32", "i32", "i32", "i32"),), ())}  # of multiply_score
 TYPES |= {"pages": "*i32", "page_stride": "i32", "room": "i32"}
 TYPES |= dict.fromkeys((*STRIDES, *TABLE, "heads"), "i32") | {"bias_gradient": "*fp32"}
-TYPES |= dict.fromkeys(MADE_ROWS, "*fp32") | {"work": "*i32"}
+TYPES |= dict.fromkeys(MADE_ROWS, "*fp32") | {"work": "*i32", "rest": "*i16"}
 
 
 @dataclass(frozen=True)

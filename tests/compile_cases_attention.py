@@ -110,7 +110,9 @@ def variant_cases(
                 {"SLOPES": of_gradients.ALIBI},
             ),
         ):
-            given, absent = given_of(kernel, kind, slopes=bool(extra.get("SLOPES")), gaps=gaps)
+            rest = ("rest",) if kind.DROPOUT and itemsize == 2 and stem == "forward" else ()
+            slopes = bool(extra.get("SLOPES"))
+            given, absent = given_of(kernel, kind, slopes=slopes, gaps=gaps, made=rest)
             constexprs = {
                 "D": D,
                 "DV": Dv,
@@ -136,6 +138,15 @@ def variant_cases(
             )
 
 
+def alone_cases() -> Iterator[Case]:
+    """On Hopper, kinds with one thing that is added to scores, which have tiles of their own."""
+    for name, (D, element) in itertools.product(
+        ("BIAS", "RELATIVE_BIAS", "SCORE_MOD"), ((128, "bf16"), (64, "fp16"))
+    ):
+        kinds = Kind(**{name: True}), Kind(CAUSAL=True, WINDOW=True, SINKS=True, **{name: True})
+        yield from variant_cases(90, [(kind, (D, D, element)) for kind in kinds])
+
+
 def small_cases() -> Iterator[Case]:
     """The gradients of sinks and slopes, delta of sequences side by side, and what says which queries
     meet a tile of keys."""
@@ -148,6 +159,13 @@ def small_cases() -> Iterator[Case]:
         name = f"rows-128-{kind.name}{'-gaps' * gaps}"
         # 64 bytes of stack: on sm_100 with Triton 3.6.
         yield case(attention_backward_rows_kernel, name, "bf16", four, constexprs, 64, given)
+    for element in ("bf16", "fp16"):
+        kind = Kind(DROPOUT=True)
+        given, absent = given_of(attention_backward_rows_kernel, kind, made=("rest",))
+        constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": False}
+        constexprs |= {"SLOPES": False, "WIDE": False} | absent
+        name = f"rows-128-{kind.name}-rest"
+        yield case(attention_backward_rows_kernel, name, element, four, constexprs, 0, given)
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
         given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
         constexprs = {"KIND": kind, "SINKS": sinks, "BLOCK": 1024} | absent
@@ -195,7 +213,8 @@ def bias_cases(arch: int) -> Iterator[Case]:
     tables = itertools.cycle((Kind(RELATIVE_BIAS=True), Kind(VARLEN=True, RELATIVE_BIAS=True)))
     for (D, Dv), element in itertools.product((*HEAD_DIMS, (512, 512)), ("bf16", "fp32")):
         capability, itemsize = divmod(arch, 10), ELEMENTS[element]
-        config = configs.attention_backward_bias(capability, itemsize, D, Dv)
+        config = configs.attention_backward_bias(capability, itemsize, D, Dv, Kind(BIAS=True))
+        square = configs.attention_backward_distances(capability, itemsize, D, Dv)
         shared = {
             "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
             "BLOCK_DV": configs.padded_head_dim(Dv), "TF32": False, "WIDE": False,
@@ -212,8 +231,8 @@ def bias_cases(arch: int) -> Iterator[Case]:
             yield case(kernel, name, element, config, shared | own | tiles | absent, stack, given)
         kind, kernel = next(tables), attention_backward_distances_kernel
         given, absent = given_of(kernel, kind)
-        values = shared | {"BLOCK": config.block_m, "KIND": kind} | absent
-        yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, config, values, stack, given)
+        values = shared | {"BLOCK": square.block_m, "KIND": kind} | absent
+        yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, square, values, stack, given)
         _, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(BIAS=True))
         kind, kernel = Kind(BIAS=True), attention_backward_queries_kernel
         given, absent = given_of(kernel, kind, bias_gradient=True)
@@ -412,6 +431,8 @@ def attention_cases(arch: int) -> Iterator[Case]:
     )
     yield from variant_cases(arch, gapped, gaps=True)
     yield from small_cases()
+    if arch == 90:
+        yield from alone_cases()
     yield from bias_cases(arch)
     yield from one_query_cases(arch)
     yield from wide_cases(arch)

@@ -4,6 +4,7 @@ from .attention import (
     AttentionConfig,
     attention_backward,
     attention_backward_bias,
+    attention_backward_distances,
     attention_forward,
     attention_takes_tf32,
     padded_head_dim,

@@ -171,6 +171,28 @@ def attention_takes_tf32(capability: tuple[int, int], head_dim: int, head_dim_v:
     return max(head_dim, head_dim_v) <= 256 or not _has_little_shared(capability)
 
 
+# On Hopper, of elements of 16 bits: of kinds with one of these where it is not the plain kinds'.
+_ALONE = {
+    ("forward", "BIAS", 128): (128, 64, 8, 3),
+    ("keys", "BIAS", 128): (32, 64, 4, 3),
+    ("queries", "BIAS", 64): (64, 32, 4, 3),
+    ("queries", "BIAS", 128): (64, 32, 4, 3),
+    ("queries", "SCORE_MOD", 128): (64, 32, 4, 3),
+}
+
+
+def _added_alone(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, kind: Kind | None
+) -> str:
+    """What a kind adds to scores, if it has nothing else but a band and sinks, which take few
+    registers, and tiles of such kinds were measured; else ""."""
+    if kind is None or itemsize != 2 or _family(capability) != "hopper":
+        return ""
+    added = {*kind.given} - {"CAUSAL", "WINDOW", "SINKS"}
+    one = len(added) == 1 and added <= {"BIAS", "RELATIVE_BIAS", "SCORE_MOD"}
+    return added.pop() if one and head_dim == head_dim_v and head_dim in (64, 128) else ""
+
+
 def _attention(
     kernel: str,
     capability: tuple[int, int],
@@ -180,7 +202,7 @@ def _attention(
     kind: Kind | None = None,
 ) -> AttentionConfig:
     """kind: of the variant, whose bias takes registers, and shared memory for each stage, as what a
-    user's function reads does."""
+    user's function reads does; but none where all of it is read by distance."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
     wide = max(D, Dv) > 256
@@ -189,7 +211,11 @@ def _attention(
     else:
         config = AttentionConfig(*table[max(D, Dv)])
     biased = kind is not None and (kind.BIAS or kind.RELATIVE_BIAS or kind.SCORE_MOD)
-    if biased and kernel == "keys":
+    read = kind is not None and (kind.BIAS or kind.SCORE_MOD)
+    alone = _added_alone(capability, itemsize, head_dim, head_dim_v, kind)
+    if alone:
+        config = AttentionConfig(*_ALONE.get((kernel, alone, D), table[D]))
+    elif biased and kernel == "keys":
         config = replace(config, block_m=min(config.block_m, 32), block_n=min(config.block_n, 64))
     elif biased:
         most = (64 if max(D, Dv) <= 32 else 128), (16 if itemsize == 4 else 32)
@@ -203,7 +229,7 @@ def _attention(
         fixed, per_stage = config.block_n * (D + Dv), config.block_m * (D + Dv)
     else:
         fixed, per_stage = config.block_m * (D + Dv), config.block_n * (D + Dv)
-    per_stage = per_stage * itemsize + (4 * config.block_m * config.block_n if biased else 0)
+    per_stage = per_stage * itemsize + (4 * config.block_m * config.block_n if read else 0)
     return _fitted(config, fixed * itemsize, per_stage, shared_bytes(capability))
 
 
@@ -244,7 +270,20 @@ def attention_backward_bias(
     head_dim_v: int,
     kind: Kind | None = None,
 ) -> AttentionConfig:
-    """Backward: the kernels of the gradients of biases and of operands, of square tiles."""
+    """Backward: the kernels of the gradients of biases and of operands."""
+    if head_dim == 128 and _added_alone(capability, itemsize, head_dim, head_dim_v, kind):
+        return AttentionConfig(128, 64, 8, 2)
+    return attention_backward_distances(capability, itemsize, head_dim, head_dim_v, kind)
+
+
+def attention_backward_distances(
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind | None = None,
+) -> AttentionConfig:
+    """Backward: the kernel of the gradients of biases by distance, of square tiles."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
     if kind is not None and kind.SCORE_MOD and itemsize == 4:  # pipelined, its operands spill
