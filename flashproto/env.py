@@ -20,6 +20,7 @@ PEERS = {  # import name: distribution
     "flash_attn.cute": "flash-attn-4",
     "flash_attn_3._C": "tokenspeed-fa3",
     "cudnn.flex_attention": "nvidia-cudnn-frontend",
+    "ffpa_attn": "ffpa-attn",
     "quack": "quack-kernels",
     "liger_kernel": "liger-kernel",
     "cut_cross_entropy": "cut-cross-entropy",

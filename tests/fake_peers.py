@@ -183,8 +183,15 @@ def flex_attn_func(
         return torch.cat([attended(seen, *(x[None] for x in part))[0][0] for seen, *part in parts])
     out, lse, largest = attended(mask_plan.seen, q, k, v)
     if return_lse:
+        if lse.requires_grad:
+            lse.register_hook(refuse_other_memory)
         return out, lse
     return (out, largest.amax((0, 2))) if return_max_logit else out
+
+
+def refuse_other_memory(gradient: Tensor) -> None:
+    if not gradient.is_contiguous():
+        raise ValueError("dlse must use a native layout")
 
 
 def attended(seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -193,6 +200,16 @@ def attended(seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
     s = (q @ k.mT / math.sqrt(q.shape[3])).masked_fill(~seen[:, None], -torch.inf)
     return (torch.softmax(s, -1) @ v).transpose(1, 2), torch.logsumexp(s, -1), s.amax(-1)
+
+
+# --- ffpa-attn ---
+
+
+def ffpa_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, backend: str = "triton"
+) -> Tensor:
+    assert is_causal and q.shape[3] > 256 and backend in ("triton", "cutedsl")
+    return dense(*(t.transpose(1, 2) for t in (q, k, v)), None, 0.0, None).transpose(1, 2)
 
 
 # --- all of them ---------------------------------------------------------------------------------
@@ -209,12 +226,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Make them importable on a CPU, and FlexAttention not compiled; flash-attn-4 is returned."""
     fa4 = module("flash_attn.cute", flash_attn_func, flash_attn_varlen_func)
     cudnn = module("cudnn.flex_attention", create_mask_plan, flex_attn_func)
+    monkeypatch.setitem(sys.modules, "ffpa_attn", module("ffpa_attn", ffpa_attn_func))
     for made in (fa4, cudnn, module("flash_attn_3._C")):
         parent = made.__name__.partition(".")[0]
         monkeypatch.setitem(sys.modules, parent, ModuleType(parent))
         monkeypatch.setitem(sys.modules, made.__name__, made)
     monkeypatch.setattr(torch.ops, "flash_attn_3", SimpleNamespace(fwd=fwd), raising=False)
-    for name in ("flash_attn_4", "flash_attn_3", "cudnn_flex"):
+    for name in ("flash_attn_4", "flash_attn_3", "cudnn_flex", "ffpa"):
         monkeypatch.setattr(peers, f"has_{name}", lambda device: True)
     monkeypatch.setattr(
         peers, "compiled", lambda f: f if f is peers.with_sinks else partial(differentiable, f)

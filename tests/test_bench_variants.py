@@ -99,6 +99,7 @@ def test_pairs_of_the_cells() -> None:
         # 64 rows and columns, and what is behind them of the window of 257.
         "global tokens D128 S8192": 128 * 8192 - 64**2 + 257 * (8192 - 64) - 2 * triangle(128),
         "dropout 0.1 D128 S4096": triangle(4096),
+        "causal D512 S4096": triangle(4096),
         "causal D192/128 S4096": triangle(4096),
         "max_score D128 S16384": triangle(S),
     }
@@ -122,6 +123,7 @@ def test_pairs_of_the_cells() -> None:
         simple = plainer(p)
         assert simple is None or (simple.S, simple.B) == (p.S, p.B)
         alone = (p.window > 0 and not p.score) or p.kind in ("padding", *RULES) or p.Dv > 0
+        alone = alone or p.D > 256
         assert (simple is None) == alone
 
 
@@ -153,6 +155,8 @@ def once(function: Callable[[], Any]) -> float:
 
 def expected(p: Problem) -> set[str]:
     """The contenders of the forward pass."""
+    if p.D > 256:
+        return {"flashproto[reference]", "sdpa", "flex", "ffpa", "ffpa-cutedsl"}
     ours, one, plain_scores = "flashproto[reference]", p.kind == "sequences", p.score in ("", "sinks")
     there = {
         ours: True,
@@ -499,9 +503,8 @@ def test_goals_say_what_is_reached() -> None:
     assert f"{window} tiles of 128 hold 1.125 times the visible pairs" in rows
     below = sum(row.endswith(" NO") for row in rows)
     unmeasured = [row for row in rows if "not measured" in row]
-    assert (
-        len(unmeasured) == 15 and "dropout 0.1 D128 forward: not measured beside (plain" in unmeasured
-    )
+    assert len(unmeasured) == 15
+    assert "dropout 0.1 D128 forward: not measured beside (plain, own)" in unmeasured
     assert rows[-1] == f"below a goal: {below + 15} of 36" and below == 3
     assert rows[-2] == "not counted are goals against cudnn-flex, cudnn-flex varlen, which no cell has"
     assert rows_of_goals({"cells": {}})[-1] == "below a goal: 0 of 0"
@@ -528,10 +531,8 @@ def test_goals_of_the_second_half() -> None:
     for key in (bias, relative):
         text = f"{key} forward flashproto[triton] 0.968 x (plain, triton) wanted"
         assert [row.startswith(text) for row in rows].count(True) == 1
-    assert (
-        "dropout 0.1 D128 S4096 forward flashproto[triton] 0.484 x (plain, hopper) wanted 0.75 NO"
-        in rows
-    )
+    dropout = "dropout 0.1 D128 S4096 forward flashproto[triton]"
+    assert f"{dropout} 0.968 x (plain, triton) wanted 0.7 yes" in rows
     # A wrong result is no reason to leave its goal out.
     for results in data["cells"][bias]["passes"].values():
         results["flashproto[hopper]"] = {"error": "wrong result: dbias"}

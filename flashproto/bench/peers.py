@@ -220,6 +220,17 @@ def flash_attn_3_cached(
     return call
 
 
+def has_ffpa(device: torch.device) -> bool:
+    return device.type == "cuda" and is_importable("ffpa_attn")
+
+
+def ffpa(**options: Any) -> Function:
+    """Causal f(q, k, v) of ffpa-attn, whose own kernels are for head dims above 256."""
+    from ffpa_attn import ffpa_attn_func
+
+    return lambda q, k, v: ffpa_attn_func(q, k, v, is_causal=True, **options)
+
+
 def has_cudnn_flex(device: torch.device) -> bool:
     return device.type == "cuda" and is_importable("cudnn.flex_attention")
 
@@ -249,10 +260,23 @@ def cudnn_flex(
             plans.append(flex.create_mask_plan(keys, q, k, v, **given))
         attend = functools.partial(flex.flex_attn_func, q, k, v, mask_plan=plans[0])
         if sinks:
-            return sunk(*attend(return_lse=True), *sinks)
+            out, lse = attend(return_lse=True)
+            return sunk(out, ContiguousGradient.apply(lse), *sinks)
         return attend(return_max_logit=True)[0] if max_score else attend()
 
     return call
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """x, for whose gradient cudnn.flex_attention wants contiguous memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].contiguous()
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ PACKAGES = {  # of contenders, as a run's environment names them
     "liger": "liger_kernel",
     "cut-cross-entropy": "cut_cross_entropy",
     "cudnn-flex": "cudnn.flex_attention",
+    "ffpa": "ffpa_attn",
 }
 BY_CUTLASS = ("fa4", "flex-flash", "quack", "liger-cutedsl", "cudnn-flex")  # what compiles with its DSL
 

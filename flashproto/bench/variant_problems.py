@@ -114,9 +114,9 @@ class Problem:
 def problems(quick: bool, device: torch.device) -> list[Problem]:
     """The cells; those of goals alone with `quick`; on a CPU of few tokens."""
     if device.type == "cuda":
-        size, heads, dtype = TOKENS, {64: 32, 128: 16, 192: 16}, torch.bfloat16
+        size, heads, dtype = TOKENS, {64: 32, 128: 16, 192: 16, 512: 4}, torch.bfloat16
     else:
-        size, heads, dtype = 512, {64: 2, 128: 2, 192: 2}, torch.float32
+        size, heads, dtype = 512, {64: 2, 128: 2, 192: 2, 512: 2}, torch.float32
     part = size // 16
     lengths = tuple(n * size // TOKENS for n in LENGTHS)
     lengths = (*lengths[:-1], size - sum(lengths[:-1]))
@@ -154,6 +154,7 @@ def problems(quick: bool, device: torch.device) -> list[Problem]:
         *(problem(128, size // 2, kind=kind) for kind in ("block diffusion", "global tokens")),
         problem(128, size // 4, score="dropout", **several),
         problem(192, size // 4, Dv=128, **batch),
+        problem(512, size // 4, **batch),
         problem(128, size, score="max_score"),
     ]
 

@@ -220,6 +220,8 @@ def sdpa_peers(p: Problem, device: torch.device) -> tuple[tuple[str, ...], dict[
         return ("sdpa-efficient",), {}
     if p.score == "dropout":
         return ("sdpa-flash",), {"is_causal": True, "dropout_p": DROPOUT}
+    if p.D > 256:
+        return ("sdpa-efficient",), {"is_causal": True}
     return ("sdpa-cudnn",) if p.Dv else (), {"is_causal": True}
 
 
@@ -243,6 +245,11 @@ def others(
         made["flex"] = flex, "BHSD"
         if p.kind != "full" and not p.score and peers.has_flex_flash(device):
             made["flex-flash"] = partial(flex, kernel_options={"BACKEND": "FLASH"}), "BHSD"
+    if p.D > 256:
+        if peers.has_ffpa(device):
+            made["ffpa"] = peers.ffpa, "BHSD"
+            made["ffpa-cutedsl"] = partial(peers.ffpa, backend="cutedsl"), "BHSD"
+        return made
     if peers.has_cudnn_flex(device) and p.kind != "boolean" and p.score in OF_CUDNN_FLEX:
         made |= cudnn_flex(p, device)
     if p.kind != "sequences":
