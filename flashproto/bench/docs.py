@@ -191,7 +191,7 @@ PICTURES = {
             "sinks D128 S4096": "sinks",
             "ALiBi D128 S4096": "ALiBi",
         },
-        ("(plain, hopper)", "fa4", "flex"),
+        ("fa3", "fa4", "flex-flash", "flex"),
     ),
     "norm": Picture(
         "Norms of rows x columns, forward and backward",

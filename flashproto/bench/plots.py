@@ -72,7 +72,7 @@ COLOURS = (
 )
 WIDTH = 10.0  # inches
 BARS = 56  # in one panel, at most
-NUMBERED = 32  # bars that each carry their value, at most
+NUMBERED = 128  # characters of the values over bars, at most
 
 
 def title(name: str) -> str:
@@ -121,14 +121,16 @@ def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = s
         by_cell = [heights(cells[key]["passes"].get(which, {}), unit) for key in shown]
         here = [name for name in names if any(name in by_name for by_name in by_cell)]
         width = 0.84 / max(1, len(here))
+        form = "%.0f" if unit != "ms" else "%.2f"
+        longest = max((len(form % x) for by_name in by_cell for x in by_name.values()), default=0)
         for index, name in enumerate(here):
             offset = (index - (len(here) - 1) / 2) * width
             at = [x + offset for x, by_name in enumerate(by_cell) if name in by_name]
             values = [by_name[name] for by_name in by_cell if name in by_name]
             bars = axis.bar(at, values, width, color=colour[name], edgecolor="white", linewidth=0.4)
             drawn.setdefault(name, bars)
-            if len(here) * per_row <= NUMBERED:
-                axis.bar_label(bars, fmt="%.0f" if unit != "ms" else "%.2f", fontsize=7, padding=1)
+            if len(here) * per_row * longest <= NUMBERED:
+                axis.bar_label(bars, fmt=form, fontsize=7, padding=1)
         axis.set_title(which, fontsize=10, loc="left")
         axis.set_ylabel("speed, flashproto = 1" if unit == "ms" else unit, fontsize=9)
         axis.set_ylim(bottom=0)
