@@ -50,6 +50,7 @@ from .scores import (
     Variables,
     counts,
     distance,
+    ends_of,
     entropy_part,
     kept_factor,
     kept_of,
@@ -99,8 +100,9 @@ def attention_backward_rows_kernel(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, KIND: tl.constexpr,
     HAS_DLSE: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False,
 ):  # fmt: skip
-    """Program: delta and lse2 of BLOCK_M queries, as one tile or, float32, as tiles of 16.  lse2 is lse
-    in base 2; rows that saw no key get +inf, which makes their probabilities 0.
+    """Program: delta and lse2 of BLOCK_M queries, as one tile or, of float32 and of wide heads with
+    dropout, as tiles of 16.  lse2 is lse in base 2; rows that saw no key get +inf, which makes their
+    probabilities 0.
 
     With SLOPES also what each row of dS sums to, dlse + delta * the sink's probability.  Where delta
     is made anew, also what it has beside rowsum(P * dP).
@@ -109,7 +111,8 @@ def attention_backward_rows_kernel(
     if KIND.VARLEN:
         sequences, Sq, _ = counts(given)
         end = tl.load(given.cu_seqlens_q + sequences)  # dout behind it may be anything
-    ROWS: tl.constexpr = 16 if out_ptr.dtype.element_ty == tl.float32 else BLOCK_M
+    SMALL: tl.constexpr = out_ptr.dtype.element_ty == tl.float32 or (KIND.DROPOUT and BLOCK_DV > 128)
+    ROWS: tl.constexpr = 16 if SMALL else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
     first = tl.program_id(0) % n_tiles * BLOCK_M
@@ -307,14 +310,15 @@ def query_gradients_from_tiles(
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr, MASKED: tl.constexpr,
-    SLOPES: tl.constexpr, DELTA: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
-    SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
+    SLOPES: tl.constexpr, DELTA: tl.constexpr, ENDS: tl.constexpr, TF32: tl.constexpr,
+    WIDE: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_MOD_BACKWARD: tl.constexpr,
 ):  # fmt: skip
     """Key tiles first ... last - 1 into dq [BM, D] and, with SLOPES, the sums [BM] of dS * distance, of
-    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2.  With
-    SCORE_MOD the dS of the second one is behind it, and the distances are multiplied by its derivative
-    too."""
-    dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
+    dS and of P * distance; with DELTA into those of P * dP and of P, without dq if it is 2, and with
+    ENDS into the same of tiles that have the first column of a table by distance alone, and the last.
+    With SCORE_MOD the dS of the second one is behind it, and the distances are multiplied by its
+    derivative too."""
+    dq, slope_sums, ds_sums, distances, dp_sums, p_sums, ends = sums
     unit = unit_of(scale, KIND)
     for tile in range(first, last):
         j0 = tile * BLOCK_N
@@ -343,8 +347,17 @@ def query_gradients_from_tiles(
             keep = kept_of(i0, j0, variables, BLOCK_M, BLOCK_N)
             dp = tl.where(keep, dp * kept_factor(variables.given), 0.0)
         if DELTA:
-            dp_sums += tl.sum(p * dp, 1)
-            p_sums += tl.sum(p, 1)
+            dp_of_tile, p_of_tile = tl.sum(p * dp, 1), tl.sum(p, 1)
+            dp_sums += dp_of_tile
+            p_sums += p_of_tile
+            if ENDS:
+                first_dp, first_p, last_dp, last_p = ends
+                of_first, of_last = ends_of(i0 + tl.arange(0, BLOCK_M), j0, variables, ENDS)
+                first_dp += tl.where(of_first, dp_of_tile, 0.0)
+                first_p += tl.where(of_first, p_of_tile, 0.0)
+                last_dp += tl.where(of_last, dp_of_tile, 0.0)
+                last_p += tl.where(of_last, p_of_tile, 0.0)
+                ends = first_dp, first_p, last_dp, last_p
         if DELTA != 2:
             ds = score_gradient(p, dp, delta[:, None])
             if KIND.ENTROPY:
@@ -364,7 +377,7 @@ def query_gradients_from_tiles(
                     store_bias_gradient(ds, i, j, variables)
             ds = modified_gradient(ds, s, scale, variables, KIND)
             dq = dot(rounded(ds, k.dtype), k, dq, TF32)
-    return dq, slope_sums, ds_sums, distances, dp_sums, p_sums
+    return dq, slope_sums, ds_sums, distances, dp_sums, p_sums, ends
 
 
 @triton.jit
@@ -380,6 +393,7 @@ def attention_backward_queries_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, KIND: tl.constexpr,
     TF32: tl.constexpr, WIDE: tl.constexpr, SLOPES: tl.constexpr = False, DELTA: tl.constexpr = 0,
+    ENDS: tl.constexpr = 0,
     SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: dQ of one tile of BLOCK_M queries of one head, and each query's sum of dS * distance for
@@ -387,6 +401,10 @@ def attention_backward_queries_kernel(
 
     DELTA: 1, delta is also made anew, of P * dP, for the kernels that come after this one; 2, it is all
     that is made.  Of lse as it is rounded P does not sum to 1 exactly: the sum is divided by that of P.
+
+    ENDS: with DELTA, the size of the tiles of attention_backward_distances_kernel.  Far from the
+    diagonal all pairs of a tile have the first or the last column of a table by distance, whose
+    gradients have the sums of their dS: these are made here, and that kernel leaves such tiles out.
     """
     problem = problem_of_queries(Hq, Sq, Sk, offset, given, BLOCK_M, KIND)
     head, i0, token, key = problem.head, problem.first, problem.token, problem.key
@@ -421,7 +439,8 @@ def attention_backward_queries_kernel(
     if KIND.ENTROPY:
         weight = tl.load(given.entropy_weights + row + i, i < Sq, 0.0)
     none = tl.zeros([BLOCK_M], tl.float32)
-    sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), none, none, none, none, none
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sums = dq, none, none, none, none, none, (none, none, none, none)
     ranges = key_ranges(i0, Sk, offset, given, BLOCK_M, BLOCK_N, KIND)
     begin, clear_begin, clear_end, end = ranges
     if KIND.INTERVALS or KIND.TABLE:
@@ -432,16 +451,16 @@ def attention_backward_queries_kernel(
                     sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
-                    SCORE_MOD, SCORE_MOD_BACKWARD,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, ENDS, TF32,
+                    WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
                 )  # fmt: skip
             else:
                 sums = query_gradients_from_tiles(
                     sums, q, dout, lse2, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
-                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
-                    SCORE_MOD, SCORE_MOD_BACKWARD,
+                    D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
+                    WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
                 )  # fmt: skip
             tile, last, clear = next_run(last, i0, Sq, Sk, ranges, variables, BLOCK_M, BLOCK_N, KIND)
     else:
@@ -451,31 +470,31 @@ def attention_backward_queries_kernel(
                 sums, q, dout, lse2, delta, weight, k_base, v_base,
                 stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
-                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
-                SCORE_MOD, SCORE_MOD_BACKWARD,
+                D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
+                WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
             )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
-            SCORE_MOD, SCORE_MOD_BACKWARD,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
+            WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, TF32, WIDE,
-            SCORE_MOD, SCORE_MOD_BACKWARD,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, ENDS, TF32,
+            WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
             sums, q, dout, lse2, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
-            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, TF32, WIDE,
-            SCORE_MOD, SCORE_MOD_BACKWARD,
+            D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
+            WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
-    dq, slope_sums, ds_sums, distances, dp_sums, p_sums = sums
+    dq, slope_sums, ds_sums, distances, dp_sums, p_sums, ends = sums
     if DELTA != 2:
         dq *= scale_natural
         store_tile(dq_base, dq, i0, stride_dqs, stride_dqd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
@@ -490,6 +509,11 @@ def attention_backward_queries_kernel(
             anew *= 1.0 - sink_probability(given.sinks + h, lse2)
         anew += tl.load(given.beside_delta + row + i, i < Sq, 0.0)
         tl.store(delta_ptr + row + i, anew, i < Sq)
+        if ENDS:
+            first_dp, first_p, last_dp, last_p = ends
+            to = given.ends + 2 * tl.program_id(0)
+            tl.store(to, tl.sum(tl.where(i < Sq, first_dp - anew * first_p, 0.0), 0))
+            tl.store(to + 1, tl.sum(tl.where(i < Sq, last_dp - anew * last_p, 0.0), 0))
 
 
 @triton.jit

@@ -5,7 +5,9 @@ A bias [B|1, Hq|1, Sq|1, Sk|1] that is broadcast has the sum of dS over what sha
 a tile of the bias and walks over batch entries, heads and tiles in a fixed order, so that nothing of
 size [B, Hq, Sq, Sk] is made.  A bias by distance [Hq|1, R] has sums along diagonals: one program walks
 down a diagonal of square tiles, all of which have their distances at the same places, and takes the
-diagonals of their sum apart at the end.  Both compute the scores and dP again: two products.
+diagonals of their sum apart at the end.  Both compute the scores and dP again: two products.  Tiles so
+far from the diagonal that all their pairs have the first or the last column are left to the kernel of
+dQ, in 16 bits: it has their sums on its way.
 
 A bias that each head of each batch entry has for itself gets dS from the kernel of dQ.  An operand of a
 SCORE_MOD is summed as a bias is, of the term that SCORE_MOD_BACKWARD has for it in the place of dS.
@@ -184,10 +186,12 @@ def attention_backward_distances_kernel(
     given,  # of the variant, see scores.py
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK: tl.constexpr, KIND: tl.constexpr, TF32: tl.constexpr, WIDE: tl.constexpr,
+    ENDS: tl.constexpr = False,
     SCORE_MOD: tl.constexpr = None, SCORE_MOD_BACKWARD: tl.constexpr = None,
 ):  # fmt: skip
     """Program: down one diagonal of tiles [BLOCK, BLOCK] of one head: from a tile of queries and the
-    first keys on, or from the first queries and a tile of keys.
+    first keys on, or from the first queries and a tile of keys.  ENDS: but for tiles whose sums the
+    kernel of dQ has made, see there.
 
     sums [B, Hq, diagonals of tiles, 2 BLOCK + 2] float32: at n, 0 < n < 2 BLOCK, of the pairs that have
     column `columns` + n of the table; before the first column and behind the last one at 0 and 2 BLOCK.
@@ -232,6 +236,10 @@ def attention_backward_distances_kernel(
     if KIND.WINDOW:
         if not KIND.FIRST:
             tiles = tl.where(apart + BLOCK > offset - given.left, tiles, 0)
+    last = (given.relative_columns >> 1) - 1
+    columns = Sk - Sq - apart - BLOCK + (given.relative_offset >> 2)
+    if ENDS:
+        tiles = tl.where((columns + 2 * BLOCK - 1 <= 0) | (columns + 1 >= last), 0, tiles)
     number = s * Hq + head
     variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK, KIND, number))
 
@@ -255,8 +263,6 @@ def attention_backward_distances_kernel(
     shifted = tl.gather(ds, tl.where(inside, column, 0), 1)  # [BLOCK, 2 BLOCK]
     sums = tl.sum(tl.where(inside, shifted, 0.0), 0)
     at = tl.arange(0, 2 * BLOCK)
-    last = (given.relative_columns >> 1) - 1
-    columns = Sk - Sq - apart - BLOCK + (given.relative_offset >> 2)
     to = sums_ptr + tl.program_id(0).to(tl.int64) * (2 * BLOCK + 2)
     tl.store(to + at, sums, at > 0)
     tl.store(to, tl.sum(tl.where(columns + at <= 0, sums, 0.0), 0))
@@ -266,13 +272,14 @@ def attention_backward_distances_kernel(
     tl.store(columns_ptr + slot, columns, head == 0)
 
 
-@triton.jit(do_not_specialize=["diagonals", "R"])
+@triton.jit(do_not_specialize=["diagonals", "programs", "R"])
 def attention_backward_relative_kernel(
-    sums_ptr, columns_ptr, gradient_ptr, diagonals, R,
+    sums_ptr, columns_ptr, ends_ptr, gradient_ptr, diagonals, programs, R,
     BLOCK: tl.constexpr, LOOKED_AT: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Program: the gradient of COLUMNS columns of one row of the table, from sums [rows, diagonals,
-    2 BLOCK + 2], those of all batch entries."""
+    2 BLOCK + 2] and, of the first and the last column, ends [rows, programs, 2], if there are some;
+    those of all batch entries."""
     parts = tl.cdiv(R, COLUMNS)
     row = (tl.program_id(0) // parts).to(tl.int64)
     column = tl.program_id(0) % parts * COLUMNS + tl.arange(0, COLUMNS)
@@ -290,5 +297,15 @@ def attention_backward_relative_kernel(
         own = sums_ptr + (row * diagonals + diagonal) * (2 * BLOCK + 2)
         total += tl.sum(tl.load(own + place, inside & there, 0.0), 0)
         total += tl.sum(tl.load(own + 2 * BLOCK + 0 * place, diagonal < beyond, 0.0), 0)
+    if ends_ptr is not None:
+        first_sum = tl.zeros([LOOKED_AT], tl.float32)
+        last_sum = tl.zeros([LOOKED_AT], tl.float32)
+        for first in range(0, programs, LOOKED_AT):
+            program = first + tl.arange(0, LOOKED_AT)
+            own = ends_ptr + (row * programs + program) * 2
+            first_sum += tl.load(own, program < programs, 0.0)
+            last_sum += tl.load(own + 1, program < programs, 0.0)
+        total += tl.where(column == 0, tl.sum(first_sum, 0), 0.0)
+        total += tl.where(column == R - 1, tl.sum(last_sum, 0), 0.0)
     gradient_ptr += row * R
     tl.store(gradient_ptr + column, rounded(total, gradient_ptr.dtype.element_ty), column < R)

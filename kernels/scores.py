@@ -73,6 +73,7 @@ class Given(NamedTuple):
     sink_delta: Any = None
     beside_delta: Any = None  # what delta has beside rowsum(P * dP), where it is made anew
     bias_gradient: Any = None  # [B, Hq, Sq, Sk]
+    ends: Any = None  # of a table by distance, see ends_of: [programs, 2] float32
     heads: Any = None  # Hq, for that
     rows: Any = None  # Sq, as `counts` has it, for the Hopper backward
     pages: Any = None  # pointer to a cache's page table
@@ -309,6 +310,16 @@ def relative_bias_of(i, j, variables):
     column = i + variables.head.diagonal - j + (given.relative_offset >> 2)
     column = tl.minimum(tl.maximum(column, 0), (given.relative_columns >> 1) - 1)
     return gathered(variables.head.relative_bias + column).to(tl.float32)
+
+
+@triton.jit
+def ends_of(i, j0, variables, BLOCK: tl.constexpr):
+    """Of queries i whether all pairs of their tile of BLOCK x BLOCK with key j0 have the first column
+    of the table by distance, and whether all have the last one and it is another."""
+    given = variables.given
+    column = (i // BLOCK - j0 // BLOCK) * BLOCK + variables.head.diagonal + (given.relative_offset >> 2)
+    first = column + (BLOCK - 1) <= 0
+    return first, (column - (BLOCK - 1) >= (given.relative_columns >> 1) - 1) & (first == 0)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ TABLE = ("relative_row", "relative_columns", "relative_offset")
 SEQUSED = ("seqused_q", "seqused_k")
 MADE_ROWS = (
     "max_score", "entropy", "slope_sums", "entropy_gradient", "entropy_weights", "sink_delta",
-    "beside_delta",
+    "beside_delta", "ends",
 )  # fmt: skip
 # Of Given's fields.
 TYPES = {name: OF_VARIABLES.get(row.what, "fp32") for row in FEATURES for name in row.variables}

@@ -29,7 +29,7 @@ from flashproto.kernels.schedule import columns_kernel, intervals_kernel
 from flashproto.kernels.scores import Given
 from flashproto.variant import Kind
 
-FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr", "sums_ptr"}
+FLOAT32_ARGUMENTS = {"lse_ptr", "lse2_ptr", "dlse_ptr", "delta_ptr", "rows_ptr", "sums_ptr", "ends_ptr"}
 # (D, Dv): powers of two take no column mask, the others do; 256 may spill.
 HEAD_DIMS = ((16, 16), (64, 64), (96, 96), (128, 128), (64, 128), (256, 256))
 WIDE = ((320, 320), (512, 512), (96, 512))
@@ -159,12 +159,12 @@ def small_cases() -> Iterator[Case]:
         name = f"rows-128-{kind.name}{'-gaps' * gaps}"
         # 64 bytes of stack: on sm_100 with Triton 3.6.
         yield case(attention_backward_rows_kernel, name, "bf16", four, constexprs, 64, given)
-    for element in ("bf16", "fp16"):
+    for element, DV in (("bf16", 128), ("fp16", 128), ("bf16", 256)):
         kind = Kind(DROPOUT=True)
         given, absent = given_of(attention_backward_rows_kernel, kind, made=("rest",))
-        constexprs = {"DV": 128, "BLOCK_DV": 128, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": False}
+        constexprs = {"DV": DV, "BLOCK_DV": DV, "BLOCK_M": 64, "KIND": kind, "HAS_DLSE": False}
         constexprs |= {"SLOPES": False, "WIDE": False} | absent
-        name = f"rows-128-{kind.name}-rest"
+        name = f"rows-{DV}-{kind.name}-rest"
         yield case(attention_backward_rows_kernel, name, element, four, constexprs, 0, given)
     for sinks, kind in ((True, Kind(SINKS=True)), (False, Kind(ALIBI=True, VARLEN=True))):
         given, absent = given_of(attention_backward_heads_kernel, kind, slopes=not sinks)
@@ -231,7 +231,7 @@ def bias_cases(arch: int) -> Iterator[Case]:
             yield case(kernel, name, element, config, shared | own | tiles | absent, stack, given)
         kind, kernel = next(tables), attention_backward_distances_kernel
         given, absent = given_of(kernel, kind)
-        values = shared | {"BLOCK": square.block_m, "KIND": kind} | absent
+        values = shared | {"BLOCK": square.block_m, "KIND": kind, "ENDS": itemsize == 2} | absent
         yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, square, values, stack, given)
         _, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(BIAS=True))
         kind, kernel = Kind(BIAS=True), attention_backward_queries_kernel
@@ -313,24 +313,32 @@ def delta_cases(arch: int) -> Iterator[Case]:
         (
             ({"DROPOUT": True, "CAUSAL": True}, 2),
             ({"BIAS": True, "SINKS": True}, 2),
+            ({"BIAS": True, "DROPOUT": True, "TABLE": True, "SINKS": True}, 2),
             ({"BIAS": True, "CAUSAL": True}, 1),
             ({"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True}, 1),
+            ({"RELATIVE_BIAS": True}, 1),
         ),
     ):
         kind = Kind(**options)
         slopes = kind.ALIBI and delta == 1
         _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
-        given, absent = given_of(kernel, kind, slopes=slopes, made=("beside_delta",))
+        if delta == 2:
+            queries = configs.attention_delta(capability, 2, D, Dv, queries)
+        ends = configs.attention_backward_distances(capability, 2, D, Dv, kind).block_m
+        ends = ends if kind.RELATIVE_BIAS else 0
+        made = ("beside_delta", "ends") if ends else ("beside_delta",)
+        given, absent = given_of(kernel, kind, slopes=slopes, made=made)
         values = {
             "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
             "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": queries.block_m,
             "BLOCK_N": queries.block_n, "KIND": kind, "TF32": False, "WIDE": False,
-            "SLOPES": slopes, "DELTA": delta,
+            "SLOPES": slopes, "DELTA": delta, "ENDS": ends,
         }  # fmt: skip
         if delta == 2:
             values |= {"dq_ptr": None} | {f"stride_dq{axis}": 0 for axis in "bhsd"}
         name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
         stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
+        stack = max(stack, VARIANT_STACK[arch]) if kind.TABLE else stack
         yield case(kernel, name, "bf16", queries, values | absent, stack, given)
 
 

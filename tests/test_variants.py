@@ -345,6 +345,40 @@ def test_gradients_do_not_feel_that_out_is_rounded_where_a_key_has_nearly_all_we
         torch.testing.assert_close(got[gradient].double(), exact[gradient], rtol=1e-4, atol=1e-3)
 
 
+# Tables by distance that are short beside the lengths, (columns, offset): far from the diagonal whole
+# tiles have one column.
+FAR = {
+    (): (5, 2),
+    ("sinks", "softcap"): (1, 0),
+    ("alibi",): (9, -40),
+    ("causal", "dropout"): (30, 9),
+    ("left_window", "sinks"): (7, 3),
+    ("either", "bias"): (6, 5),
+    ("intervals",): (2, 60),
+    ("entropy",): (5, 2),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("lengths", [None, [(90, 200), (0, 2), (150, 70)]], ids=["batch", "sequences"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("names", FAR, ids="+".join)
+def test_sums_of_tiles_that_have_one_column_of_a_table(
+    names: tuple[str, ...], dtype: torch.dtype, lengths, device: str, seed: int
+) -> None:
+    if lengths is not None and not {*names} <= {*PACKED}:
+        pytest.skip("attention_varlen takes no masks or biases of pairs")
+    problem = Problem(dtype, 2, 4, 2, 150, 270, 32, 16, causal=False, lse_gradient="entropy" in names)
+    call = drawn(random.Random(seed), problem, names, device)
+    columns, offset = FAR[names]
+    table = torch.randn(4, columns, device=device).requires_grad_()
+    call.options.update(relative_bias=table, relative_offset=offset)
+    made = make(call, device) if lengths is None else make_packed(call, lengths, (3, 5), device)
+    exact, _ = exact_and_eager(call, *made, lengths)
+    got = run(call, *made, "triton", lengths)["drelative_bias"]
+    torch.testing.assert_close(got.double(), exact["drelative_bias"], rtol=1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_sinks_and_slopes_of_any_strides(packed: bool, device: str) -> None:
     """The same bits as of tensors without holes."""

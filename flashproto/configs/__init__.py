@@ -5,6 +5,7 @@ from .attention import (
     attention_backward,
     attention_backward_bias,
     attention_backward_distances,
+    attention_delta,
     attention_forward,
     attention_takes_tf32,
     padded_head_dim,

@@ -273,7 +273,12 @@ def attention_backward_bias(
     """Backward: the kernels of the gradients of biases and of operands."""
     if head_dim == 128 and _added_alone(capability, itemsize, head_dim, head_dim_v, kind):
         return AttentionConfig(128, 64, 8, 2)
-    return attention_backward_distances(capability, itemsize, head_dim, head_dim_v, kind)
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
+    if kind is not None and kind.SCORE_MOD and itemsize == 4:  # pipelined, its operands spill
+        stages = 1
+    config = AttentionConfig(block, block, warps, stages)
+    return _fitted(config, 0, 2 * block * (D + Dv) * itemsize, shared_bytes(capability))
 
 
 def attention_backward_distances(
@@ -284,12 +289,12 @@ def attention_backward_distances(
     kind: Kind | None = None,
 ) -> AttentionConfig:
     """Backward: the kernel of the gradients of biases by distance, of square tiles."""
-    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
-    if kind is not None and kind.SCORE_MOD and itemsize == 4:  # pipelined, its operands spill
-        stages = 1
-    config = AttentionConfig(block, block, warps, stages)
-    return _fitted(config, 0, 2 * block * (D + Dv) * itemsize, shared_bytes(capability))
+    if itemsize == 2 and max(map(padded_head_dim, (head_dim, head_dim_v))) == 128:
+        if _family(capability) == "ampere":  # larger ones spill
+            return AttentionConfig(32, 32, 4, 2)
+        if _added_alone(capability, itemsize, head_dim, head_dim_v, kind):
+            return AttentionConfig(64, 64, 4, 1)
+    return attention_backward_bias(capability, itemsize, head_dim, head_dim_v, kind)
 
 
 def attention_backward(
@@ -320,3 +325,16 @@ def attention_backward(
         # What is summed for them takes the registers of half a tile.
         queries = replace(queries, block_n=min(queries.block_n, 32))
     return keys, queries
+
+
+def attention_delta(
+    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, queries: AttentionConfig
+) -> AttentionConfig:
+    """The kernel of dQ where it makes delta alone, from its own configuration: Triton 3.6 may give its
+    loads, and a bias, one stage more than it is told."""
+    D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    if max(D, Dv) > 256:
+        return replace(queries, num_stages=max(queries.num_stages - 1, 1))
+    fixed = queries.block_m * (D + Dv) * itemsize
+    per_stage = queries.block_n * (D + Dv) * itemsize + 4 * queries.block_m * queries.block_n
+    return _fitted(queries, fixed + per_stage, per_stage, shared_bytes(capability))

@@ -292,6 +292,13 @@ def backward(
     before = anew and (dropped or of_pairs)
     if anew:
         more["beside_delta"] = recipe.make(rows)
+    ends, of_distances = None, 0
+    if relative_bias is not None and anew and not (kind.ENTROPY or kind.SCORE_MOD):
+        of_heads = capability(q.device), q.element_size(), D, Dv
+        config = configs.attention_backward_distances(*of_heads, kind)
+        of_distances = config.block_m
+        shape = B * Hq, 2 * programs(variant, Sq, for_queries.block_m, 1)
+        more["ends"] = ends = recipe.make(New.contiguous(shape, torch.float32, q.device))
     given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
     recipe.launch(
         attention_backward_rows_kernel,
@@ -320,9 +327,13 @@ def backward(
     tensors = q, k, v, dout, lse2, delta
 
     def launch_queries(dq: Operand | None, given: Any, delta_too: int) -> None:
+        config = for_queries
+        if delta_too == 2:
+            of_heads = capability(q.device), q.element_size(), D, Dv
+            config = configs.attention_delta(*of_heads, for_queries)
         recipe.launch(
             attention_backward_queries_kernel,
-            programs(variant, Sq, for_queries.block_m, B * Hq),
+            programs(variant, Sq, config.block_m, B * Hq),
             *tensors,
             dq,
             *strides,
@@ -332,8 +343,9 @@ def backward(
             WIDE=wide,
             SLOPES=slope_sums is not None and dq is not None,
             DELTA=delta_too,
+            ENDS=of_distances if delta_too else 0,
             **user_functions(variant),
-            **constants(for_queries, q, Dv, kind),
+            **constants(config, q, Dv, kind),
         )
 
     if dq is None and (slope_sums is not None or of_pairs):
@@ -376,7 +388,7 @@ def backward(
     elif bias is not None:
         backward_bias(recipe, scores, bias)
     if relative_bias is not None:
-        backward_relative_bias(recipe, scores, relative_bias)
+        backward_relative_bias(recipe, scores, relative_bias, ends)
     for i, gradient in enumerate(score_mod):
         if gradient is not None:
             backward_bias(recipe, scores, gradient, result=i + 1)
@@ -461,8 +473,11 @@ def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand, result: int
         column_sums(recipe, (made, None), (gradient, None))
 
 
-def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) -> None:
-    """Fill the gradient of a bias by distance [Hq | 1, R]."""
+def backward_relative_bias(
+    recipe: Recipe, scores: Scores, gradient: Operand, ends: Operand | None
+) -> None:
+    """Fill the gradient of a bias by distance [Hq | 1, R].  ends: what the kernel of dQ has summed for
+    its first and last column [B * Hq, programs * 2]."""
     q, _, v, *_ = scores.tensors
     (B, Hq, Sq, D), (_, _, Sk, Dv) = q.shape, v.shape
     kind = scores.variant.kind
@@ -487,22 +502,30 @@ def backward_relative_bias(recipe: Recipe, scores: Scores, gradient: Operand) ->
         scores.given,
         WIDE=scores.wide,
         BLOCK=block,
+        ENDS=ends is not None,
         **user_functions(scores.variant),
         **values,
     )
-    shared = B * Hq // rows
-    if shared > 1:
-        whole = recipe.make(New.contiguous((rows * diagonals * width,), torch.float32, q.device))
-        partials = sums.part(0, torch.float32, shared, rows * diagonals * width)
+
+    def of_row(sums: Operand) -> Operand:
+        """Those of what shares a row of the table, [B * Hq, N], added."""
+        shared, N = B * Hq // rows, sums.shape[1]
+        if shared == 1:
+            return sums
+        whole = recipe.make(New.contiguous((rows * N,), torch.float32, q.device))
+        partials = sums.part(0, torch.float32, shared, rows * N)
         column_sums(recipe, (partials, None), (whole, None))
-        sums = whole
+        return whole
+
     recipe.launch(
         attention_backward_relative_kernel,
         rows * cdiv(R, 32),
-        sums,
+        of_row(sums),
         columns,
+        None if ends is None else of_row(ends),
         gradient,
         diagonals,
+        0 if ends is None else ends.shape[1] // 2,
         R,
         BLOCK=block,
         LOOKED_AT=32,
