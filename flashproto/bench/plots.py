@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure import OURS
-from .report import Cells, contenders, passes
+from .report import Cells, contenders, digits, passes
 
 # The names that contenders have in prose.
 TITLES = {
@@ -29,8 +29,8 @@ TITLES = {
     "liger": "Liger",
     "liger-cutedsl": "Liger's cutedsl",
     "liger-cutedsl-scaled": "Liger's cutedsl, scaled",
-    "(plain, hopper)": "plainer problem, hopper",
-    "(plain, triton)": "plainer problem, triton",
+    "(plain, hopper)": "flashproto[hopper] without the variant",
+    "(plain, triton)": "flashproto[triton] without the variant",
 }
 # Each contender's place among the colours; those that are not named here take what is left.
 PLACES = (
@@ -128,7 +128,7 @@ def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = s
             bars = axis.bar(at, values, width, color=colour[name], edgecolor="white", linewidth=0.4)
             drawn.setdefault(name, bars)
             if len(here) * per_row <= NUMBERED:
-                axis.bar_label(bars, fmt="%.0f" if unit != "ms" else "%.2f", fontsize=7, padding=1)
+                axis.bar_label(bars, list(map(digits, values)), fontsize=7, padding=1)
         axis.set_title(which, fontsize=10, loc="left")
         axis.set_ylabel("speed, flashproto = 1" if unit == "ms" else unit, fontsize=9)
         axis.set_ylim(bottom=0)
