@@ -630,7 +630,7 @@ def test_documentation_shows_the_results_where_there_are_some(tmp_path: Path) ->
     shutil.copytree(docs.ROOT / "docs" / "results", root / "docs" / "results")
     (root / "README.md").write_text((docs.ROOT / "README.md").read_text())
     for measured_already in (root / "docs" / "results").glob("*/*"):
-        if measured_already.stem in ("variants", "first_calls"):
+        if measured_already.stem.startswith(("variants", "first_calls")):
             measured_already.unlink()
     speed_md = root / "docs" / "speed.md"
     without = docs.texts(root)[speed_md]
