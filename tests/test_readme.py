@@ -1,4 +1,5 @@
-"""README.md and docs/*.md: short where it has to be, links and files that exist, samples that run."""
+"""README.md, AGENTS.md and docs/*.md: short where it has to be, links and files that exist, samples that
+run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ import flashproto
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 LARGEST = 15_360
 NOT_A_USERS = ("TRITON_INTERPRET", "FLASHPROTO_IMPL")
