@@ -1,5 +1,5 @@
-"""README.md, AGENTS.md and docs/*.md: short where it has to be, links and files that exist, samples that
-run."""
+"""README.md, AGENTS.md and docs/*.md: short where it has to be, links and files that exist, samples
+that run."""
 
 from __future__ import annotations
 
