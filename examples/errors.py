@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +13,14 @@ import torch
 from flashproto import BackendError
 
 AGAIN = "run the same command again"  # what to do when a file could not be written
+
+
+def program(name: str) -> str:
+    """python or torchrun as a shell finds it: its path, where the name alone is not what runs here."""
+    own = Path(sys.executable).with_name(name)
+    if not own.exists() or Path(shutil.which(name) or "") == own:
+        return name
+    return shlex.quote(str(own.relative_to(Path.cwd()) if own.is_relative_to(Path.cwd()) else own))
 
 
 class UserError(Exception):

@@ -30,7 +30,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from errors import EXPECTED, OptionError, TrainingError, UserError, tell
+from errors import EXPECTED, OptionError, TrainingError, UserError, program, tell
 from stop import StopSignal
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -241,9 +241,11 @@ class World:
 
     def command(self) -> str:
         """The command that goes on with the run."""
-        script = "python" if self.size == 1 else f"torchrun --nproc-per-node {self.local_size}"
+        script = program("python" if self.size == 1 else "torchrun")
         if self.size != self.local_size:
-            script = f"torchrun --nnodes {self.size // self.local_size} ..."
+            script += f" --nnodes {self.size // self.local_size} ..."
+        elif self.size > 1:
+            script += f" --nproc-per-node {self.local_size}"
         out = f" --out {shlex.quote(str(self.folder))}" if self.folder else ""
         return f"{script} {sys.argv[0]} --resume{out}"
 

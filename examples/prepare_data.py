@@ -22,13 +22,15 @@ if __name__ == "__main__":
 import argparse
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import checkpoint
 from bars import bar
-from errors import AGAIN, EXPECTED, DataError, OptionError, tell
+from errors import AGAIN, EXPECTED, DataError, OptionError, program, tell
 from folder_lock import LOCK, locked, refuse_taken
 from settings import OneLineParser, positive
 from shards import (
@@ -259,7 +261,8 @@ def write(folder: Path, options: argparse.Namespace) -> None:
             f"{len(part['shards'])} files"
         )
     print(f"{'tokenizer':<12}{bpe.size:,} ids, SHA-256 {bpe.sha256}")
-    print(f"{'files':<12}{folder}: python examples/train_gpt.py --data {folder}")
+    train = Path(sys.argv[0]).with_name("train_gpt.py")
+    print(f"{'files':<12}{folder}: {program('python')} {train} --data {shlex.quote(str(folder))}")
 
 
 def main(argv: list[str] | None = None) -> int:

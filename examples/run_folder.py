@@ -23,6 +23,7 @@ from folder_lock import LOCK, locked, refuse_taken
 from settings import Settings
 
 SETTINGS, LOG, PLOT = "settings.json", "log.jsonl", "loss.png"
+SMOOTHED = 50  # steps whose mean loss the bar shows, and the picture
 
 
 @contextlib.contextmanager
@@ -210,9 +211,9 @@ def row_of(line: bytes) -> dict | None:
     return row if integer and all(type(x) in (int, float) for x in numbers) else None
 
 
-def plot(rows: list[dict], bigram: float, path: Path) -> None:
-    """Draw the loss of every step, the validation loss and the bigram's, in nats per token; a note
-    where that fails, for a picture is not worth a run."""
+def plot(rows: list[dict], bigram: float, path: Path, unit: str, preset: str) -> None:
+    """Draw the loss of every step, their mean over SMOOTHED steps, validation and the bigram's,
+    in nats per unit; a note where that fails, for a picture is not worth a run."""
     try:
         import matplotlib
 
@@ -222,13 +223,22 @@ def plot(rows: list[dict], bigram: float, path: Path) -> None:
         losses = {row["step"]: row["loss"] for row in rows}
         steps = range(min(losses, default=1), max(losses, default=0) + 1)
         figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-        axes.plot(steps, [losses.get(n, math.nan) for n in steps], lw=0.8, label="training")
+        each = [losses.get(n, math.nan) for n in steps]
+        sides = [min(i, len(each) - 1 - i, SMOOTHED // 2) for i in range(len(each))]
+        around = [each[i - side : i + side + 1] for i, side in enumerate(sides)]
+        means = [statistics.fmean([x for x in part if x == x] or [math.nan]) for part in around]
+        axes.plot(steps, each, lw=0.6, alpha=0.4, color="C0", label="training")
+        axes.plot(steps, means, color="C0", label="training, smoothed")
         checked = [r for r in rows if "validation" in r]
         axes.plot(
-            [r["step"] for r in checked], [r["validation"] for r in checked], "o-", label="validation"
+            *([row[name] for row in checked] for name in ("step", "validation")),
+            "o-",
+            color="C1",
+            label="validation",
         )
         axes.axhline(bigram, ls="--", color="gray", label=f"bigram, {bigram:.2f}")
-        axes.set(xlabel="step", ylabel="loss in nats per token")
+        axes.set(xlabel="step", ylabel=f"loss in nats per {unit}", title=f"Loss of preset {preset}")
+        axes.grid(alpha=0.3)
         axes.legend()
         image = io.BytesIO()
         figure.savefig(image, dpi=120)

@@ -89,7 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for which in report.passes(cells):
         peers = ["torch"] if options.no_compile else ["torch", "compile"]
         print("\n" + report.table(cells, which, peers))
-    print("\na ratio above 1: flashproto is faster than that plain PyTorch layer")
+    print("\ntimes torch: how many times as fast flashproto is as the layer in plain PyTorch")
+    if not options.no_compile:
+        print("times compile: as that layer under torch.compile")
     plots.plot(cells, f"Layers on {options.device}: {shape}", options.out)
     print(f"wrote {options.out}")
 

@@ -26,6 +26,7 @@ import contextlib
 import dataclasses
 import math
 import os
+import shlex
 import statistics
 import sys
 import time
@@ -40,11 +41,11 @@ import sharded
 import torch
 from bars import bar, messages_above_the_bar
 from batches import Batches
-from errors import EXPECTED, CheckpointError, OptionError, TrainingError, tell
+from errors import EXPECTED, CheckpointError, OptionError, TrainingError, program, tell
 from folder_lock import LOCK
 from machine import compiles, describe, machine, peak_flops, warn_of_long_steps
 from parallel import ALONE, World, joined, norm_of_gradients, whole
-from run_folder import Log
+from run_folder import SMOOTHED, Log
 from sampling import Screen, stream
 from schedule import learning_rate
 from settings import SCHEDULE, Settings, option, parse
@@ -61,7 +62,6 @@ from watch import TRACE, WARM_UP_STEPS, MaxScores, not_finite, profiler
 from flashproto.nn import GPT, GPTConfig
 
 BETAS, WEIGHT_DECAY = (0.9, 0.95), 0.1
-SMOOTHED = 50  # steps whose mean loss the bar shows
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -391,6 +391,9 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     print(f"files       {run.folder}: {', '.join(files)}")
     print("\nsample after training:")
     run.sample(400, stop)
+    generate = f"{program('python')} {Path(sys.argv[0]).with_name('generate.py')}"
+    print(f"\nmore text   {generate} --run {shlex.quote(str(run.folder))}")
+    print(f"more steps  {run.world.command()} --steps {2 * run.settings.steps}")
 
 
 def whole_run(given: dict, world: World) -> int:
@@ -422,7 +425,8 @@ def train_and_report(run: Run) -> int:
             run.sample(100, stop)
         reason = train(run, log, stop)
     if world.main:
-        run_folder.plot(log.rows, bigram[0], run.folder / run_folder.PLOT)
+        path, unit = run.folder / run_folder.PLOT, run.corpus.unit
+        run_folder.plot(log.rows, bigram[0], path, unit, s.preset)
     if reason is None:
         stop.text = "stopping" * world.main
         report(run, log, bigram, stop)

@@ -433,7 +433,7 @@ def test_the_subject_runs_without_a_gpu(
     arguments = ["variants", *which, "--device", "cpu", "--out", str(tmp_path)]
     bench.main([*arguments, "--repeats", "1", "--rep-ms", "1"])
     text = capsys.readouterr().out
-    assert "ours/best peer" in text and "wanted" not in text
+    assert "times best peer" in text and "wanted" not in text
     data = json.loads((tmp_path / "variants.json").read_text())
     assert list(data["cells"]) == keys
     for cell in data["cells"].values():
@@ -630,7 +630,7 @@ def test_documentation_shows_the_results_where_there_are_some(tmp_path: Path) ->
     shutil.copytree(docs.ROOT / "docs" / "results", root / "docs" / "results")
     (root / "README.md").write_text((docs.ROOT / "README.md").read_text())
     for measured_already in (root / "docs" / "results").glob("*/*"):
-        if measured_already.stem in ("variants", "first_calls"):
+        if measured_already.stem.startswith(("variants", "first_calls")):
             measured_already.unlink()
     speed_md = root / "docs" / "speed.md"
     without = docs.texts(root)[speed_md]

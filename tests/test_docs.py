@@ -220,6 +220,22 @@ def test_plot_has_a_panel_for_each_pass_and_no_lines(
     assert figure.get_size_inches()[0] == plots.WIDTH
 
 
+def test_bars_carry_three_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import matplotlib.figure
+
+    written: list[str] = []
+    save = matplotlib.figure.Figure.savefig
+
+    def look(figure: Any, *given: Any, **options: Any) -> None:
+        written.extend(text.get_text() for text in figure.axes[0].texts)
+        save(figure, *given, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", look)
+    times = {f"torch{i}": ms for i, ms in enumerate((0.8, 30.0, 9000.0, 1e5))}
+    plots.plot({"a": cell("GB/s", {"forward": times})}, "Heading", tmp_path / "a.png")
+    assert written == ["1250", "33.3", "0.111", "0.0100"]
+
+
 # --- docstrings and signatures --------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 FILES = [
     ROOT / "README.md",
+    ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "flashproto").glob("*/**/*.py")),
     *sorted((ROOT / "flashproto").glob("*.py")),
@@ -17,10 +18,10 @@ FILES = [
 ]
 # What is written, and what to write.
 PLAINER = {
-    r"\bstands?\b(?!-| in for| in the place of)": "is",
-    r"\bturned by RoPE\b": "rotated by RoPE",
+    r"\bst(ands?|ood)\b(?!-| in for| in the place of)": "is",
+    r"\bturns? .*\bby RoPE\b|\bturned by\b|\bRoPE turns\b|\balready turned\b": "rotated by RoPE",
     r"\bmended\b": "fixed",
-    r"\b(is|are) of \d+ (heads|keys|queries|tokens|layers)\b": "has",
+    r"\b(is|are) of (\d+ (heads|keys|queries|tokens|layers|bits)|the dtype)\b": "has",
 }
 
 

@@ -98,12 +98,14 @@ def test_training_beats_the_bigram_on_text_it_never_saw(tmp_path):
         "sample before",
         "sample after",
         "bits per byte",
+        "\nmore text   ",
         "tokens/s (median step)",
         "parameters",
     ):
         assert said in out
     smoothed = sum(r["loss"] for r in log[-50:]) / 50
     assert f"loss={smoothed:.3f}, validation={log[-1]['validation']:.3f}" in out
+    assert out.endswith("train_gpt.py --resume --out runs/gpt-1 --steps 400\n")
     assert (folder / PLOT).read_bytes().startswith(b"\x89PNG")
     assert {p.name for p in folder.iterdir()} == {BEST, CHECKPOINT, LOG, PLOT, SETTINGS}
 

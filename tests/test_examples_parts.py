@@ -299,9 +299,25 @@ def test_the_bar_shows_the_mean_loss_and_the_last_validation(tmp_path):
     assert again.summary(2) == log.summary(2)
 
 
+def test_the_picture_has_a_title_a_grid_a_smoothed_line_and_its_unit(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    figures = []
+    monkeypatch.setattr(pyplot, "close", figures.append)
+    losses = [4.0, 2.0, 3.0, 1.0, 2.0]
+    lines = [{"step": n, "loss": x} for n, x in enumerate(losses, 1) if n != 4]
+    module("run_folder").plot(lines, 2.0, tmp_path / "loss.png", "char", "toy")
+    (axes,) = figures[0].axes
+    assert axes.get_title() == "Loss of preset toy" and axes.get_ylabel() == "loss in nats per char"
+    assert all(line.get_visible() for line in axes.get_xgridlines())
+    each, smoothed, *_ = axes.lines
+    assert smoothed.get_label() == "training, smoothed" and len(each.get_ydata()) == 5
+    assert list(smoothed.get_ydata()) == [4.0, 3.0, 2.75, 2.5, 2.0]
+
+
 def test_a_picture_that_cannot_be_written_is_a_note(tmp_path, capsys):
     path = tmp_path / "nowhere" / "loss.png"
-    module("run_folder").plot([{"step": 1, "loss": 1.0}], 2.0, path)
+    module("run_folder").plot([{"step": 1, "loss": 1.0}], 2.0, path, "char", "toy")
     assert capsys.readouterr().out == f"note: {path} is not drawn (No such file or directory)\n"
 
 

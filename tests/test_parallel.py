@@ -574,7 +574,10 @@ def test_ctrl_c_stops_all_processes_after_the_same_step(tmp_path, text, start):
         process.send_signal(signal.SIGINT)
     ended = [process.communicate(timeout=torchrun.MINUTE) for process in begun]
     step = module("sharded").find(folder).facts["step"]
-    assert f"stopped at step {step} (SIGINT) and saved; go on with: torchrun" in ended[0][0]
+    assert (
+        f"stopped at step {step} (SIGINT) and saved; go on with: {module('errors').program('torchrun')}"
+        in ended[0][0]
+    )
     assert rows(folder)[-1]["step"] == step
     for process, (_, err) in zip(begun, ended, strict=True):
         assert process.returncode == (130 if begun is started else 1), err
@@ -673,8 +676,21 @@ def test_options_that_do_not_go_with_shared_sequences():
 
 def test_the_command_that_goes_on_names_the_processes(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train_gpt.py"])
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent))
     World = module("parallel").World
     assert World().command() == "python train_gpt.py --resume"
     here = World(1, 2, 1, 2, folder=Path("a b"))
     assert here.command() == "torchrun --nproc-per-node 2 train_gpt.py --resume --out 'a b'"
     assert World(1, 4, 1, 2).command() == "torchrun --nnodes 2 ... train_gpt.py --resume"
+
+
+def test_a_program_that_the_shell_does_not_find_is_named_by_its_path(monkeypatch, tmp_path):
+    program = module("errors").program
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    for folder, name in ((tmp_path / ".venv" / "bin", ".venv/bin/"), (tmp_path.parent / "a b", None)):
+        folder.mkdir(parents=True)
+        (folder / "torchrun").touch()
+        monkeypatch.setattr(sys, "executable", str(folder / "python"))
+        assert program("torchrun") == (f"{name}torchrun" if name else f"'{folder}/torchrun'")
+    assert program("python") == "python"  # which is not there under that name

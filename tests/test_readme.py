@@ -1,7 +1,9 @@
-"""README.md and docs/*.md: short where it has to be, links and files that exist, samples that run."""
+"""README.md, AGENTS.md and docs/*.md: short where it has to be, links and files that exist, samples
+that run."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +19,7 @@ import flashproto
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-DOCUMENTS = [README, *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [README, ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 LARGEST = 15_360
 NOT_A_USERS = ("TRITON_INTERPRET", "FLASHPROTO_IMPL")
@@ -127,6 +129,14 @@ def test_samples_run(name: str, tmp_path: Path) -> None:
     ]
     # In one process, which has imported torch by then, each with names of its own.
     python(ONE_BY_ONE.format(samples=samples), tmp_path)
+
+
+def test_notebook_runs(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    notebook = json.loads((ROOT / "examples" / "masks.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert not any(cell["outputs"] for cell in cells)
+    python("\n".join("".join(cell["source"]) for cell in cells), tmp_path)
 
 
 def test_environment_is_as_shown(tmp_path: Path) -> None:

@@ -288,7 +288,7 @@ def cache_contenders(
         return Prepared(call, (q,), None, check)
 
     def appending(impl: str) -> Prepared:
-        """The token that is there already: turned by angles of 0."""
+        """The token that is there already: rotated by angles of 0."""
         caches = [x.clone() for x in (k, v)]
         new = [x[:, -1:].transpose(1, 2).contiguous() for x in (k, v)]
         angles = torch.zeros(p.S, p.D // 2, device=device)

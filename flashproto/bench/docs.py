@@ -57,8 +57,8 @@ ROWS = (
         "block diffusion 16 D128 S8192",
     ),
     Row("biases", "variants", "bias", "bias D128 S2048"),
-    Row("few queries on long keys", "decode", "^decode ", "decode B16 H32/8 S8192 Sq4"),
-    Row("attention inside a block", "views", "", "views d2048 T4096 B4"),
+    Row("decoding: few queries on long keys", "decode", "^decode ", "decode B16 H32/8 S8192 Sq4"),
+    Row("`attention_qkv` in a block", "views", "", "views d2048 T4096 B4"),
     Row("`rms_norm`", "norm", "^RMSNorm", "RMSNorm 49152x4096"),
     Row("`layer_norm`", "norm", "^LayerNorm", "LayerNorm 49152x4096"),
     Row("`softmax`", "softmax", "", "softmax 49152x4096"),
@@ -88,10 +88,10 @@ def readme_table(results: Results) -> str:
     versions = run["environment"]["versions"]
     text = (
         f"On one {card(run)} (torch {versions['torch'].partition('+')[0]}, triton {versions['triton']},"
-        f" {month(results)}): an example, forward / backward; then how many times as fast flashproto is"
-        " as the fastest peer of the same run, geometric mean (range) over all shapes. Below 1 the peer"
-        " is faster; f+b is forward and backward together. Shapes: rows x columns, or D head_dim, S or"
-        " T tokens, B sequences, H heads."
+        f" {month(results)}): one shape's figures, forward / backward, and how many times as fast as"
+        " the fastest peer flashproto is over all shapes, geometric mean (range). Shapes are rows x"
+        " columns, or D head_dim, S or T tokens, B sequences, H heads; f+b is forward and backward"
+        " together."
     )
     return f"\n{text}\n\n{markdown(rows)}\n"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .measure import OURS
-from .report import Cells, contenders, passes
+from .report import Cells, contenders, digits, passes
 
 # The names that contenders have in prose.
 TITLES = {
@@ -29,8 +29,8 @@ TITLES = {
     "liger": "Liger",
     "liger-cutedsl": "Liger's cutedsl",
     "liger-cutedsl-scaled": "Liger's cutedsl, scaled",
-    "(plain, hopper)": "plainer problem, hopper",
-    "(plain, triton)": "plainer problem, triton",
+    "(plain, hopper)": "flashproto[hopper] without the variant",
+    "(plain, triton)": "flashproto[triton] without the variant",
 }
 # Each contender's place among the colours; those that are not named here take what is left.
 PLACES = (
@@ -121,8 +121,7 @@ def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = s
         by_cell = [heights(cells[key]["passes"].get(which, {}), unit) for key in shown]
         here = [name for name in names if any(name in by_name for by_name in by_cell)]
         width = 0.84 / max(1, len(here))
-        form = "%.0f" if unit != "ms" else "%.2f"
-        longest = max((len(form % x) for by_name in by_cell for x in by_name.values()), default=0)
+        longest = max((len(digits(x)) for by_name in by_cell for x in by_name.values()), default=0)
         for index, name in enumerate(here):
             offset = (index - (len(here) - 1) / 2) * width
             at = [x + offset for x, by_name in enumerate(by_cell) if name in by_name]
@@ -130,7 +129,7 @@ def plot(cells: Cells, heading: str, path: Path, label: Callable[[str], str] = s
             bars = axis.bar(at, values, width, color=colour[name], edgecolor="white", linewidth=0.4)
             drawn.setdefault(name, bars)
             if len(here) * per_row * longest <= NUMBERED:
-                axis.bar_label(bars, fmt=form, fontsize=7, padding=1)
+                axis.bar_label(bars, list(map(digits, values)), fontsize=7, padding=1)
         axis.set_title(which, fontsize=10, loc="left")
         axis.set_ylabel("speed, flashproto = 1" if unit == "ms" else unit, fontsize=9)
         axis.set_ylim(bottom=0)

@@ -111,8 +111,12 @@ def entry(result: dict[str, Any] | None, unit: str) -> str:
     if "value" not in result:
         return "wrong" if "wrong result" in result["error"] else "error"
     value, mark = result["value"], "*" if result.get("dropped") else ""
-    text = f"{value:.0f}" if value >= 100 and unit != "ms" else f"{value:#.3g}".rstrip(".")
-    return text + mark
+    return (f"{value:#.3g}".rstrip(".") if unit == "ms" else digits(value)) + mark
+
+
+def digits(value: float) -> str:
+    """Three digits, or all of those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 def table(cells: Cells, which: str, against: Sequence[str | None] = (None,)) -> str:
@@ -121,7 +125,7 @@ def table(cells: Cells, which: str, against: Sequence[str | None] = (None,)) -> 
     chosen = {key: cell for key, cell in cells.items() if which in cell["passes"]}
     names = list(dict.fromkeys(n for cell in chosen.values() for n in cell["passes"][which]))
     unit = next(iter(chosen.values()))["unit"]
-    rows = [[f"{which}, {unit}", *names, *(f"ours/{peer or 'best peer'}" for peer in against)]]
+    rows = [[f"{which}, {unit}", *names, *(f"times {peer or 'best peer'}" for peer in against)]]
     ratios: list[list[float]] = [[] for _ in against]
     for key, cell in chosen.items():
         results = cell["passes"][which]

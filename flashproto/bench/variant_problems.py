@@ -1,7 +1,7 @@
 """The cells of `variants`: what attention is computed, on how many tokens, and how many pairs see each
 other.
 
-Of values whose head dim is Dv, FLOPs are 2 (D + Dv) for each pair.  A bias is of the dtype of q, a
+Of values whose head dim is Dv, FLOPs are 2 (D + Dv) for each pair.  A bias has the dtype of q, a
 table of relative biases float32; both have gradients.
 """
 

@@ -5,10 +5,10 @@ FLOPs are 4 D for each pair of a query and a key that it sees, in each head, and
 backward: what a tile computes of hidden pairs counts as nothing.  All is causal but padding's mask.
 "flashproto[...]" is attention with a mask, of padding scaled_dot_product_attention; "varlen" is
 attention_varlen, and flash-attn-4 and "fa3" take several sequences in that way.
-"(plain, ...)", the plainer problem, is flashproto, too: a batch of sequences of equal length with as
-many tokens, causal attention instead of the tree, the same scores unchanged.  Masks, FlexAttention's
-block mask and where sequences start are made outside the timing.  Slopes of ALiBi have no gradient
-here, sinks have theirs.
+"without the variant", "(plain, ...)" in the files, is flashproto's causal attention alone: of a batch
+of sequences of equal length with as many tokens, without the tree, with scores unchanged.  Masks,
+FlexAttention's block mask and where sequences start are made outside the timing.  Slopes of ALiBi have
+no gradient here, sinks have theirs.
 
 "fa3" is FlashAttention-3 of PyPI's tokenspeed-fa3, which has no backward.  "cudnn-flex" is
 cudnn.flex_attention of nvidia-cudnn-frontend, whose masks are intervals of keys for each query.  It has

@@ -178,7 +178,7 @@ def attention_with_kv_cache(
             positive, [Hkv], by head, by which new tokens are divided (what is larger than 448 scales
             becomes that); or as the cache lies, [B, S, Hkv], by token and head: they are found for new
             tokens, and written beside them.
-        prefix: (k [P, Hkv, D], v [P, Hkv, Dv]), already turned, in q's dtype: keys that all sequences
+        prefix: (k [P, Hkv, D], v [P, Hkv, Dv]), already rotated, in q's dtype: keys that all sequences
             see before their own, read once for all of them.  Own keys then begin at position P; lengths
             do not count the prefix.  Not with window or alibi_slopes.
         rope: (cos, sin), tables as in flashproto.rope.  Key j is at position j - starts[b] (+ P); a
@@ -422,7 +422,7 @@ def _cache_reasons(
             yield "head_dim is {}; the kernels take up to {}", widest, LARGEST_HEAD_DIM
         capability = backends.capability_of(q.device) if q.device.type == "cuda" else None
         if k_cache.dtype == torch.float8_e4m3fn and capability is not None and capability < (8, 9):
-            yield "the cache is of 8 bits, for which kernels need compute capability 8.9"
+            yield "the cache has 8 bits, for which kernels need compute capability 8.9"
 
 
 def _turned(

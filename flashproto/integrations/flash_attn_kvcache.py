@@ -60,7 +60,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: [B, S, Hkv, D], or with a block_table [pages, page_size, Hkv, D], of any
             page_size.
         k, v: [B, n, Hkv, D], new ones, put behind the cache_seqlens that are there; None for none.
-        rotary_cos, rotary_sin: [length, R], 2 R <= D, beside k and v: key cache_seqlens + i is turned
+        rotary_cos, rotary_sin: [length, R], 2 R <= D, beside k and v: key cache_seqlens + i is rotated
             by that row, and so is query i if causal or a window is given; otherwise all queries are at
             cache_seqlens.  Rows count from the beginning of the cache, padding included.
         cache_seqlens: an integer, or int32 [B]: how many keys there are; None: the cache is full.

@@ -179,7 +179,7 @@ class Attention(nn.Module):
         qk_norm: RMSNorm over the D dimensions of every head of q and k (Henry et al., "Query-Key
             Normalization", 2020), before RoPE; its weights are q_norm.weight and k_norm.weight.
         eps: epsilon of QK norm; None is torch.finfo's of the dtype.
-        interleaved: RoPE turns dimensions (2i, 2i + 1), as in GPT-J, not (i, i + D/2), as in Llama.
+        interleaved: RoPE rotates dimensions (2i, 2i + 1), as in GPT-J, not (i, i + D/2), as in Llama.
         window, softcap: as flashproto.attention takes them: window=(1023, 0), softcap=30.0.
         sinks: a learned sink for each query head, the parameter `sinks` [Hq].  They begin at 0, which
             reset_parameters() sets, and are scores, not weights: keep them out of weight decay.

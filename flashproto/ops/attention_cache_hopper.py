@@ -1,7 +1,7 @@
 """Attention to a cache of keys and values: launches of the Hopper forward.  Legend: attention_split.py.
 
 Three launches, or four with parts of the keys: the slots of queries, whose keys the device counts; the
-forward; the merge.  RoPE turns the queries before, in one more.
+forward; the merge.  RoPE rotates the queries before, in one more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def odd(n: int) -> int:
 
 
 def turned(recipe: Recipe, q: Operand, cache: Cache) -> Operand:
-    """q, turned by the angles of its positions."""
+    """q, rotated by the angles of its positions."""
     if cache.cos is None or cache.sin is None:
         return q
     _, Hq, Sq, D = q.shape

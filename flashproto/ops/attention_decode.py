@@ -105,7 +105,7 @@ class AppendSettings(NamedTuple):
 
 
 def append(recipe: Recipe, settings: AppendSettings, inputs: Any, outputs: Any) -> None:
-    """Put k, turned, and v behind the keys that the cache holds.  Scales of 8 bits: k_token_scale, as
+    """Put k, rotated, and v behind the keys that the cache holds.  Scales of 8 bits: k_token_scale, as
     the cache lies, are written; k_scale [Hkv] are read."""
     k_cache, v_cache, k_token, v_token, k, v, k_scale, v_scale, *where = inputs
     scales = (k_scale, v_scale) if k_token is None else (k_token, v_token)

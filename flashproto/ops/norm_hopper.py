@@ -92,7 +92,7 @@ def launch_backward_hopper(
     settings: NormSettings,
     config: configs.RowConfig,
 ) -> None:
-    """launch_backward of norm_launch.py; gradients: (dx, dweight, dbias); dy is of the dtype of x."""
+    """launch_backward of norm_launch.py; gradients: (dx, dweight, dbias); dy has the dtype of x."""
     x, _, weight, _, mean, rstd = saved
     dx, dweight, dbias = gradients
     M, N = sizes(x, settings.normalized_ndim)
