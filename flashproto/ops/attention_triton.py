@@ -198,7 +198,7 @@ def forward(
         attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
     config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv, variant.kind)
-    made = {"max_score": max_score, "entropy": entropy, "rest": rest}
+    made: dict[str, Any] = {"max_score": max_score, "entropy": entropy, "rest": rest}
     given = given_to(recipe, variant, q, k, config.block_n, **made)
     recipe.launch(
         attention_forward_kernel,
