@@ -231,7 +231,8 @@ def bias_cases(arch: int) -> Iterator[Case]:
             yield case(kernel, name, element, config, shared | own | tiles | absent, stack, given)
         kind, kernel = next(tables), attention_backward_distances_kernel
         given, absent = given_of(kernel, kind)
-        values = shared | {"BLOCK": square.block_m, "KIND": kind, "ENDS": itemsize == 2} | absent
+        ends = configs.attention_sums_ends(capability, itemsize, kind)
+        values = shared | {"BLOCK": square.block_m, "KIND": kind, "ENDS": ends} | absent
         yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, square, values, stack, given)
         _, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(BIAS=True))
         kind, kernel = Kind(BIAS=True), attention_backward_queries_kernel
@@ -324,8 +325,9 @@ def delta_cases(arch: int) -> Iterator[Case]:
         _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
         if delta == 2:
             queries = configs.attention_delta(capability, 2, D, Dv, queries)
-        ends = configs.attention_backward_distances(capability, 2, D, Dv, kind).block_m
-        ends = ends if kind.RELATIVE_BIAS else 0
+        ends = 0
+        if configs.attention_sums_ends(capability, 2, kind):
+            ends = configs.attention_backward_distances(capability, 2, D, Dv, kind).block_m
         made = ("beside_delta", "ends") if ends else ("beside_delta",)
         given, absent = given_of(kernel, kind, slopes=slopes, made=made)
         values = {

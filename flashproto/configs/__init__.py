@@ -7,6 +7,7 @@ from .attention import (
     attention_backward_distances,
     attention_delta,
     attention_forward,
+    attention_sums_ends,
     attention_takes_tf32,
     padded_head_dim,
     shared_bytes,

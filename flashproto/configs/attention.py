@@ -297,6 +297,13 @@ def attention_backward_distances(
     return attention_backward_bias(capability, itemsize, head_dim, head_dim_v, kind)
 
 
+def attention_sums_ends(capability: tuple[int, int], itemsize: int, kind: Kind) -> bool:
+    """Whether the kernel of dQ sums the tiles that have one column of a table by distance: of 16 bits,
+    where delta is made anew there, and where it has the registers."""
+    there = kind.RELATIVE_BIAS and not (kind.ENTROPY or kind.SCORE_MOD)
+    return there and itemsize == 2 and _family(capability) == "hopper"
+
+
 def attention_backward(
     capability: tuple[int, int],
     itemsize: int,

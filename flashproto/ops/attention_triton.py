@@ -292,11 +292,10 @@ def backward(
     before = anew and (dropped or of_pairs)
     if anew:
         more["beside_delta"] = recipe.make(rows)
+    of_heads = capability(q.device), q.element_size(), D, Dv
     ends, of_distances = None, 0
-    if relative_bias is not None and anew and not (kind.ENTROPY or kind.SCORE_MOD):
-        of_heads = capability(q.device), q.element_size(), D, Dv
-        config = configs.attention_backward_distances(*of_heads, kind)
-        of_distances = config.block_m
+    if relative_bias is not None and configs.attention_sums_ends(*of_heads[:2], kind):
+        of_distances = configs.attention_backward_distances(*of_heads, kind).block_m
         shape = B * Hq, 2 * programs(variant, Sq, for_queries.block_m, 1)
         more["ends"] = ends = recipe.make(New.contiguous(shape, torch.float32, q.device))
     given = given_to(recipe, variant, q, k, for_queries.block_n, **more)
@@ -329,7 +328,6 @@ def backward(
     def launch_queries(dq: Operand | None, given: Any, delta_too: int) -> None:
         config = for_queries
         if delta_too == 2:
-            of_heads = capability(q.device), q.element_size(), D, Dv
             config = configs.attention_delta(*of_heads, for_queries)
         recipe.launch(
             attention_backward_queries_kernel,
