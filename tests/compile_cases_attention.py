@@ -341,6 +341,7 @@ def delta_cases(arch: int) -> Iterator[Case]:
         name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
         stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
         stack = max(stack, VARIANT_STACK[arch]) if kind.TABLE else stack
+        stack = max(stack, 24) if ends and D == 128 else stack  # with Triton 3.9
         yield case(kernel, name, "bf16", queries, values | absent, stack, given)
 
 

@@ -176,6 +176,7 @@ _ALONE = {
     ("forward", "BIAS", 128): (128, 64, 8, 3),
     ("keys", "BIAS", 128): (32, 64, 4, 3),
     ("queries", "BIAS", 64): (64, 32, 4, 3),
+    ("queries", "RELATIVE_BIAS", 64): (64, 32, 4, 3),
     ("queries", "BIAS", 128): (64, 32, 4, 3),
     ("queries", "SCORE_MOD", 128): (64, 32, 4, 3),
 }
