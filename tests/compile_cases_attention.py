@@ -317,7 +317,7 @@ def delta_cases(arch: int) -> Iterator[Case]:
             ({"BIAS": True, "DROPOUT": True, "TABLE": True, "SINKS": True}, 2),
             ({"BIAS": True, "CAUSAL": True}, 1),
             ({"RELATIVE_BIAS": True, "ALIBI": True, "VARLEN": True}, 1),
-            ({"RELATIVE_BIAS": True}, 1),
+            *((({"RELATIVE_BIAS": True}, 1),) if arch == 90 else ()),
         ),
     ):
         kind = Kind(**options)
