@@ -305,7 +305,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[recipe.Launch]]
         operands = [made.input(x) for x in (q, k, k)]
         kind = variant.kind
         settings = attention_op.Settings(Variant(kind).form, 0.125, "hopper")
-        out, lse, top, _ = (
+        out, lse, top, *_ = (
             None if x is None else made.make(x) for x in attention_op.makes(settings, *operands)
         )
         attention_hopper.forward(made, *operands, out, lse, variant, 0.125, top)

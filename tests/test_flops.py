@@ -96,6 +96,6 @@ def test_as_much_as_torchs_fused_attention(causal: bool) -> None:
     lse, out = q_[..., 0], torch.empty(2, 4, 9, 24, device="meta")
     settings = ([], [0], [], "causal/" if causal else "full/", 1.0, "triton", False, 0)
     assert flop_registry[OPS.attention_forward](q_, k_, v_, *settings) == sdpa_flop_count(q, k, v)
-    tensors, needs = (out, None, None, None, q_, k_, v_, out, lse, None), [True] * 3
+    tensors, needs = (out, None, None, None, q_, k_, v_, out, lse, None, None), [True] * 3
     got = flop_registry[OPS.attention_backward](*tensors, *settings, needs)
     assert got == sdpa_backward_flop_count(out.shape, q, k, v)

@@ -248,7 +248,7 @@ def test_opcheck_of_attention(causal: bool, requires_grad: bool, device: str) ->
     torch.library.opcheck(torch.ops.flashproto.attention_forward.default, (q, k, k, *settings))
     out, lse, *_ = torch.ops.flashproto.attention_forward(q, k, k, *settings)
     grads = torch.randn_like(out), torch.randn_like(lse), None, None
-    saved = [*(t.detach() for t in (q, k, k, out, lse)), None]
+    saved = [*(t.detach() for t in (q, k, k, out, lse)), None, None]
     torch.library.opcheck(
         torch.ops.flashproto.attention_backward.default,
         (*grads, *saved, *settings, [True, requires_grad, requires_grad]),
