@@ -223,7 +223,7 @@ def test_documentation_has_a_table_for_each_run(tmp_path: Path) -> None:
     first, second = text.split("Beside other peers, in a process of their own:\n\n")
     head, _, _ = second.partition("\n")
     assert head.startswith("Measured 2026-12-04 on") and f"torch {torch.__version__}" in head
-    assert "cudnn-flex 1.32.0, CUTLASS DSL 4.8.1." in head and "flash-attn-4" not in head
+    assert "cudnn.flex_attention 1.32.0, CUTLASS DSL 4.8.1." in head and "flash-attn-4" not in head
     assert "flash-attn-4 4.0.0b36, CUTLASS DSL 4.7.1." in first
     row = next(line for line in second.splitlines() if line.startswith("| tree of 8x1024"))
     assert "590 / 510" in row and row.endswith("| 1.017 / 0.980 |")

@@ -243,7 +243,7 @@ def others(
             return peers.flex_attention(*mods, batch, p.S, gqa, device, **options)
 
         made["flex"] = flex, "BHSD"
-        if p.kind != "full" and not p.score and peers.has_flex_flash(device):
+        if p.kind != "full" and not p.score and p.D <= 256 and peers.has_flex_flash(device):
             made["flex-flash"] = partial(flex, kernel_options={"BACKEND": "FLASH"}), "BHSD"
     if p.D > 256:
         if peers.has_ffpa(device):
