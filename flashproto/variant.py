@@ -280,6 +280,11 @@ class Variant(NamedTuple):
         return () if self.score_mod is None else self.score_mod.operands
 
     @property
+    def dense(self) -> bool:
+        """Whether its score_mod reads a number for each pair."""
+        return any(x.ndim > 1 and x.shape[-2] > 1 and x.shape[-1] > 1 for x in self.operands)
+
+    @property
     def operand_names(self) -> tuple[str, ...]:
         return tuple(f"score_mod[{i}]" for i in range(len(self.operands)))
 

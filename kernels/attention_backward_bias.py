@@ -5,9 +5,9 @@ A bias [B|1, Hq|1, Sq|1, Sk|1] that is broadcast has the sum of dS over what sha
 a tile of the bias and walks over batch entries, heads and tiles in a fixed order, so that nothing of
 size [B, Hq, Sq, Sk] is made.  A bias by distance [Hq|1, R] has sums along diagonals: one program walks
 down a diagonal of square tiles, all of which have their distances at the same places, and takes the
-diagonals of their sum apart at the end.  Both compute the scores and dP again: two products.  Tiles so
-far from the diagonal that all their pairs have the first or the last column are left to the kernel of
-dQ, in 16 bits: it has their sums on its way.
+diagonals of their sum apart at the end.  Both compute the scores and dP again: two products.  With
+ENDS tiles so far from the diagonal that all their pairs have the first or the last column are left to
+the kernel of dQ: it has their sums on its way.
 
 A bias that each head of each batch entry has for itself gets dS from the kernel of dQ.  An operand of a
 SCORE_MOD is summed as a bias is, of the term that SCORE_MOD_BACKWARD has for it in the place of dS.

@@ -95,9 +95,11 @@ def variant_cases(
         itemsize = ELEMENTS[element]
         exact = replace(kind, SOFTCAP=2 if kind.SOFTCAP and itemsize == 4 else kind.SOFTCAP)
         of_gradients = replace(exact, MAX_SCORE=False, ENTROPY=False)
-        forward = configs.attention_forward(capability, itemsize, D, Dv, exact)
+        # A user's function is multiply_score of a number for each pair.
+        dense = kind.SCORE_MOD
+        forward = configs.attention_forward(capability, itemsize, D, Dv, exact, dense)
         keys, queries = configs.attention_backward(
-            capability, itemsize, D, Dv, of_gradients, slopes=of_gradients.ALIBI
+            capability, itemsize, D, Dv, of_gradients, of_gradients.ALIBI, dense
         )
         for kernel, stem, kind, config, extra in (
             (attention_forward_kernel, "forward", exact, forward, {"EXACT": itemsize == 4}),
@@ -141,7 +143,7 @@ def variant_cases(
 def alone_cases() -> Iterator[Case]:
     """On Hopper, kinds with one thing that is added to scores, which have tiles of their own."""
     for name, (D, element) in itertools.product(
-        ("BIAS", "RELATIVE_BIAS", "SCORE_MOD"), ((128, "bf16"), (64, "fp16"))
+        ("BIAS", "RELATIVE_BIAS"), ((128, "bf16"), (64, "fp16"))
     ):
         kinds = Kind(**{name: True}), Kind(CAUSAL=True, WINDOW=True, SINKS=True, **{name: True})
         yield from variant_cases(90, [(kind, (D, D, element)) for kind in kinds])
@@ -248,15 +250,20 @@ def bias_cases(arch: int) -> Iterator[Case]:
 
 
 def score_mod_cases(arch: int) -> Iterator[Case]:
-    """A user's function of one value a query and one a key, and the gradient of the first of them."""
+    """A user's function of one value a query and one a key, and the gradient of the first of them; and
+    of two values for each pair, which must have room in shared memory."""
     capability, at = divmod(arch, 10), Given._fields.index("score_mod")
-    strides = "*fp32", "i32", "i32", "constexpr", "constexpr"
-    for D, element, options in ((64, "fp32", {}), (128, "bf16", {"CAUSAL": True})):
+    for D, element, options, dense in (
+        (64, "fp32", {}, False),
+        (128, "bf16", {"CAUSAL": True}, False),
+        (128, "bf16", {"CAUSAL": True}, True),
+    ):
         kind, itemsize = Kind(SCORE_MOD=True, **options), ELEMENTS[element]
-        forward = configs.attention_forward(capability, itemsize, D, D, kind)
-        keys, queries = configs.attention_backward(capability, itemsize, D, D, kind)
-        summed = configs.attention_backward_bias(capability, itemsize, D, D, kind)
-        own = {"BATCH": True, "HEADS": True, "ROWS": True, "COLUMNS": False, "RESULT": 1}
+        forward = configs.attention_forward(capability, itemsize, D, D, kind, dense)
+        keys, queries = configs.attention_backward(capability, itemsize, D, D, kind, False, dense)
+        summed = configs.attention_backward_bias(capability, itemsize, D, D, kind, dense)
+        own = {"BATCH": True, "HEADS": True, "ROWS": True, "COLUMNS": dense, "RESULT": 1}
+        strides = "*fp32", "i32", "i32", "i32" if dense else "constexpr", "constexpr"
         for kernel, stem, config, extra in (
             (attention_forward_kernel, "forward", forward, {"EXACT": itemsize == 4}),
             (attention_backward_keys_kernel, "keys", keys, {}),
@@ -270,12 +277,17 @@ def score_mod_cases(arch: int) -> Iterator[Case]:
                 "D": D, "DV": D, "BLOCK_D": D, "BLOCK_DV": D, "BLOCK_M": config.block_m,
                 "BLOCK_N": config.block_n, "KIND": kind, "TF32": False, "WIDE": False,
             } | absent | extra  # fmt: skip
-            values |= {(*place, 0, 3): 1, (*place, 0, 4): None, (*place, 1, 3): None, (*place, 1, 4): 1}
+            if dense:
+                values |= {(*place, 0, 4): 1, (*place, 1, 4): 1}
+            else:
+                values |= {(*place, 0, 3): 1, (*place, 0, 4): None}
+                values |= {(*place, 1, 3): None, (*place, 1, 4): 1}
             values["SCORE_MOD"] = score_hooks.forget
             if kernel is not attention_forward_kernel:
                 values["SCORE_MOD_BACKWARD"] = score_hooks.forget_backward
             # 16 bytes of stack: of the forward in float32 with Triton 3.6.
-            yield case(kernel, f"{stem}-{D}-forget", element, config, values, 16, given)
+            name, stack = f"{stem}-{D}-forget{'-dense' * dense}", USERS_STACK[arch] if dense else 16
+            yield case(kernel, name, element, config, values, stack, given)
 
 
 def entropy_cases(arch: int) -> Iterator[Case]:

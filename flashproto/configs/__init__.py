@@ -1,6 +1,7 @@
 """Tile shapes, warps and pipeline stages, in plain Python: no torch, no triton."""
 
 from .attention import (
+    SUMS_ENDS,
     AttentionConfig,
     attention_backward,
     attention_backward_bias,

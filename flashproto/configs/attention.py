@@ -171,7 +171,8 @@ def attention_takes_tf32(capability: tuple[int, int], head_dim: int, head_dim_v:
     return max(head_dim, head_dim_v) <= 256 or not _has_little_shared(capability)
 
 
-# On Hopper, of elements of 16 bits: of kinds with one of these where it is not the plain kinds'.
+# On Hopper and in 16 bits, kinds that add one thing alone to scores take the tiles of plain kinds, or
+# these: by kernel, what is added, and head_dim.
 _ALONE = {
     ("forward", "BIAS", 128): (128, 64, 8, 3),
     ("keys", "BIAS", 128): (32, 64, 4, 3),
@@ -183,11 +184,19 @@ _ALONE = {
 
 
 def _added_alone(
-    capability: tuple[int, int], itemsize: int, head_dim: int, head_dim_v: int, kind: Kind | None
+    capability: tuple[int, int],
+    itemsize: int,
+    head_dim: int,
+    head_dim_v: int,
+    kind: Kind | None,
+    dense: bool,
 ) -> str:
     """What a kind adds to scores, if it has nothing else but a band and sinks, which take few
-    registers, and tiles of such kinds were measured; else ""."""
-    if kind is None or itemsize != 2 or _family(capability) != "hopper":
+    registers, and tiles of such kinds were measured; else "".
+
+    dense: whether a user's function reads a number for each pair.  Such tiles take shared memory, and
+    there may be any number of them."""
+    if kind is None or dense or itemsize != 2 or _family(capability) != "hopper":
         return ""
     added = {*kind.given} - {"CAUSAL", "WINDOW", "SINKS"}
     one = len(added) == 1 and added <= {"BIAS", "RELATIVE_BIAS", "SCORE_MOD"}
@@ -201,9 +210,11 @@ def _attention(
     head_dim: int,
     head_dim_v: int,
     kind: Kind | None = None,
+    dense: bool = False,
 ) -> AttentionConfig:
     """kind: of the variant, whose bias takes registers, and shared memory for each stage, as what a
-    user's function reads does; but none where all of it is read by distance."""
+    user's function reads does; but none where all of it is read by distance.  dense: see
+    _added_alone."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     table = _FLOAT32[kernel] if itemsize == 4 else _HALF[kernel, _family(capability)]
     wide = max(D, Dv) > 256
@@ -213,7 +224,7 @@ def _attention(
         config = AttentionConfig(*table[max(D, Dv)])
     biased = kind is not None and (kind.BIAS or kind.RELATIVE_BIAS or kind.SCORE_MOD)
     read = kind is not None and (kind.BIAS or kind.SCORE_MOD)
-    alone = _added_alone(capability, itemsize, head_dim, head_dim_v, kind)
+    alone = _added_alone(capability, itemsize, head_dim, head_dim_v, kind, dense)
     if alone:
         config = AttentionConfig(*_ALONE.get((kernel, alone, D), table[D]))
     elif biased and kernel == "keys":
@@ -240,9 +251,10 @@ def attention_forward(
     head_dim: int,
     head_dim_v: int,
     kind: Kind | None = None,
+    dense: bool = False,
 ) -> AttentionConfig:
     """Forward, for elements of `itemsize` bytes."""
-    return _attention("forward", capability, itemsize, head_dim, head_dim_v, kind)
+    return _attention("forward", capability, itemsize, head_dim, head_dim_v, kind, dense)
 
 
 # block, num_warps, num_stages of tiles [block, block].
@@ -270,9 +282,10 @@ def attention_backward_bias(
     head_dim: int,
     head_dim_v: int,
     kind: Kind | None = None,
+    dense: bool = False,
 ) -> AttentionConfig:
     """Backward: the kernels of the gradients of biases and of operands."""
-    if head_dim == 128 and _added_alone(capability, itemsize, head_dim, head_dim_v, kind):
+    if head_dim == 128 and _added_alone(capability, itemsize, head_dim, head_dim_v, kind, dense):
         return AttentionConfig(128, 64, 8, 2)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     block, warps, stages = (_BIAS_FLOAT32 if itemsize == 4 else _BIAS)[max(D, Dv)]
@@ -293,14 +306,17 @@ def attention_backward_distances(
     if itemsize == 2 and max(map(padded_head_dim, (head_dim, head_dim_v))) == 128:
         if _family(capability) == "ampere":  # larger ones spill
             return AttentionConfig(32, 32, 4, 2)
-        if _added_alone(capability, itemsize, head_dim, head_dim_v, kind):
+        if _added_alone(capability, itemsize, head_dim, head_dim_v, kind, False):
             return AttentionConfig(64, 64, 4, 1)
     return attention_backward_bias(capability, itemsize, head_dim, head_dim_v, kind)
 
 
+SUMS_ENDS = False  # whether attention_sums_ends is asked: its kernels have not run on a GPU yet
+
+
 def attention_sums_ends(capability: tuple[int, int], itemsize: int, kind: Kind) -> bool:
-    """Whether the kernel of dQ sums the tiles that have one column of a table by distance: of 16 bits,
-    where delta is made anew there, and where it has the registers."""
+    """Whether the kernel of dQ sums the tiles in which all pairs have one column of a table by
+    distance: in 16 bits, where it makes delta anew, and on Hopper, where it has registers for that."""
     there = kind.RELATIVE_BIAS and not (kind.ENTROPY or kind.SCORE_MOD)
     return there and itemsize == 2 and _family(capability) == "hopper"
 
@@ -312,9 +328,10 @@ def attention_backward(
     head_dim_v: int,
     kind: Kind,
     slopes: bool = False,
+    dense: bool = False,
 ) -> tuple[AttentionConfig, AttentionConfig]:
     """Backward: the kernel of dK and dV, and that of dQ; slopes: with the gradient of alibi_slopes."""
-    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v, kind)
+    keys = _attention("keys", capability, itemsize, head_dim, head_dim_v, kind, dense)
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
     if kind.CAUSAL and keys == AttentionConfig(64, 128, 8, 3):
         # The diagonal takes the registers of the third stage, and on Hopper padding takes those of half
@@ -324,7 +341,7 @@ def attention_backward(
         keys = AttentionConfig(32, 128, 8, 3) if half else AttentionConfig(64, 128, 8, 2)
     if Dv != D and keys == AttentionConfig(64, 64, 8, 2):
         keys = AttentionConfig(32, 64, 4, 2)
-    queries = _attention("queries", capability, itemsize, head_dim, head_dim_v, kind)
+    queries = _attention("queries", capability, itemsize, head_dim, head_dim_v, kind, dense)
     if kind.TABLE and kind.RESCALES:  # bits beside changed scores spill
         keys = replace(keys, block_m=min(keys.block_m, 32))
     if kind.TABLE and (kind.BIAS or kind.SCORE_MOD) and kind.CURVED:

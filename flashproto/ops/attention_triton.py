@@ -197,7 +197,8 @@ def forward(
         cache = attention_split.Cache()
         attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
-    config = configs.attention_forward(capability(q.device), q.element_size(), D, Dv, variant.kind)
+    of_heads = capability(q.device), q.element_size(), D, Dv
+    config = configs.attention_forward(*of_heads, variant.kind, variant.dense)
     made: dict[str, Any] = {"max_score": max_score, "entropy": entropy, "rest": rest}
     given = given_to(recipe, variant, q, k, config.block_n, **made)
     recipe.launch(
@@ -257,8 +258,9 @@ def backward(
     block_m = ROWS_BLOCK_M if Dv <= 256 else ROWS_BLOCK_M // 2
     kind = replace(variant.kind, MAX_SCORE=False, ENTROPY=entropy is not None)
     variant = variant._replace(kind=kind) if not kind.PLAIN else Variant(kind, variant.offset)
+    of_heads = capability(q.device), q.element_size(), D, Dv
     for_keys, for_queries = configs.attention_backward(
-        capability(q.device), q.element_size(), D, Dv, kind, alibi_slopes is not None
+        *of_heads, kind, alibi_slopes is not None, variant.dense
     )
     rows = New.contiguous(lse.shape, lse.dtype, lse.device)
     lse2, delta = recipe.make(rows), recipe.make(rows)
@@ -292,9 +294,9 @@ def backward(
     before = anew and (dropped or of_pairs)
     if anew:
         more["beside_delta"] = recipe.make(rows)
-    of_heads = capability(q.device), q.element_size(), D, Dv
     ends, of_distances = None, 0
-    if relative_bias is not None and configs.attention_sums_ends(*of_heads[:2], kind):
+    sums = configs.SUMS_ENDS and configs.attention_sums_ends(*of_heads[:2], kind)
+    if relative_bias is not None and sums:
         of_distances = configs.attention_backward_distances(*of_heads, kind).block_m
         shape = B * Hq, 2 * programs(variant, Sq, for_queries.block_m, 1)
         more["ends"] = ends = recipe.make(New.contiguous(shape, torch.float32, q.device))
@@ -432,7 +434,8 @@ def backward_bias(recipe: Recipe, scores: Scores, gradient: Operand, result: int
         gradient.zero_()
         return
     kind = scores.variant.kind
-    config = configs.attention_backward_bias(capability(q.device), q.element_size(), D, Dv, kind)
+    of_heads = capability(q.device), q.element_size(), D, Dv
+    config = configs.attention_backward_bias(*of_heads, kind, scores.variant.dense)
     shape = (*(1,) * (4 - gradient.ndim), *gradient.shape)
     batch, heads, rows, columns = (n == size for n, size in zip(shape, (B, Hq, Sq, Sk), strict=True))
     entries = (B if batch else 1) * (Hq if heads else 1)
