@@ -563,8 +563,9 @@ def test_processes_of_another_launcher_end_when_one_is_killed(tmp_path, text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", [torchrun.start, torchrun.start_without])
-def test_ctrl_c_stops_all_processes_after_the_same_step(tmp_path, text, start):
+def test_ctrl_c_stops_all_processes_after_the_same_step(tmp_path, monkeypatch, text, start):
     """The only traceback is torchrun's own; where another launcher starts them there is none."""
+    monkeypatch.chdir(tmp_path)  # which the next command's path is relative to, there and here
     folder = tmp_path / "run"
     started = start(2, "--data", text, *torchrun.ROWS, "--steps", 100000, "--out", folder, cwd=tmp_path)
     begun = started if isinstance(started, list) else [started]
