@@ -40,7 +40,7 @@ from flashproto.variant import Kind
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "compiled"
-SAMPLE = 20
+SAMPLE = 40
 
 
 class Facts(NamedTuple):
