@@ -20,6 +20,7 @@ from .scores import TILE, Head, Variables, counts
 
 LOOKED_AT = tl.constexpr(64)  # tiles that next_run looks at together
 NEVER = tl.constexpr(2**31 - 1)
+LIST = tl.constexpr(3)  # words before a list: two of order_lists_kernel, and its length
 
 
 @triton.jit
@@ -192,8 +193,9 @@ def visits_kernel(
     KIND: tl.constexpr,
 ):
     """Program: of one tile of queries and one row of the intervals or the table, the key tiles that it
-    visits, from left to right.  visits [rows, query tiles, 1 + key tiles]: how many, then 2 tile + 1
-    for one that needs no mask but the band's, else 2 tile.  One that visits none is given tile 0.
+    visits, from left to right.  visits [rows, query tiles, LIST + key tiles]: in the last of the first
+    words how many, then 2 tile + 1 for one that needs no mask but the band's, else 2 tile.  One that
+    visits none is given tile 0.
 
     given.work: what intervals_kernel made.  Of a table BLOCK_M and BLOCK_N are at most TILE.
     """
@@ -208,18 +210,47 @@ def visits_kernel(
     else:
         variables = Variables(given, Head(tiles=given.work + row * (4 * n_tiles)))
         ranges = begin, 0, end, end
-    to = visits_ptr + tl.program_id(0).to(tl.int64) * (1 + n_tiles)
+    to = visits_ptr + tl.program_id(0).to(tl.int64) * (LIST + n_tiles) + LIST
     count = 0
     for at in range(0, end, LOOKED_AT):
         t = at + tl.arange(0, LOOKED_AT)
         found = visits(t, i0, Sq, n_tiles, ranges, variables, BLOCK_M, BLOCK_N, KIND)
         some = (found > 0).to(tl.int32)
         # Not by a scan: Triton 3.6 gets some wrong (tests/lanes.py).
-        place = count + tl.sum(tl.where(t[None, :] <= t[:, None], some[None, :], 0), 1)
+        place = count + tl.sum(tl.where(t[None, :] < t[:, None], some[None, :], 0), 1)
         tl.store(to + place, 2 * t + (found == 2).to(tl.int32), found > 0)
         count += tl.sum(some, 0)
-    tl.store(to + 1, 0, count == 0)
-    tl.store(to, tl.maximum(count, 1))
+    tl.store(to, 0, count == 0)
+    tl.store(to - 1, tl.maximum(count, 1))
+
+
+@triton.jit
+def rank_of(index, counts_ptr, stride, n, BLOCK: tl.constexpr):
+    """(rank, some) of n counts, `stride` words apart, of which more come first, and of equal ones those
+    of lower index: the place of one, and how many are not 0."""
+    own = tl.load(counts_ptr + index * stride)
+    rank, some = 0, 0
+    for at in range(0, n, BLOCK):
+        other = at + tl.arange(0, BLOCK)
+        theirs = tl.load(counts_ptr + other * stride, other < n, -1)
+        earlier = (theirs > own) | ((theirs == own) & (other < index))
+        rank += tl.sum(earlier.to(tl.int32), 0)
+        some += tl.sum((theirs > 0).to(tl.int32), 0)
+    return rank, some
+
+
+@triton.jit(do_not_specialize=["tiles", "words"])
+def order_lists_kernel(lists_ptr, tiles, words, BLOCK: tl.constexpr):
+    """Program: the place of one tile's list among those of its row, longer ones first.  At that place,
+    in the first two words of the line: the tile, and how long its list is.
+
+    lists [rows, tiles, words]: of visits_kernel, or of columns_kernel if MARKED.
+    """
+    tile = tl.program_id(0) % tiles
+    lines = lists_ptr + (tl.program_id(0) - tile).to(tl.int64) * words
+    rank, _ = rank_of(tile, lines + LIST - 1, words, tiles, BLOCK)
+    tl.store(lines + rank * words, tile)
+    tl.store(lines + rank * words + 1, tl.load(lines + tile * words + LIST - 1))
 
 
 @triton.jit(do_not_specialize=["Sq", "Sk", "offset"])
@@ -238,16 +269,17 @@ def columns_kernel(
     """Program: of one tile of keys and one row of the table, the query tiles that see some of it, by
     the table and the band.  columns [rows, key tiles, 1 + query tiles]: how many, then which, in order.
 
-    MARKED: 2 tile + 1 for one that needs no mask but the band's and that of keys that do not exist,
-    else 2 tile; keys that no query sees are given tile 0.
+    MARKED: lists as visits_kernel has them, [rows, key tiles, LIST + query tiles], of tiles that need
+    no mask but the band's and that of keys that do not exist.
     """
+    HEAD: tl.constexpr = LIST if MARKED else 1
     n_tiles, query_tiles = tl.cdiv(Sk, BLOCK_N), tl.cdiv(Sq, BLOCK_M)
     row = (tl.program_id(0) // n_tiles).to(tl.int64)
     j0 = tl.program_id(0) % n_tiles * BLOCK_N
     begin, end = query_range(j0, Sq, offset, given, BLOCK_M, KIND, BLOCK_N)
     width = tl.cdiv(Sk, TILE)
     column = table_ptr + row * tl.cdiv(Sq, TILE) * width + j0 // TILE
-    to = columns_ptr + tl.program_id(0).to(tl.int64) * (1 + query_tiles)
+    to = columns_ptr + tl.program_id(0).to(tl.int64) * (HEAD + query_tiles) + HEAD
     count = 0
     for at in range(begin, end, LOOKED_AT):
         t = at + tl.arange(0, LOOKED_AT)
@@ -255,15 +287,15 @@ def columns_kernel(
         found = what > 0
         some = found.to(tl.int32)
         # Not by a scan: Triton 3.6 gets some wrong (tests/lanes.py).
-        place = 1 + count + tl.sum(tl.where(t[None, :] < t[:, None], some[None, :], 0), 1)
+        place = count + tl.sum(tl.where(t[None, :] < t[:, None], some[None, :], 0), 1)
         if MARKED:
             t = 2 * t + (what > 1).to(tl.int32)
         tl.store(to + place, t, found)
         count += tl.sum(some, 0)
     if MARKED:
-        tl.store(to + 1, 0, count == 0)
+        tl.store(to, 0, count == 0)
         count = tl.maximum(count, 1)
-    tl.store(to, count)
+    tl.store(to - 1, count)
 
 
 @triton.jit
@@ -494,14 +526,7 @@ def order_kernel(slots_ptr, ordered_ptr, n_slots, BLOCK: tl.constexpr):
     ordered [1 + slots, RECORD]; its first word: how many slots have tokens.
     """
     slot = tl.program_id(0)
-    tiles = tl.load(slots_ptr + slot * RECORD)
-    rank, count = 0, 0
-    for at in range(0, n_slots, BLOCK):
-        other = at + tl.arange(0, BLOCK)
-        theirs = tl.load(slots_ptr + other * RECORD, other < n_slots, 0)
-        earlier = (theirs > tiles) | ((theirs == tiles) & (other < slot))
-        rank += tl.sum((earlier & (other < n_slots)).to(tl.int32), 0)
-        count += tl.sum((theirs > 0).to(tl.int32), 0)
+    rank, count = rank_of(slot, slots_ptr, RECORD, n_slots, BLOCK)
     word = tl.arange(0, RECORD)
     record = tl.load(slots_ptr + slot * RECORD + word)
     tl.store(ordered_ptr + (1 + rank) * RECORD + word, record)

@@ -24,6 +24,7 @@ from flashproto.kernels.hopper.racecheck_controls import control_kernel
 from flashproto.kernels.schedule import (
     key_slots_kernel,
     order_kernel,
+    order_lists_kernel,
     query_slots_kernel,
     visits_kernel,
 )
@@ -366,6 +367,10 @@ def schedule_cases(BM: int, BN: int) -> Iterator[Case]:
         aligned = ("slots_ptr", "ordered_ptr")
         signature = dict.fromkeys(aligned, "*i32") | {"n_slots": "i32"}
         yield Case("order_kernel", order_kernel, signature, {"BLOCK": 256}, aligned, num_warps=1)
+        signature = {"lists_ptr": "*i32", "tiles": "i32", "words": "i32"}
+        yield Case(
+            "order_lists_kernel", order_lists_kernel, signature, {"BLOCK": 256}, ("lists_ptr",), 1
+        )
 
 
 def hopper_cases(arch: int) -> Iterator[Case]:

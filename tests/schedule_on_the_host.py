@@ -23,6 +23,9 @@ class Pointer:
     def __add__(self, more: Any) -> Pointer:
         return Pointer(self.memory, self.at + more)
 
+    def __sub__(self, less: Any) -> Pointer:
+        return Pointer(self.memory, self.at - less)
+
 
 def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
     at, mask = torch.broadcast_tensors(pointer.at, torch.as_tensor(mask))

@@ -90,15 +90,21 @@ def test_launches_of_masks_with_a_table(
     assert TILE % of_backward.BM == TILE % of_backward.BN == 0
     heads, M, NB = rows[0] * rows[1], -(-Sq // of_backward.BM), -(-Sk // of_backward.BN)
     lists = {
-        "visits_kernel": ("work", (heads, -(-Sq // of_forward.BQ), 1 + -(-Sk // of_forward.BN))),
-        "columns_kernel": ("columns", (heads, NB, 1 + M)),
+        "visits_kernel": ("work", (heads, -(-Sq // of_forward.BQ), 3 + -(-Sk // of_forward.BN))),
+        "columns_kernel": ("columns", (heads, NB, 3 + M)),
     }
     for recipe, names, main in (
-        (forward, ["visits_kernel", "attention_forward_kernel"], 1),
+        (forward, ["visits_kernel", "order_lists_kernel", "attention_forward_kernel"], 2),
         (
             backward,
-            ["columns_kernel", "preprocess_kernel", "attention_backward_kernel", "postprocess_kernel"],
-            2,
+            [
+                "columns_kernel",
+                "order_lists_kernel",
+                "preprocess_kernel",
+                "attention_backward_kernel",
+                "postprocess_kernel",
+            ],
+            3,
         ),
     ):
         launches = [s for s in recipe.steps if isinstance(s, Launch)]

@@ -29,6 +29,8 @@ from flashproto.configs import hopper_forward as hopper_configs
 from flashproto.configs.hopper import MULTIPROCESSORS
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_work as work
+from flashproto.kernels.hopper import items as work_items
+from flashproto.kernels.schedule import LIST
 from flashproto.kernels.scores import Given
 from flashproto.ops import attention as attention_op
 from flashproto.ops import attention_hopper, call_cache, recipe
@@ -44,7 +46,9 @@ def on_the_host() -> Iterator[None]:
         ranges_on_the_host(patch)
         patch.setattr(work, "key_ranges", schedule.key_ranges.fn)
         patch.setattr(work, "first_tiles", schedule.first_tiles)
-        patch.setattr(work, "walk_of", work.walk_of.fn)
+        for name in ("walk_of", "line_of"):
+            patch.setattr(work, name, getattr(work, name).fn)
+        patch.setattr(work, "LIST", LIST.value)
         patch.setattr(work, "part_of", work.part_of.fn)
         patch.setattr(work, "quotient", lambda a, b: torch.as_tensor(a) // b)
         language = {
@@ -56,17 +60,22 @@ def on_the_host() -> Iterator[None]:
             "int64": torch.int64,
         }
         patch.setattr(work, "gl", SimpleNamespace(**language))
+        patch.setattr(work_items, "gl", work.gl)
+        item_of_lists = work_items.item_of_lists.fn
+        patch.setattr(work, "item_of_lists", lambda *given: map(torch.as_tensor, item_of_lists(*given)))
         yield
 
 
 def visits(generator: random.Random, rows: int, query_tiles: int, key_tiles: int) -> Tensor:
-    """What visits_kernel leaves of random intervals: how many tiles, and these, each with a bit; one at
-    least.  What it does not write is past the end of everything."""
-    made = torch.full((rows * query_tiles, 1 + key_tiles), 10**8, dtype=torch.int32)
-    for line in made:
+    """What visits_kernel and order_lists_kernel leave of random intervals: which query tile is next and
+    how many tiles it visits; how many, and these, each with a bit; one at least.  What they do not
+    write is past the end of everything."""
+    made = torch.full((rows, query_tiles, LIST.value + key_tiles), 10**8, dtype=torch.int32)
+    for line in made.flatten(0, 1):
         tiles = sorted(generator.sample(range(key_tiles), generator.randint(0, key_tiles))) or [0]
-        line[0] = len(tiles)
-        line[1 : 1 + len(tiles)] = torch.tensor([2 * t + generator.randrange(2) for t in tiles])
+        line[2] = len(tiles)
+        line[3 : 3 + len(tiles)] = torch.tensor([2 * t + generator.randrange(2) for t in tiles])
+    made[..., 1], made[..., 0] = made[..., 2].sort(dim=-1, descending=True, stable=True)
     return made.view(-1)
 
 
@@ -127,6 +136,7 @@ def test_parts_visit_each_key_tile_of_an_item_once(
         return (int(b), int(h), int(row)), max(entry, ~entry), found, n if entry >= 0 else 0
 
     wanted: dict[tuple[int, ...], list[int]] = {}
+    lengths_of: dict[tuple[int, ...], list[int]] = {}
     of_items: dict[tuple[int, ...], list[tuple[int, list[int], int]]] = {}
     places: Counter[tuple[int, ...]] = Counter()
     with on_the_host():
@@ -134,10 +144,13 @@ def test_parts_visit_each_key_tile_of_an_item_once(
             item, _, found, n = tiles(t, whole, B * heads)
             assert n == len(found)
             wanted[item] = found
+            lengths_of.setdefault(item[:2], []).append(n)
         for t in range(items * parts):
             item, entry, found, n = tiles(t, split)
             of_items.setdefault(item, []).append((entry, found, n))
             places[entry, item[1], item[2]] += 1
+    if kind.INTERVALS:
+        assert all(of == sorted(of, reverse=True) for of in lengths_of.values())
     assert len(wanted) == items
     assert len(places) == items * parts and set(places.values()) == {1}
     assert {entry for entry, _, _ in places} == set(range(parts * B))

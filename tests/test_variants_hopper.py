@@ -35,7 +35,14 @@ from flashproto import backends, configs, masks
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_forward_consumers as consumers
 from flashproto.kernels.hopper import attention_forward_work as work
-from flashproto.kernels.schedule import intervals_kernel, query_slots_kernel, visits_kernel
+from flashproto.kernels.hopper import items as work_items
+from flashproto.kernels.schedule import (
+    LIST,
+    intervals_kernel,
+    order_lists_kernel,
+    query_slots_kernel,
+    visits_kernel,
+)
 from flashproto.kernels.scores import Given
 from flashproto.reference.mask_table import TILE, packed
 from flashproto.variant import Kind, Variant, backward_backend, reasons
@@ -109,10 +116,11 @@ def test_lists_of_the_tiles_that_intervals_visit(
     query_tiles, key_tiles = -(-Sq // BM), -(-Sk // BN)
     tiles = torch.zeros(rows, 4, key_tiles, dtype=torch.int32, device=device)
     intervals_kernel[(rows * key_tiles,)](*vectors, tiles, Sk, BLOCK_N=BN)
-    made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
+    made = torch.full((rows, query_tiles, LIST.value + key_tiles), -7, dtype=torch.int32, device=device)
     given = Given(left if kind.WINDOW else None, first if kind.FIRST else None, work=tiles)
     constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind}
     visits_kernel[(rows * query_tiles,)](made, Sq, Sk, offset, given, **constants)
+    check_order(made)
     i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
     begin, end = (x.cpu()[:, None] for x in vectors)
     between = (begin <= i) & (i < end)
@@ -122,7 +130,7 @@ def test_lists_of_the_tiles_that_intervals_visit(
     if kind.WINDOW:
         seen &= (j >= i + offset - left) | (j < (first if kind.FIRST else 0))
     for row, m in itertools.product(range(rows), range(query_tiles)):
-        count, *found = made[row, m].tolist()
+        _, _, count, *found = made[row, m].tolist()
         found = found[:count]
         assert found == sorted(found) and count >= 1
         of_tile, clear = (x[row, m * BM : (m + 1) * BM].split(BN, 1) for x in (seen, between))
@@ -147,10 +155,11 @@ def test_lists_of_the_tiles_that_tables_visit(
     shown = blocks(generator, (rows, 1, Sq, Sk))
     bits, table = (x.to(device) for x in packed(shown))
     query_tiles, key_tiles = -(-Sq // BM), -(-Sk // BN)
-    made = torch.full((rows, query_tiles, 1 + key_tiles), -7, dtype=torch.int32, device=device)
+    made = torch.full((rows, query_tiles, LIST.value + key_tiles), -7, dtype=torch.int32, device=device)
     given = Given(left if kind.WINDOW else None, first if kind.FIRST else None, bits=bits, table=table)
     constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": kind}
     visits_kernel[(rows * query_tiles,)](made, Sq, Sk, offset, given, **constants)
+    check_order(made)
     i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
     seen = shown[:, 0].clone()
     if kind.CAUSAL:
@@ -158,7 +167,7 @@ def test_lists_of_the_tiles_that_tables_visit(
     if kind.WINDOW:
         seen &= (j >= i + offset - left) | (j < (first if kind.FIRST else 0))
     for row, m in itertools.product(range(rows), range(query_tiles)):
-        count, *found = made[row, m].tolist()
+        _, _, count, *found = made[row, m].tolist()
         found = found[:count]
         assert found == sorted(found) and count >= 1
         of_tile, of_table = (
@@ -173,6 +182,32 @@ def test_lists_of_the_tiles_that_tables_visit(
             some = [t for t in range(key_tiles) if own[t * BN // TILE] > 0]
             clear = [t for t in some if own[t * BN // TILE] > 1 and (t + 1) * BN <= Sk]
             assert found == ([2 * t + (t in clear) for t in some] or [0])
+
+
+def check_order(made: Tensor) -> None:
+    """Each row has all of its query tiles, those that visit more key tiles first, in blocks of counts
+    as in one."""
+    rows, query_tiles, _ = made.shape
+    wanted = [sorted((-n, tile) for tile, n in enumerate(row)) for row in made[..., 2].tolist()]
+    for BLOCK in (2, 256):
+        ordered = made.clone()
+        order_lists_kernel[(rows * query_tiles,)](ordered, *made.shape[1:], BLOCK=BLOCK)
+        assert [[(-n, tile) for tile, n in row] for row in ordered[..., :2].tolist()] == wanted
+        assert torch.equal(ordered[..., 2:], made[..., 2:])
+
+
+@pytest.mark.parametrize(("BH", "HG"), [(1, 1), (6, 1), (6, 4), (6, 6), (7, 16)])
+@pytest.mark.parametrize("NT", [1, 2, 5])
+def test_items_of_lists(NT: int, BH: int, HG: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of each head once: the first of all heads, then the others in order, of HG heads
+    side by side."""
+    language = SimpleNamespace(minimum=min, maximum=max, where=lambda c, x, y: x if c else y)
+    monkeypatch.setattr(work_items, "gl", language)
+    found = [work_items.item_of_lists.fn(t, NT, BH, HG) for t in range(NT * BH)]
+    first, others = found[:BH], found[BH:]
+    assert first == [(head, 0) for head in range(BH)]
+    wanted = itertools.product(range(BH), range(1, NT))
+    assert others == sorted(wanted, key=lambda x: (x[0] // HG, x[1], x[0]))
 
 
 class Tile(Tensor):

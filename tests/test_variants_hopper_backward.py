@@ -23,6 +23,7 @@ from flashproto.functional.attention_request import attention_request
 from flashproto.kernels import schedule
 from flashproto.kernels.hopper import attention_backward_masks as tile_masks
 from flashproto.kernels.hopper import attention_backward_work as work
+from flashproto.kernels.hopper import items as work_items
 from flashproto.kernels.scores import Given, Variables
 from flashproto.ops import attention as attention_op
 from flashproto.reference.mask_table import TILE, packed
@@ -60,6 +61,9 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "clamp", schedule.clamp)
     for name in ("tile_of_intervals", "queries_of_tile", "list_of"):
         monkeypatch.setattr(work, name, getattr(work, name).fn)
+    monkeypatch.setattr(work, "LIST", schedule.LIST.value)
+    monkeypatch.setattr(work_items, "gl", language)
+    monkeypatch.setattr(work, "item_of_lists", work_items.item_of_lists.fn)
 
 
 def given_of(
@@ -86,9 +90,10 @@ def given_of(
 def walks(
     config: configs.HopperBackward, t: int, sizes: tuple[int, ...], offset: int, given: Any
 ) -> tuple[tuple[int, int, int], list[tuple[int, int]], list[tuple[int, int]]]:
-    """Of work item t: (batch, key head, first key), and (query tile of all heads, place of its first
-    query) in the order of the producer and of the consumers."""
+    """Of the t-th work item: (batch, key head, first key), and (query tile of all heads, place of its
+    first query) in the order of the producer and of the consumers."""
     NB, M, Hk, GROUP, B = sizes
+    t = work.numbered.fn(t, NB * B * Hk, NB, Hk, GROUP, B * Hk, 1, M, given, config)
     b, hk, col, m0, m1, up = work.key_tile.fn(t, NB, M, Hk, GROUP, B * Hk, 1, offset, given, config)
     b, hk, col, m0, m1 = map(int, (b, hk, col, m0, m1))
     H, h0 = Hk * GROUP, hk * GROUP
@@ -113,7 +118,7 @@ def walks(
     for i in range(outer):
         if has_lists:
             listed = work.list_of(b, h0 + i, n, NB, M, given)
-            end = work.gl.load(listed)
+            end = work.gl.load(listed - 1)
         for index in range(begin, end, config.STEP):
             place, to = index, tile
             if has_lists:
@@ -202,13 +207,15 @@ def test_producer_and_consumers_visit_what_a_table_lists(
         shown = blocks(generator, (*rows, Sq, Sk))
         _, table = packed(shown)
         NB, M = -(-Sk // BN), -(-Sq // BM)
-        columns = torch.full((rows[0] * rows[1], NB, 1 + M), -7, dtype=torch.int32, device=device)
+        lists = rows[0] * rows[1], NB, schedule.LIST.value + M
+        columns = torch.full(lists, -7, dtype=torch.int32, device=device)
         given = Given(left if kind.WINDOW else None, first if kind.FIRST else None)
         constants = {"BLOCK_M": BM, "BLOCK_N": BN, "KIND": band, "MARKED": True}
         of_band = () if band.PLAIN else given
         schedule.columns_kernel[(rows[0] * rows[1] * NB,)](
             columns, table.to(device), Sq, Sk, offset, of_band, **constants
         )
+        schedule.order_lists_kernel[(rows[0] * rows[1] * NB,)](columns, *lists[1:], BLOCK=256)
         given = given._replace(
             columns=Pointer(columns.cpu().long().flatten()),
             table_of_batch=torch.tensor(rows[1] if rows[0] > 1 else 0),
@@ -236,7 +243,7 @@ def test_producer_and_consumers_visit_what_a_table_lists(
                 pairs = (b, h, slice(m * BM, (m + 1) * BM), slice(col, col + BN))
                 assert visited or not seen[pairs].any()
                 listed = work.list_of(b, h, col // BN, NB, M, given)
-                places = range(work.gl.load(listed))
+                places = range(work.gl.load(listed - 1))
                 own = [work.listed_step.fn(n, 0, 0, listed, config)[1:] for n in places]
                 assert own == sorted(own) and own
                 assert (m, 1) not in own or shown.expand(B, H, Sq, Sk)[pairs].all()
@@ -246,6 +253,12 @@ def test_producer_and_consumers_visit_what_a_table_lists(
                     assert ((m, 1) in own) == (what == 2)
         wanted = itertools.product(range(B), range(Hk), range(0, Sk, BN))
         assert Counter(items) == Counter(wanted)
+        of_first = [
+            (b, hk, -int(work.listed_tile.fn(b, hk * GROUP, col // BN, 0, NB, M, given)[1]))
+            for b, hk, col in items
+        ]
+        assert of_first[: B * Hk] == sorted(of_first[: B * Hk], key=lambda x: x[:2])
+        assert of_first[B * Hk :] == sorted(of_first[B * Hk :])  # one head at a time
 
 
 # --- what happens to a tile of scores ---------------------------------------------------------------

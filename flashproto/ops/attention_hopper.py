@@ -20,7 +20,15 @@ from ..kernels.hopper.attention_backward_rows import COLUMNS, postprocess_kernel
 from ..kernels.hopper.attention_backward_work import BOUND, FIRST_TURN, LEAST_STEPS
 from ..kernels.hopper.attention_forward import attention_forward_kernel
 from ..kernels.hopper.items import MOST_PROGRAMS, TURNS
-from ..kernels.schedule import RECORD, key_slots_kernel, order_kernel, query_slots_kernel, visits_kernel
+from ..kernels.schedule import (
+    LIST,
+    RECORD,
+    key_slots_kernel,
+    order_kernel,
+    order_lists_kernel,
+    query_slots_kernel,
+    visits_kernel,
+)
 from ..kernels.scores import Given
 from ..variant import Variant, main_backward
 from .attention_triton import LOG2E, SMALLEST_SCALE, columns_for, given_to
@@ -142,9 +150,11 @@ def work_on_device(
     if kind.LISTS:
         of = given.table if kind.TABLE else given.begin
         rows, tiles = of.shape[0] * of.shape[1], cdiv(Sq, BM)
-        work = recipe.make(New.contiguous((rows, tiles, 1 + cdiv(Sk, BN)), torch.int32, q.device))
+        lines = rows, tiles, LIST.value + cdiv(Sk, BN)
+        work = recipe.make(New.contiguous(lines, torch.int32, q.device))
         numbers = Sq, Sk, diagonal(variant, Sk)
         recipe.launch(visits_kernel, rows * tiles, work, *numbers, given, **constants)
+        recipe.launch(order_lists_kernel, rows * tiles, work, *lines[1:], BLOCK=256, num_warps=1)
         name = "visits", BM, BN, kind, *numbers, given.left, given.first
         recipe.keep(start, work, of, name)
     elif kind.VARLEN:

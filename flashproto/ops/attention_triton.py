@@ -24,7 +24,7 @@ from ..kernels.attention_backward_bias import (
     attention_backward_relative_kernel,
 )
 from ..kernels.attention_forward import attention_forward_kernel
-from ..kernels.schedule import columns_kernel, intervals_kernel
+from ..kernels.schedule import LIST, columns_kernel, intervals_kernel, order_lists_kernel
 from ..kernels.scores import Given
 from ..variant import Kind, Variant
 from . import attention_split, private
@@ -133,16 +133,16 @@ def columns_for(
     Sq, Sk = lengths(variant, q, k)
     key_tiles = cdiv(Sk, block_n)
     start = len(recipe.steps)
-    shape = (batch * heads, key_tiles, 1 + cdiv(Sq, block_m))
+    shape = (batch * heads, key_tiles, (LIST.value if marked else 1) + cdiv(Sq, block_m))
     columns = recipe.make(New.contiguous(shape, torch.int32, q.device))
     # The kernel is compiled for bands, and given no more than these.
     own = variant.kind
     kind = Kind(CAUSAL=own.CAUSAL, WINDOW=own.WINDOW, FIRST=own.FIRST)
     bands = () if kind.PLAIN else Given(left=given.left, first=given.first)
-    if batch * heads * key_tiles:
+    if lists := batch * heads * key_tiles:
         recipe.launch(
             columns_kernel,
-            batch * heads * key_tiles,
+            lists,
             columns,
             given.table,
             Sq,
@@ -155,6 +155,8 @@ def columns_for(
             MARKED=marked,
             num_warps=1,
         )
+        if marked:
+            recipe.launch(order_lists_kernel, lists, columns, *shape[1:], BLOCK=256, num_warps=1)
     band = variant.offset, kind, given.left, given.first
     recipe.keep(start, columns, given.table, ("columns", band, block_m, block_n, marked))
     return columns

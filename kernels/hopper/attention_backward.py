@@ -247,7 +247,8 @@ def producer(args, CFG: gl.constexpr):
     dq_rank1, dq_rank2 = 0, 0
     began = -1
     head, head1 = -1, -1  # key heads of the last two items
-    t = numbered(first_item(turns_ptr, CFG), total, NB, BH, CFG)
+    turn = first_item(turns_ptr, CFG)
+    t = numbered(turn, total, NB, H // GROUP, GROUP, BH, HG, M, given, CFG)
     if t < total:
         release_dq_buffer(0, CFG)
     more = 1
@@ -265,7 +266,7 @@ def producer(args, CFG: gl.constexpr):
         m = start
         put_item(turns_ptr, taken, t)
         taken += 1
-        if t >= total - gl.num_programs(0):
+        if (turn if KIND.TABLE else t) >= total - gl.num_programs(0):
             let_next_begin()
         if CFG.COUNTED:
             if head1 >= 0:
@@ -397,7 +398,8 @@ def producer(args, CFG: gl.constexpr):
             if KIND.TABLE:  # whose list is read behind the last step too
                 h = gl.minimum(h, h0 + GROUP - 1)
         if more == 1:
-            t = numbered(take_item(turns_ptr, not CFG.FIRST), total, NB, BH, CFG)
+            turn = take_item(turns_ptr, not CFG.FIRST)
+            t = numbered(turn, total, NB, H // GROUP, GROUP, BH, HG, M, given, CFG)
     if CFG.COUNTED:
         if head1 >= 0:
             count_item(turns_ptr, head1, 0, CFG)

@@ -235,7 +235,7 @@ def outer_loop(
             head = as_seen_from(row, b, h0 + i, given, limit + 1 + row, offset, moved, NB, CFG)
             seen = Variables(given, head)
         if KIND.TABLE:
-            end = gl.load(seen.head.listed)
+            end = gl.load(seen.head.listed - 1)
         first = comes_first(i, col, m0, up, NB, M, offset, CFG)
         if MASK == AHEAD:
             clear = first_clear(begin, end, limit, CFG)
@@ -529,7 +529,7 @@ def wide_consumer(c: gl.constexpr, args, CFG: gl.constexpr):
                 head = as_seen_from(col, b, h, given, keys, diagonal, offset, NB, CFG)
                 seen = Variables(given, head)
             if KIND.TABLE:
-                end = gl.load(seen.head.listed)
+                end = gl.load(seen.head.listed - 1)
             for index in range(begin, end, CFG.STEP):
                 place, to, clear = index, tile, 0
                 if KIND.TABLE:

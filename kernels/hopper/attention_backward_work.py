@@ -2,7 +2,8 @@
 
 A work item is one key tile of one key head: the query tiles that see it, of every query head of the
 group.  Items are numbered so that tiles of several heads are mixed, with the first keys of each head
-first: under a causal mask most queries see those, and the short tiles fill the gaps at the end.
+first: under a causal mask most queries see those, and the short tiles fill the gaps at the end.  Of a
+mask with a table the lists say which tiles are long (numbered).
 
 There is one program for each multiprocessor.  It takes its items one by one (items.py), each two steps
 before the consumers need it.  They ask for the number before they store dK and dV of the item before,
@@ -62,8 +63,8 @@ first to store.  For both:
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..schedule import RECORD, clamp, query_range
-from .items import TURNS, take_item
+from ..schedule import LIST, RECORD, clamp, query_range
+from .items import TURNS, item_of_lists, take_item
 from .warpgroups import opaque_zero
 
 # What turns_ptr points at, beside what items.py says: from FIRST_TURN on the counters of query tiles;
@@ -126,25 +127,26 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 @gluon.jit
 def list_of(b, h, n, NB, M, given):
     """Where columns_kernel lists the query tiles of query head h that key tile n visits, of M there
-    are: how many, then 2 tile, and 1 more for one that is clear."""
+    are: 2 tile, and 1 more for one that is clear.  How many is in the word before, and what
+    order_lists_kernel has of the n-th key tile in order in those before that."""
     row = b * given.table_of_batch + h * given.table_of_head
-    return given.columns + (row * NB + n).to(gl.int64) * (1 + M)
+    return given.columns + (row * NB + n).to(gl.int64) * (LIST + M) + LIST
 
 
 @gluon.jit
 def listed_tile(b, h, n, place, NB, M, given):
     """The query tile at a place of that list, and how many there are."""
     listed = list_of(b, h, n, NB, M, given)
-    return gl.load(listed + 1 + place) >> 1, gl.load(listed)
+    return gl.load(listed + place) >> 1, gl.load(listed - 1)
 
 
 @gluon.jit
 def listed_steps(b, h0, n, NB, M, GROUP, given):
     """How many query tiles key tile n visits of all heads of the group from h0 on."""
-    steps = gl.load(list_of(b, h0, n, NB, M, given))
+    steps = gl.load(list_of(b, h0, n, NB, M, given) - 1)
     if given.table_of_head != 0:
         for member in range(1, GROUP):
-            steps += gl.load(list_of(b, h0 + member, n, NB, M, given))
+            steps += gl.load(list_of(b, h0 + member, n, NB, M, given) - 1)
     else:
         steps *= GROUP
     return steps
@@ -161,7 +163,7 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG: gl.constexpr):
     """
     KIND: gl.constexpr = CFG.KIND
     up = 0
-    if KIND.CAUSAL or KIND.VARLEN or CFG.FIRST:
+    if (KIND.CAUSAL and not KIND.TABLE) or KIND.VARLEN or CFG.FIRST:
         # mixed among HG heads that share L2
         if KIND.VARLEN:
             NB = key_tiles(NB, given, CFG)
@@ -213,6 +215,24 @@ def key_tile(t, NB, M, Hk, GROUP, BH, HG, offset, given, CFG: gl.constexpr):
     return b, hk, col, m0, m1, up
 
 
+@gluon.jit
+def numbered(turn, total, NB, Hk, GROUP, BH, HG, M, given, CFG: gl.constexpr):
+    """The item that comes in turn, of `total`, as key_tile knows it: NB * BH or more if there is none.
+
+    Of a table key tiles with long lists go first: those of a key head in the order of the lists of its
+    first query head."""
+    KIND: gl.constexpr = CFG.KIND
+    if KIND.VARLEN:
+        return gl.where(turn < total, turn, NB * BH)
+    elif KIND.TABLE:
+        bh, place = item_of_lists(gl.minimum(turn, total - 1), NB, BH, HG)
+        b = bh // Hk
+        n = gl.load(list_of(b, (bh - b * Hk) * GROUP, place, NB, M, given) - LIST)
+        return gl.where(turn < total, bh * NB + n, turn)
+    else:
+        return turn
+
+
 # --- sequences side by side -----------------------------------------------------------------------
 # Queries are numbered through the slots of sequence_of, CFG.BM each, so that each sequence begins with
 # a query tile of its own.  Keys are numbered from the beginning of their sequence.
@@ -226,16 +246,6 @@ def key_tiles(NB, given, CFG: gl.constexpr):
         return gl.load(given.work)
     else:
         return NB
-
-
-@gluon.jit
-def numbered(t, total, NB, BH, CFG: gl.constexpr):
-    """Item t of `total`, as consumers know it: NB * BH or more if there is none."""
-    KIND: gl.constexpr = CFG.KIND
-    if KIND.VARLEN:
-        return gl.where(t < total, t, NB * BH)
-    else:
-        return t
 
 
 @gluon.jit
@@ -357,7 +367,7 @@ def loops(low, high, m0, m1, up, GROUP, CFG: gl.constexpr):
 def listed_step(index, last_key, tile, listed, CFG: gl.constexpr):
     """Of the step at a place of a head's list: last_visible_key, the query tile, and 1 if it is
     clear."""
-    marked = gl.load(listed + 1 + index)
+    marked = gl.load(listed + index)
     m = marked >> 1
     return last_key + m * CFG.BM, tile + m, marked & 1
 

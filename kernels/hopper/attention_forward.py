@@ -64,10 +64,10 @@ heads, and zeros past a group that is no power of two.  Row by row the arithmeti
 
 Under a causal mask items differ in length.  The order in which each program takes them comes from a
 table, `work_table` (balanced_work in configs/hopper_forward.py).  Where intervals or the lengths of
-sequences decide, which the host does not know, programs take items one by one (DYNAMIC, items.py), and
-`work_table` is what they count with.  Without a mask all items are alike,
-except the last of each head, which may have rows for some of the consumers only.  With IDLE the other
-consumers skip it, so that it takes less time, and the order comes from a table too.
+sequences decide, which the host does not know, programs take items one by one (DYNAMIC, items.py),
+those that visit many key tiles first, and `work_table` is what they count with.  Without a mask all
+items are alike, except the last of each head, which may have rows for some of the consumers only.  With
+IDLE the other consumers skip it, so that it takes less time, and the order comes from a table too.
 
 Where queries and heads are too few to fill the card, keys are split.  With SPLIT the key tiles that an
 item would visit are cut into `parts`, as equal as can be, and each part is an item.  Of the tiles that

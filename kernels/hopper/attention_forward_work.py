@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from ..schedule import RECORD, first_tiles, key_ranges
+from ..schedule import LIST, RECORD, first_tiles, key_ranges
 from .gluon_names import reinterpreted, tma_load
-from .items import put_item, take_item
+from .items import item_of_lists, put_item, take_item
 from .warpgroups import bar_sync, exit_threads, opaque_zero, static_sync
 
 MOST_PAGES = gl.constexpr(2**30)  # more than a cache has
@@ -98,22 +98,27 @@ def sequence_at(b, row, Sq, Sk, offset, given, CFG: gl.constexpr):
 
 
 @gluon.jit
+def line_of(b, h, tile, NT, Sk, given, CFG: gl.constexpr):
+    """Where visits_kernel has the line of a query tile, of NT of a head."""
+    if CFG.KIND.TABLE:
+        row = b * given.table_of_batch + h * given.table_of_head
+    else:
+        row = b * given.row_of_batch + h * given.row_of_head
+    return given.work + (row * NT + tile).to(gl.int64) * (LIST + gl.cdiv(Sk, CFG.BN))
+
+
+@gluon.jit
 def walk_of(b, h, row, NT, Sk, offset, given, CFG: gl.constexpr, skipped=0, low=0):
     """Which key tiles a work item with queries from `row` on visits, for tile_at.
 
     Of a band (first, jump): the tiles before `first`, and those from first + jump on, up to the end of
-    key_ranges.  Of intervals or a table: where the list of visits_kernel is, and nothing.  Behind
+    key_ranges.  Of intervals or a table: where the list of visits_kernel begins, and nothing.  Behind
     these, with SPLIT, how many of them are `skipped`, since they are in parts to the left.  low: of a
     cache, the first key that counts.
     """
     KIND: gl.constexpr = CFG.KIND
     if KIND.LISTS:
-        if KIND.TABLE:
-            line = b * given.table_of_batch + h * given.table_of_head
-        else:
-            line = b * given.row_of_batch + h * given.row_of_head
-        line = line * NT + row // CFG.BQ
-        return given.work + line.to(gl.int64) * (1 + gl.cdiv(Sk, CFG.BN)), 0, skipped
+        return line_of(b, h, row // CFG.BQ, NT, Sk, given, CFG) + LIST, 0, skipped
     elif CFG.CACHE:
         begin, _, _, _ = key_ranges(row, Sk, offset, given, CFG.BQ, CFG.BN, KIND)
         return 0, gl.maximum(begin, low // CFG.BN), skipped
@@ -132,7 +137,7 @@ def tile_at(s, walk, CFG: gl.constexpr):
     if CFG.SPLIT:
         s += walk[2]
     if KIND.LISTS:
-        return gl.load(walk[0] + 1 + s)
+        return gl.load(walk[0] + s)
     elif KIND.FIRST:
         first, jump, _ = walk
         return gl.where(s < first, s, s + jump)
@@ -172,7 +177,10 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
     """
     BQ: gl.constexpr = CFG.BQ
     KIND: gl.constexpr = CFG.KIND
-    if CFG.HAS_WORK_TABLE or CFG.DYNAMIC or CFG.RECORDS:
+    if KIND.LISTS and CFG.DYNAMIC:
+        bh, mi = item_of_lists(t, NT, BH, HG)
+        row = mi * BQ
+    elif CFG.HAS_WORK_TABLE or CFG.DYNAMIC or CFG.RECORDS:
         # among HG heads, whose keys and values share L2, the longest items first
         per = HG * NT
         grp = quotient(t, per)
@@ -193,7 +201,7 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
     else:
         bh = quotient(t, NT)
         mi = t - bh * NT
-        if KIND.CAUSAL:  # the longest first
+        if KIND.CAUSAL and not KIND.LISTS:  # the longest first
             mi = NT - 1 - mi
         row = mi * BQ
     if CFG.RECORDS:
@@ -213,8 +221,9 @@ def tile_of(t, NT, H, BH, HG, parts, Sk, offset, given, CFG: gl.constexpr):
         entry = b
         b = 0 if CFG.CACHE else quotient(entry, parts)
     if KIND.LISTS:
-        visits, _, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
-        end = gl.load(visits)
+        # in the order of order_lists_kernel
+        line = line_of(b, h, mi, NT, Sk, given, CFG)
+        row, end = gl.load(line) * BQ, gl.load(line + 1)
     elif KIND.WINDOW and not CFG.RECORDS:
         _, jump, _ = walk_of(b, h, row, NT, Sk, offset, given, CFG)
         end -= jump

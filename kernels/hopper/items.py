@@ -50,3 +50,16 @@ def put_item(turns_ptr, r, t):
 def get_item(turns_ptr, r):
     """The number of the program's r-th item, once its first queries have come."""
     return gl.load(number_of(turns_ptr, r + opaque_zero()))
+
+
+@gluon.jit
+def item_of_lists(t, NT, BH, HG):
+    """Item t of those whose tiles have lists as (head of BH, place in the order of its NT tiles): the
+    longest of each head, then the others, longer ones first among HG heads at a time."""
+    r = gl.maximum(t - BH, 0)
+    grp = r // gl.maximum(HG * (NT - 1), 1)
+    r -= grp * (HG * (NT - 1))
+    hg = gl.maximum(gl.minimum(HG, BH - grp * HG), 1)
+    place = r // hg
+    longest = t < BH
+    return gl.where(longest, t, grp * HG + r - place * hg), gl.where(longest, 0, 1 + place)
