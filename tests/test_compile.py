@@ -35,14 +35,10 @@ ARCHES = (80, 90, 100)
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes a program, CUDA guide
 ONCE = dict.fromkeys(ARCHES, 1)
 SHARDS = {  # processes that compile a family's cases for an architecture, none where it has no case
-    "hopper": {90: 3},
-    "attention": {80: 2, 90: 2, 100: 3},
-    "norm": {80: 1, 90: 2, 100: 1},
-    "softmax": {80: 1, 90: 2, 100: 1},
-    "norm_features": ONCE,
-    "decode": ONCE,
-    "elementwise": ONCE,
-    "cross_entropy": ONCE,
+    "hopper": {90: 2},
+    **dict.fromkeys(
+        ("attention", "norm", "softmax", "norm_features", "decode", "elementwise", "cross_entropy"), ONCE
+    ),
 }
 WORKER = Path(__file__).with_name("compile_worker.py")
 
