@@ -22,14 +22,12 @@ from .checks.reading import is_readable
 
 
 class Number(NamedTuple):
-    """What a variable is: a float from low to high."""
+    """What a variable is: a float from low to high.  takes: these in words, written here, since
+    torch.compile(dynamic=True) takes them for symbols, of which it makes no text."""
 
     low: float
     high: float
-
-    @property
-    def takes(self) -> str:
-        return f"a number from {self.low:g} to {self.high:g}, or None".replace("e+", "e")
+    takes: str
 
 
 FLAG = "no variable"
@@ -93,8 +91,8 @@ FEATURES = (
     Feature("FIRST", "masks.window(first=n)", INTEGER, ("first",),
             functions=("attention", "attention_varlen", "attention_qkv", "ring_attention"),
             forward=(*TORCH_TOO, "split"), backward=TORCH_TOO),
-    Feature("SOFTCAP", "softcap", Number(1e-30, 1e30), ("softcap",),
-            rescales=True, curved=True, unhides=True),
+    Feature("SOFTCAP", "softcap", Number(1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
+            ("softcap",), rescales=True, curved=True, unhides=True),
     Feature("SINKS", "sinks", BY_HEAD, ("sinks",), backward=None, gradients=BACKENDS),
     Feature("ALIBI", "alibi_slopes", BY_HEAD, ("alibi_slopes",),
             functions=("attention", "attention_varlen", "attention_with_kv_cache", "ring_attention"),

@@ -47,7 +47,7 @@ from operators import (
 )
 from torch import Tensor, nn
 from torch._dynamo import compiled_autograd
-from torch._dynamo.testing import EagerAndRecordGraphs
+from torch._dynamo.testing import CompileCounterWithBackend, EagerAndRecordGraphs
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -731,6 +731,25 @@ def test_the_ops_themselves(case: Case, impl: str, device: str) -> None:
         for last in fewer:
             checks = ("test_schema", "test_faketensor", *more)
             torch.library.opcheck(op, (*others, *last), test_utils=checks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "impl"), parameters(CASES, hopper=False))
+def test_sizes_and_numbers_may_be_symbols(case: Case, impl: str, device: str) -> None:
+    """With dynamic=True, which a call is traced for twice at most: torch makes some numbers constants,
+    by where they come from, and begins again."""
+    torch.compiler.reset()
+    count = CompileCounterWithBackend("aot_eager")
+    symbols = torch.compile(
+        lambda *tensors: case.call(impl, *tensors), dynamic=True, fullgraph=True, backend=count
+    )
+    inputs = inputs_of(case, impl, device)
+    got, want = (
+        call(*case.leaves(inputs).values()) for call in (symbols, functools.partial(case.call, impl))
+    )
+    got, want = ([y] if isinstance(y, Tensor) else [*y] for y in (got, want))
+    assert_near(got, want, 1e-2 if device == "cuda" else 1e-5)
+    assert count.frame_count <= 2
 
 
 # --- torch.func -----------------------------------------------------------------------------------

@@ -37,7 +37,8 @@ ONCE = dict.fromkeys(ARCHES, 1)
 SHARDS = {  # processes that compile a family's cases for an architecture, none where it has no case
     "hopper": {90: 2},
     **dict.fromkeys(
-        ("attention", "norm", "softmax", "norm_features", "decode", "elementwise", "cross_entropy"), ONCE
+        ("attention", "norm", "softmax", "norm_features", "decode", "elementwise", "cross_entropy"),
+        ONCE,
     ),
 }
 WORKER = Path(__file__).with_name("compile_worker.py")

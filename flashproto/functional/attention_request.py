@@ -326,7 +326,7 @@ def attention_request(
     options |= dropout_options(operator, dropout_p, dropout_seed, q)
     for name, of in NUMBERS.items():
         if options.get(name) is not None:
-            bounds = *of, of.takes, "Pass None for none."
+            bounds = *of, "Pass None for none."
             options[name] = float(check_number(operator, name, options[name], *bounds))
     named = {"left": None if low is None else offset - low, "first": first or None, **options}
     exact = q.dtype in (torch.float32, torch.float64)

@@ -160,7 +160,7 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
         f"        refuse_names({function.__name__!r}, others, known)",
     ]
     if "dropout_seed" in optional:
-        lines.append("    if dropout_p is not default_dropout_p and dropout_seed is None:")
+        lines.append("    if dropout_seed is None and (dropout_p or dropout_p.__class__ is not float):")
         lines.append(f"        dropout_seed = drawn_seed(dropout_p, {tensors[0]})")
     if not backends.HAS_TRITON:
         return "\n".join([*lines, f"    return {called}"])

@@ -472,8 +472,7 @@ def check_options(name: str, window: Any, softcap: Any, dropout: Any) -> None:
     if window is not None:
         check_window(name, window)
     if softcap is not None:
-        of = NUMBERS["softcap"]
-        check_number(name, "softcap", softcap, *of, of.takes, "Pass None for none.")
+        check_number(name, "softcap", softcap, *NUMBERS["softcap"], "Pass None for none.")
 
 
 def check_scaling(name: str, argument: str, x: object) -> None:
