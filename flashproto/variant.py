@@ -22,12 +22,16 @@ from .checks.reading import is_readable
 
 
 class Number(NamedTuple):
-    """What a variable is: a float from low to high.  takes: these in words, written here, since
-    torch.compile(dynamic=True) takes them for symbols, of which it makes no text."""
+    """What a variable is: a float from low to high, and that in words."""
 
     low: float
     high: float
     takes: str
+
+
+def number(low: float, high: float) -> Number:
+    """In words now: of the bounds, symbols to torch.compile(dynamic=True), it makes no text."""
+    return Number(low, high, f"a number from {low:g} to {high:g}, or None".replace("e+", "e"))
 
 
 FLAG = "no variable"
@@ -91,8 +95,8 @@ FEATURES = (
     Feature("FIRST", "masks.window(first=n)", INTEGER, ("first",),
             functions=("attention", "attention_varlen", "attention_qkv", "ring_attention"),
             forward=(*TORCH_TOO, "split"), backward=TORCH_TOO),
-    Feature("SOFTCAP", "softcap", Number(1e-30, 1e30, "a number from 1e-30 to 1e30, or None"),
-            ("softcap",), rescales=True, curved=True, unhides=True),
+    Feature("SOFTCAP", "softcap", number(1e-30, 1e30), ("softcap",),
+            rescales=True, curved=True, unhides=True),
     Feature("SINKS", "sinks", BY_HEAD, ("sinks",), backward=None, gradients=BACKENDS),
     Feature("ALIBI", "alibi_slopes", BY_HEAD, ("alibi_slopes",),
             functions=("attention", "attention_varlen", "attention_with_kv_cache", "ring_attention"),
