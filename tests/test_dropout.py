@@ -357,6 +357,16 @@ def test_what_a_layer_refuses_beside_dropout() -> None:
         nn.GPTConfig(16, 32, 1, 2, 32, dropout=1.5)
 
 
+@pytest.mark.parametrize("share", [torch.zeros(2), [0.1], "a", None, True, math.nan, 1.5])
+def test_shares_that_are_no_numbers_are_named(share: Any) -> None:
+    """Also where no seed is given, which the entry of a function draws before it checks anything."""
+    q = torch.zeros(1, 2, 4, 16)
+    with pytest.raises(
+        (TypeError, ValueError), match=r"attention: dropout_p is .*; it takes a number from"
+    ):
+        flashproto.attention(q, q, q, dropout_p=share)
+
+
 def test_functions_without_dropout_refuse_it() -> None:
     q, cache = torch.zeros(1, 2, 1, 16), torch.zeros(1, 8, 2, 16)
     lengths = torch.tensor([3], dtype=torch.int32)

@@ -160,7 +160,9 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
         f"        refuse_names({function.__name__!r}, others, known)",
     ]
     if "dropout_seed" in optional:
-        lines.append("    if dropout_seed is None and (dropout_p or dropout_p.__class__ is not float):")
+        # Not by the default's name: dynamo has another one for this scope each time that it begins
+        # again, and begins again for each number that it has not met by its name.
+        lines.append("    if dropout_seed is None and (dropout_p.__class__ is not float or dropout_p):")
         lines.append(f"        dropout_seed = drawn_seed(dropout_p, {tensors[0]})")
     if not backends.HAS_TRITON:
         return "\n".join([*lines, f"    return {called}"])
