@@ -193,9 +193,9 @@ def visits_kernel(
     KIND: tl.constexpr,
 ):
     """Program: of one tile of queries and one row of the intervals or the table, the key tiles that it
-    visits, from left to right.  visits [rows, query tiles, LIST + key tiles]: in the last of the first
-    words how many, then 2 tile + 1 for one that needs no mask but the band's, else 2 tile.  One that
-    visits none is given tile 0.
+    visits, from left to right.  visits [rows, query tiles, LIST + key tiles]: word LIST - 1 says how
+    many, the words behind it which: 2 tile + 1 for one that needs no mask but the band's, else 2 tile.
+    One that visits none is given tile 0.
 
     given.work: what intervals_kernel made.  Of a table BLOCK_M and BLOCK_N are at most TILE.
     """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # Items for each program among the heads that are mixed in the causal backward, so that the longest
 # items of a group do not end alone.
 ROUNDS = 2
-# The same of masks with a table, whose longest lists may be some times the mean.
+# The same of masks with a table, whose longest lists may be several times as long as the mean.
 LISTED_ROUNDS = 4
 # In order, by head_dim: keys of the heads that are mixed, and the most heads.  With fewer heads the
 # items of a head start so close together that they wait; more share too little in L2.

@@ -127,8 +127,8 @@ def queries_of_tile(b, hk, n, NB, GROUP, given):
 @gluon.jit
 def list_of(b, h, n, NB, M, given):
     """Where columns_kernel lists the query tiles of query head h that key tile n visits, of M there
-    are: 2 tile, and 1 more for one that is clear.  How many is in the word before, and what
-    order_lists_kernel has of the n-th key tile in order in those before that."""
+    are: 2 tile, and 1 more for one that is clear.  The word before the list says how many.  The two
+    words before that one are of place n in the order of key tiles, see order_lists_kernel."""
     row = b * given.table_of_batch + h * given.table_of_head
     return given.columns + (row * NB + n).to(gl.int64) * (LIST + M) + LIST
 
