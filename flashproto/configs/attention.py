@@ -311,7 +311,7 @@ def attention_backward_distances(
     return attention_backward_bias(capability, itemsize, head_dim, head_dim_v, kind)
 
 
-SUMS_ENDS = False  # whether attention_sums_ends is asked: its kernels have not run on a GPU yet
+SUMS_ENDS = True
 
 
 def attention_sums_ends(capability: tuple[int, int], itemsize: int, kind: Kind) -> bool:
