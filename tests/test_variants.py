@@ -368,7 +368,6 @@ def test_sums_of_tiles_that_have_one_column_of_a_table(
     names: tuple[str, ...], dtype: torch.dtype, lengths, device: str, seed: int, monkeypatch
 ) -> None:
     of_cards = configs.attention_sums_ends
-    monkeypatch.setattr(configs, "SUMS_ENDS", True)
     monkeypatch.setattr(configs, "attention_sums_ends", lambda _, *others: of_cards((9, 0), *others))
     call_cache.forget()
     if lengths is not None and not {*names} <= {*PACKED}:

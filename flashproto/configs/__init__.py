@@ -1,7 +1,6 @@
 """Tile shapes, warps and pipeline stages, in plain Python: no torch, no triton."""
 
 from .attention import (
-    SUMS_ENDS,
     AttentionConfig,
     attention_backward,
     attention_backward_bias,

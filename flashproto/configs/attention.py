@@ -311,9 +311,6 @@ def attention_backward_distances(
     return attention_backward_bias(capability, itemsize, head_dim, head_dim_v, kind)
 
 
-SUMS_ENDS = True
-
-
 def attention_sums_ends(capability: tuple[int, int], itemsize: int, kind: Kind) -> bool:
     """Whether the kernel of dQ sums the tiles in which all pairs have one column of a table by
     distance: in 16 bits, where it makes delta anew, and on Hopper, where it has registers for that."""

@@ -297,7 +297,7 @@ def backward(
     if anew:
         more["beside_delta"] = recipe.make(rows)
     ends, of_distances = None, 0
-    sums = configs.SUMS_ENDS and configs.attention_sums_ends(*of_heads[:2], kind)
+    sums = configs.attention_sums_ends(*of_heads[:2], kind)
     if relative_bias is not None and sums:
         of_distances = configs.attention_backward_distances(*of_heads, kind).block_m
         shape = B * Hq, 2 * programs(variant, Sq, for_queries.block_m, 1)
