@@ -220,7 +220,7 @@ def test_documentation_has_a_table_for_each_run(tmp_path: Path) -> None:
     text = speed.page(speed.machines(root), [])
     assert text.count("## Attention's variants: `variants`") == 1
     assert text.count("cudnn.flex_attention of nvidia-cudnn-frontend") == 1
-    first, second = text.split("Beside other peers, in a process of their own:\n\n")
+    first, second = text.split("Beside other peers, in a run of their own:\n\n")
     head, _, _ = second.partition("\n")
     assert head.startswith("Measured 2026-12-04 on") and f"torch {torch.__version__}" in head
     assert "cudnn.flex_attention 1.32.0, CUTLASS DSL 4.8.1." in head and "flash-attn-4" not in head

@@ -22,6 +22,8 @@ TITLES = {
     "cudnn-flex": "cudnn.flex_attention",
     "cudnn-flex varlen": "cudnn.flex_attention, varlen",
     "fa3": "FlashAttention-3",
+    "ffpa": "ffpa-attn",
+    "ffpa-cutedsl": "ffpa-attn's cutedsl",
     "fa4": "flash-attn-4",
     "fa4-packed": "flash-attn-4, packed gradient",
     "torch": "PyTorch",

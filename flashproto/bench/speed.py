@@ -48,7 +48,8 @@ PACKAGES = {  # of contenders, as a run's environment names them
     "cudnn-flex": "cudnn.flex_attention",
     "ffpa": "ffpa_attn",
 }
-BY_CUTLASS = ("fa4", "flex-flash", "quack", "liger-cutedsl", "cudnn-flex")  # what compiles with its DSL
+# What compiles with its DSL.
+BY_CUTLASS = ("fa4", "flex-flash", "quack", "liger-cutedsl", "cudnn-flex", "ffpa-cutedsl")
 
 Results = dict[str, dict[str, Any]]  # by subject
 
@@ -186,9 +187,9 @@ except where a section says otherwise. Forward is timed with gradients wanted, a
 are bfloat16 where nothing else is said.
 
 Peers that are left out: FlashInfer, which compiles its kernels on the machine, with an nvcc that these
-machines lack; FlashAttention-3's backward, which its wheel on PyPI lacks; ffpa-attn, whose own kernels
-are for head dims over 256, which no table has. A peer whose CUTLASS DSL is another version than the
-others' is measured in a process of its own, with flashproto once more beside it, in a table of its own.
+machines lack; FlashAttention-3's backward, which its wheel on PyPI lacks. A peer whose CUTLASS
+DSL is another version than the others' is measured in a process of its own, with flashproto once more
+beside it, in a table of its own; so are peers that were added later.
 
 How to read it: figures of one table compare, those of different runs do not, since machines and clocks
 differ. "Times the fastest peer" is the fastest peer's time over that of the fastest flashproto; below 1
@@ -209,7 +210,7 @@ def section(subject: str, files: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield prose(import_module(f".{subject}", __package__))
     for number, data in enumerate(files):
         if number:
-            yield "Beside other peers, in a process of their own:"
+            yield "Beside other peers, in a run of their own:"
         yield from tables(subject, data)
 
 
