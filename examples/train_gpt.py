@@ -387,6 +387,9 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     print(f"bigram      {bigram[0]:.4f} nats per {unit}, {bigram[1]:.4f} bits per byte")
     if run.speed is not None:
         print(f"speed       {run.speed:,.0f} tokens/s (median step)")
+    if run.settings.device != "cpu":
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        print(f"memory      {peak:.1f} GiB at the peak{', of this GPU' if run.world.size > 1 else ''}")
     files = sorted(p.name for p in run.folder.iterdir() if p.name != LOCK)
     print(f"files       {run.folder}: {', '.join(files)}")
     print("\nsample after training:")

@@ -483,6 +483,7 @@ def bench() -> None:
             cell = json.loads((Path(folder) / "ring.json").read_text())["cells"]["64"]
             assert set(cell["passes"]) == set(ring.PASSES)
             assert set(cell["errors"]) == {"out", "lse", "dq", "dk", "dv"}
+            assert set(cell["left_out"]) == set(ring.TORCH)  # which has no such kernels for a CPU
 
 
 def autocast() -> None:

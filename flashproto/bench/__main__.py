@@ -54,7 +54,8 @@ SUBJECTS = (
     "gpt",
 )
 DEVICE_TIMER = "device events, L2 flushed, launches of a call queued behind the flush"
-TOOLS = ("sanitize", "search", "docs", "ring", "doors", "generate")  # with command lines of their own
+# With command lines of their own.
+TOOLS = ("sanitize", "search", "docs", "ring", "parallel", "doors", "generate")
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -7,32 +7,47 @@ their TFLOP/s, and what share that is of as many GPUs each at the one's rate.  C
 take turns; the slowest rank's time counts, and of repeats the median.  Each rank's results are checked
 first, at some of its own rows: out, lse and dq of queries, dk and dv of keys, against float64, beside
 the same operator by operator in the dtype of the inputs.
+
+"torch" is torch's own context_parallel, a ring over its SDPA with flash or cuDNN kernels, where it
+runs; its out and gradients are compared with flashproto's.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashproto
 
 from .. import distributed
 from . import report
+from .measure import one_line
 
-GOALS = {131072: 0.88, 262144: 0.93}  # of n times the one-GPU rate, forward and backward on 2 GPUs
+# Of n times the one-GPU rate, by GPUs and pass.
+GOALS: dict[tuple[int, str], dict[int, float]] = {
+    (2, "forward+backward"): {131072: 0.88, 262144: 0.93},
+    (4, "forward+backward"): {131072: 0.85, 262144: 0.92, 524288: 0.92},
+    (4, "forward"): {262144: 0.85, 524288: 0.90},
+}
+TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, cudnn": SDPBackend.CUDNN_ATTENTION}
 UNIT = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2e-5}  # at 1, see `worst`
 PASSES = {"forward": 1.0, "forward+backward": 3.5}  # in the products of a forward pass
 
 Inputs = Sequence[Tensor]  # q, k, v and dout, of the whole sequence
+Calls = dict[str, Callable[[], Any]]  # by pass
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -42,13 +57,14 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    lengths = ",".join(map(str, GOALS))
+    lengths = ",".join(map(str, GOALS[2, "forward+backward"]))
     add("--tokens", default=lengths, metavar="N,...", help=f"total lengths; default: {lengths}")
     add("--heads", type=int, default=16)
     add("--kv-heads", type=int, help="default: as many")
     add("--head-dim", type=int, default=128)
     add("--method", default="ring", choices=("ring", "all_gather"))
     add("--impl", metavar="NAME", help="flashproto's backend; default: what it chooses")
+    add("--without-torch", action="store_true", help="leave torch's context_parallel out")
     add("--repeats", type=int, default=5)
     add("--rows", type=int, default=256, help="queries, and keys, of all ranks that are checked")
     add("--out", type=Path, default=Path("runs/bench"), metavar="DIR", help="default: runs/bench")
@@ -58,7 +74,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 # --- the two calls --------------------------------------------------------------------------------
 
 
-def calls(run: Callable[..., Tensor], inputs: Inputs) -> dict[str, Callable[[], Any]]:
+def calls(run: Callable[..., Tensor], inputs: Inputs) -> Calls:
     """The passes of PASSES of a function of q, k and v."""
     *leaves, dout = (x.detach() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
@@ -95,24 +111,66 @@ def slowest(ms: float, device: torch.device) -> float:
 
 
 def measured(
-    one: dict[str, Callable[[], Any]],
-    shards: dict[str, Callable[[], Any]],
-    device: torch.device,
-    repeats: int,
+    one: Calls, shards: dict[str, Calls], device: torch.device, repeats: int
 ) -> dict[str, dict[str, list[float]]]:
-    """{pass: {"one", "all": milliseconds}}; the first rank alone makes the calls on one."""
+    """{pass: {"one" or a name in shards: milliseconds}}; the first rank alone makes calls on one."""
     times: dict[str, dict[str, list[float]]] = {}
     for which in PASSES:
-        times[which] = {"one": [], "all": []}
+        times[which] = {name: [] for name in ("one", *shards)}
         for repeat in range(-1, repeats):  # the first is for what is compiled and allocated
-            dist.barrier()
-            alone = milliseconds(one[which], device) if dist.get_rank() == 0 else 0.0
-            dist.barrier()
-            together = milliseconds(shards[which], device)
-            if repeat >= 0:
-                times[which]["one"].append(slowest(alone, device))
-                times[which]["all"].append(slowest(together, device))
+            for name, found in times[which].items():
+                dist.barrier()
+                call = one if name == "one" else shards[name]
+                makes = name != "one" or dist.get_rank() == 0
+                ms = slowest(milliseconds(call[which], device) if makes else 0.0, device)
+                if repeat >= 0:
+                    found.append(ms)
     return times
+
+
+# --- torch's own ----------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def torch_takes_shards(device: torch.device) -> Iterator[None]:
+    """In here F.scaled_dot_product_attention and its gradient take shards as flashproto's: of chunks of
+    the sequence each rank has the one of its number and the one as far from the end."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+
+    size = dist.get_world_size()
+    chunks = torch.zeros(2 * size, device=device)  # it wants something to deal out
+    mesh = init_device_mesh(device.type, (size,))
+    with context_parallel(mesh, buffers=[chunks], buffer_seq_dims=[0]):
+        yield
+
+
+def by_torch(backend: SDPBackend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+
+
+def of_torch(ours: Calls, inputs: Inputs) -> tuple[dict[str, Calls], dict[str, str]]:
+    """The contenders of TORCH that give what ours gives on these shards, and what the others say."""
+    made, errors = {}, {}
+    wanted = ours["forward"](), *ours["forward+backward"]()
+    for name, backend in TORCH.items():
+        theirs = calls(partial(by_torch, backend), inputs)
+        try:
+            found = theirs["forward"](), *theirs["forward+backward"]()
+        except Exception as error:  # of any kind, as torch's API is a prototype
+            errors[name] = one_line(error)
+            continue
+        allowed = 8 * UNIT[inputs[0].dtype]
+        off = max(
+            float((a - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)
+        )
+        if slowest(off, inputs[0].device) > allowed:
+            errors[name] = f"its results are off by {off:.2g} of the largest, {allowed:.2g} is allowed"
+        else:
+            made[name] = theirs
+    return made, errors
 
 
 # --- some rows, by definition ---------------------------------------------------------------------
@@ -215,7 +273,15 @@ def cell(tokens: int, options: argparse.Namespace, device: torch.device) -> dict
         return made
 
     shards = [distributed.shard(x, 2) for x in inputs]
-    times = measured(calls(one, inputs), calls(all_of_them, shards), device, options.repeats)
+    ours = calls(all_of_them, shards)
+    left_out: dict[str, str] = {}
+    together = {"all": ours}
+    with contextlib.ExitStack() as stack:
+        if not options.without_torch:
+            stack.enter_context(torch_takes_shards(device))
+            of_theirs, left_out = of_torch(ours, shards)
+            together |= of_theirs
+        times = measured(calls(one, inputs), together, device, options.repeats)
     products = 4 * options.heads * options.head_dim * tokens * (tokens + 1) / 2
     passes = {}
     for which, found in times.items():
@@ -226,7 +292,7 @@ def cell(tokens: int, options: argparse.Namespace, device: torch.device) -> dict
             "tflop_s": {n: PASSES[which] * products / x / 1e9 for n, x in ms.items()},
             "share": ms["one"] / ms["all"] / dist.get_world_size(),
         }
-    return {"passes": passes, "errors": errors}
+    return {"passes": passes, "errors": errors, "left_out": left_out}
 
 
 def text(tokens: int, found: dict[str, Any], size: int) -> str:
@@ -238,12 +304,13 @@ def text(tokens: int, found: dict[str, Any], size: int) -> str:
             f"{size} ranks {ms['all']:.2f} ms ({rate['all']:.0f} TFLOP/s): {x['share']:.3f} of {size} "
             "times the rate of one"
         )
-        if which == "forward+backward" and size == 2 and tokens in GOALS:
-            line += f", goal {GOALS[tokens]}"
-        lines.append(line)
+        goal = GOALS.get((size, which), {}).get(tokens)
+        lines.append(line + (f", goal {goal}" if goal else ""))
+        lines += [f"  {n} {ms[n]:.2f} ms ({rate[n]:.0f} TFLOP/s)" for n in TORCH if n in ms]
     for name, (ours, allowed) in found["errors"].items():
         verdict = "" if ours <= allowed else "  WRONG"
         lines.append(f"  {name}: largest error {ours:.2e}, allowed {allowed:.2e}{verdict}")
+    lines += [f"  {name}: left out, {why}" for name, why in found["left_out"].items()]
     return "\n".join(lines)
 
 

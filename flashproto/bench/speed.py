@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from . import doors, first_calls, generate, report, ring
+from . import doors, first_calls, generate, parallel, report, ring
 from .measure import is_peer
 from .plots import title
 
@@ -283,11 +283,36 @@ def ring_section(data: dict[str, Any]) -> Iterator[str]:
     yield prose(ring)
     yield provenance(data["runs"])
     ranks = data["runs"][-1]["protocol"]["ranks"]
-    rows = [["tokens", "pass", "one GPU, TFLOP/s", f"{ranks} GPUs, TFLOP/s", f"of {ranks} times one"]]
-    for tokens, cell in data["cells"].items():
-        for which, found in cell["passes"].items():
-            rates = [f"{found['tflop_s'][name]:.0f}" for name in ("one", "all")]
-            rows.append([tokens, which.replace("+", " and "), *rates, f"{found['share']:.3f}"])
+    passes = [(n, which, p) for n, cell in data["cells"].items() for which, p in cell["passes"].items()]
+    theirs = [name for name in ring.TORCH if any(name in p["ms"] for _, _, p in passes)]
+    head = ["tokens", "pass", "one GPU, TFLOP/s", f"{ranks} GPUs, TFLOP/s", f"of {ranks} times one"]
+    rows = [[*head, *theirs]]
+    for tokens, which, found in passes:
+        rates = {n: f"{rate:.0f}" for n, rate in found["tflop_s"].items()}
+        ours = rates["one"], rates["all"], f"{found['share']:.3f}"
+        others = (rates.get(n, "error") for n in theirs)
+        rows.append([tokens, which.replace("+", " and "), *ours, *others])
+    yield markdown(rows)
+
+
+def parallel_section(data: dict[str, Any]) -> Iterator[str]:
+    """The trainer in several processes, beside one."""
+    yield "## Training on several GPUs: `parallel`"
+    yield prose(parallel)
+    yield provenance(data["runs"])
+    ranks = data["runs"][-1]["protocol"]["ranks"]
+    rows = [["case", "how", "GPUs", "tokens/s", f"of {ranks} times one", "MFU", "GiB on the first"]]
+    for case, cell in data["cells"].items():
+        for way, found in cell.items():
+            if "error" in found:
+                rows.append([case, way, "", "error", "", "", ""])
+                continue
+            how = "one GPU" if way == "one" else f"--parallel {way}"
+            share = f"{found['share']:.3f}" if "share" in found else ""
+            mfu = f"{found['mfu']:.1%}" if found["mfu"] else ""
+            gib = f"{found['gib']:.1f}" if found["gib"] else ""
+            row = [case, how, str(found["processes"]), f"{found['tokens_s']:,.0f}", share, mfu, gib]
+            rows.append(row)
     yield markdown(rows)
 
 
@@ -325,6 +350,7 @@ APART = {  # subjects whose tables are no contenders' times of cells
     "launch": launch_section,
     "first_calls": first_calls_section,
     "ring": ring_section,
+    "parallel": parallel_section,
     "generate": generate_section,
     "doors": doors_section,
 }
