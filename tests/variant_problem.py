@@ -678,7 +678,8 @@ def assert_within_bound(
 
     Gradients have two roundings of float32 that eager has not.  All probabilities of a row are made
     anew from its saved lse, where ALiBi may have put that hundreds away from 0; and delta, a row's sum
-    of out * dout, is not the sum of the same terms as dS, which shows where a bias sums whole rows."""
+    of out * dout, is not the sum of the same terms as dS, which shows where what is added to scores
+    sums whole rows."""
     dtype, times = call.problem.dtype, 3 if "softcap" in call.options else 2
     assert got.keys() == exact.keys()
     there = exact["lse"].isfinite()
@@ -698,7 +699,7 @@ def assert_within_bound(
         allowed = times * error(plain[name], exact[name]) + ATOL[dtype] * max(size, 1.0)
         if name not in ("out", "lse", *call.aux) and exact[name].numel():
             allowed += FLOAT32 * far * exact[name].abs().max().item()
-        if name in ("dbias", "drelative_bias") and rows.numel():
+        if name.startswith(("dbias", "drelative_bias", "dscore_mod")) and rows.numel():
             together = rows.numel() / call.parameters[name[1:]][..., 0].numel()  # rows that are summed
             allowed += 4 * FLOAT32 * rows.max().item() * max(together, 1.0) ** 0.5
         ours = error(value, exact[name])
