@@ -388,8 +388,9 @@ def report(run: Run, log: Log, bigram: tuple[float, float], stop: StopSignal) ->
     if run.speed is not None:
         print(f"speed       {run.speed:,.0f} tokens/s (median step)")
     if run.settings.device != "cpu":
+        where = " on the first GPU" if run.world.size > 1 else ""
         peak = torch.cuda.max_memory_allocated() / 2**30
-        print(f"memory      {peak:.1f} GiB at the peak{', of this GPU' if run.world.size > 1 else ''}")
+        print(f"memory      {peak:.1f} GiB at the peak{where}")
     files = sorted(p.name for p in run.folder.iterdir() if p.name != LOCK)
     print(f"files       {run.folder}: {', '.join(files)}")
     print("\nsample after training:")

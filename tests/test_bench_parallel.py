@@ -38,9 +38,10 @@ def test_one_process_and_two(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_run_that_fails_is_told(tmp_path: Path) -> None:
     options = parallel.parse(["--processes", "2", "--device", "cpu", "--train", "--context 0"])
     case = parallel.chosen(options)["--context 0"]
-    found = parallel.trained(case, None, options)
-    assert "--context" in found["error"]
-    assert parallel.text("one", found, None).startswith("  one: error: ")
+    for way in (None, "ddp"):
+        found = parallel.trained(case, way, options)
+        assert "--context" in found["error"], found
+    assert parallel.text("ddp", found, None).startswith("  ddp: error: ")
 
 
 def test_one_sequence_is_trained_by_all_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +60,14 @@ def test_one_sequence_is_trained_by_all_alone(monkeypatch: pytest.MonkeyPatch) -
         assert part in line
 
 
-@pytest.mark.parametrize("given", [["--processes", "1"], ["--processes", "2", "--device", "tpu"]])
-def test_what_does_not_fit_is_refused(given: list[str]) -> None:
+REFUSED = [
+    *("--processes=0", "--steps=1", "--sequences=0"),
+    *("--device=tpu", "--cases=nothing", "--cases=(", "--train='"),
+]
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_what_does_not_fit_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        parallel.parse(["--device", "cpu", *given])
+        parallel.parse(["--device", "cpu", given])
+    assert given.partition("=")[0] in capsys.readouterr().err.splitlines()[-1]

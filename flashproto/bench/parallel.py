@@ -3,11 +3,11 @@
     python -m flashproto.bench parallel --processes 4
 
 Each case is trained for some steps by one process, without --parallel, and by torchrun with several,
-with as many sequences for each process; of one long sequence, which one GPU cannot hold, by several
-alone.  The text is random letters, so the vocabulary is small.  Tokens/s are those of the median step
-behind the first half of the steps.  The share is of as many times one GPU's tokens/s.  Memory is what
+with as many sequences for each process.  One GPU cannot hold the long sequence, so several alone train
+it.  The text is random letters, so the vocabulary is small.  Tokens/s are those of the median step in
+the second half of the steps.  The share is tokens/s over N times those of one GPU.  Memory is what
 torch holds at the peak on the first GPU, the optimizer's state included.  On a CPU, where processes
-share the cores, figures say nothing but that it works.
+share the cores, figures say nothing but that it works.  A file that is there is added to.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 LETTERS = string.ascii_letters + string.digits + " .,\n"
 MEMORY, ENOUGH = Path("/dev/shm"), 2**35  # bytes: checkpoints need no disk where there are so many
+GRACE = 45.0  # seconds
+# What torchrun says beside its processes.
+TORCHRUN = re.compile(r"elastic|error_file|traceback +: To enable|distributed/run.py|ChildFailedError")
 
 
 @dataclass(frozen=True)
 class Case:
     """arguments: of train_gpt.py; {n} is the number of processes.
     sequences: of a step for each process; 0: one for all, which one process alone does not train.
-    goals: of n times one GPU's tokens/s on four, by the ways to share the model.
+    goals: the wanted share on four GPUs, by what --parallel is.
     """
 
     arguments: str
@@ -73,7 +76,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--processes", type=int, metavar="N", help="default: as many as there are GPUs, else 2")
     add("--cases", metavar="REGEX", help=f"only those whose names match: {'; '.join(CASES)}")
-    add("--train", metavar="ARGUMENTS", help="instead of these a case of your own, for train_gpt.py")
+    add("--train", metavar="ARGUMENTS", help="a case of your own instead: --train='--preset ...'")
     add("--sequences", type=int, default=4, help="with --train: for each process (default 4)")
     add("--steps", type=int, default=24)
     add("--limit", type=float, default=300.0, help="seconds of one run (default 300)")
@@ -82,11 +85,22 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found = torch.cuda.device_count() if options.device == "cuda" else 2
-    options.processes = options.processes or found
+    if options.processes is None:
+        options.processes = found
     if options.device == "cuda" and options.processes > found:
         parser.error(f"--processes is {options.processes}; this machine has {found} GPUs")
-    if options.processes < 2:
-        parser.error(f"--processes is {options.processes}; it takes 2 or more")
+    for name, least in (("processes", 2), ("sequences", 1), ("steps", 4)):
+        given = getattr(options, name)
+        if given < least:
+            parser.error(f"--{name} is {given}; it takes {least} or more")
+    try:
+        shlex.split(options.train or "")
+        if not chosen(options):
+            parser.error(f"--cases is {options.cases}, which none has; there are {'; '.join(CASES)}")
+    except re.error as error:
+        parser.error(f"--cases is no regular expression: {error}")
+    except ValueError as error:
+        parser.error(f"--train is no command line: {error}")
     if not SCRIPT.exists():
         parser.error(f"there is no {SCRIPT.name} beside this package; run it in a checkout")
     return options
@@ -117,7 +131,7 @@ def command(case: Case, way: str | None, options: argparse.Namespace, folder: Pa
     }
     if way:
         given["--parallel"] = way
-    line = [*start, str(SCRIPT), *shlex.split(case.arguments.format(n=n))]
+    line = [*start, str(SCRIPT), *shlex.split(case.arguments.replace("{n}", str(n)))]
     return [*line, *(str(x) for pair in given.items() for x in pair)]
 
 
@@ -135,27 +149,32 @@ def trained(case: Case, way: str | None, options: argparse.Namespace) -> dict[st
         (folder / "text.txt").write_text("".join(letters))
         line = command(case, way, options, folder)
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        done = subprocess.Popen(
+            line,
+            env=os.environ | {"PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         try:
-            done = subprocess.run(
-                line,
-                env=os.environ | {"PYTHONPATH": path},
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=options.limit,
-            )
+            out, err = done.communicate(timeout=options.limit)
         except subprocess.TimeoutExpired:
+            done.terminate()  # torchrun ends what it started, by force after half a minute
+            try:
+                done.communicate(timeout=GRACE)
+            except subprocess.TimeoutExpired:
+                done.kill()
+                done.communicate()
             return {"error": f"took longer than {options.limit:.0f} s"}
         if done.returncode:
-            said = [text for text in done.stderr.splitlines() if "error" in text.lower()]
-            return {"error": (said or done.stderr.strip().splitlines() or ["no word"])[-1][:300]}
+            return {"error": reason(err)}
         rows = [json.loads(text) for text in (folder / "run" / "log.jsonl").read_text().splitlines()]
         settings = json.loads((folder / "run" / "settings.json").read_text())
     seconds = [row["seconds"] for row in rows]
     behind = seconds[len(seconds) // 2 :]
     step = statistics.median(behind)
     tokens = settings["batch_size"] * settings["context"]
-    memory = re.search(r"^memory +([\d.]+) GiB", done.stdout, re.MULTILINE)
+    memory = re.search(r"^memory +([\d.]+) GiB", out, re.MULTILINE)
     return {
         "processes": options.processes if way else 1,
         "tokens_s": tokens / step,
@@ -166,6 +185,13 @@ def trained(case: Case, way: str | None, options: argparse.Namespace) -> dict[st
         "gib": float(memory[1]) if memory else None,
         "loss": rows[-1]["loss"],
     }
+
+
+def reason(err: str) -> str:
+    """The line of standard error that says why a run failed; torchrun's own come last."""
+    lines = [line.strip() for line in err.splitlines() if line.strip() and not TORCHRUN.search(line)]
+    said = [line for line in lines if re.search(r"error", line, re.IGNORECASE)]
+    return (said or lines or ["it ended without a word"])[-1][:300]
 
 
 def measured(case: Case, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -185,23 +211,31 @@ def measured(case: Case, options: argparse.Namespace) -> dict[str, dict[str, Any
 def text(way: str, found: dict[str, Any], goal: float | None) -> str:
     if "error" in found:
         return f"  {way}: error: {found['error']}"
-    said = f"  {way}: {found['processes']} processes, {found['tokens_s']:,.0f} tokens/s"
+    n = found["processes"]
+    said = f"  {way}: {'one process' if way == 'one' else f'{n} processes'}"
+    said += f", {found['tokens_s']:,.0f} tokens/s"
     said += f", {found['step_ms']:.1f} ms a step ({found['low_ms']:.1f} to {found['high_ms']:.1f})"
     if found["mfu"]:
         said += f", MFU {found['mfu']:.1%}"
     if found["gib"]:
         said += f", {found['gib']:.1f} GiB"
     if "share" in found:
-        said += f", {found['share']:.3f} of {found['processes']} times one"
-        said += f", goal {goal:.3f}" if goal and found["processes"] == 4 else ""
+        said += f", {found['share']:.3f} of {n} times one"
+        said += f", goal {goal:.3f}" if goal and n == 4 else ""
     return said
 
 
 def main(arguments: Sequence[str]) -> None:
     options = parse(arguments)
     told = {"ranks": options.processes, "steps": options.steps}
-    data: dict[str, Any] = {"subject": "parallel", "runs": [report.describe_run({}, told)], "cells": {}}
+    path = options.out / "parallel.json"
+    data: dict[str, Any] = {"subject": "parallel", "runs": [], "cells": {}}
+    if path.exists():
+        data = report.load(path, "parallel")
+    data["runs"].append(report.describe_run({}, told))
     for name, case in chosen(options).items():
         print(name, flush=True)
-        data["cells"][name] = measured(case, options)
-        report.save(options.out / "parallel.json", data)
+        data["cells"][name] = found = measured(case, options)
+        report.save(path, data)
+        if all("error" in made for made in found.values()):
+            raise SystemExit(f"flashproto.bench parallel: {name}: no run ended well")
