@@ -9,11 +9,11 @@ take, those of docs/determinism.md from what is claimed of calls, and pictures f
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,7 +82,9 @@ def readme_table(results: Results) -> str:
             continue
         run = run or results[row.subject]["runs"][-1]
         key = row.example if row.example in chosen else next(iter(chosen))
-        rows.append([row.title, *example(key, chosen[key]), *columns(chosen)])
+        beside = [d["cells"] for d in others(results, row.subject)]
+        every = [chosen[key], *(found[key] for found in beside if key in found)]
+        rows.append([row.title, *example(key, every), *columns(chosen, beside)])
     if run is None:
         raise ValueError("docs/results holds nothing for README's table; measure attention or a norm.")
     versions = run["environment"]["versions"]
@@ -96,38 +98,39 @@ def readme_table(results: Results) -> str:
     return f"\n{text}\n\n{markdown(rows)}\n"
 
 
-def example(key: str, cell: dict[str, Any]) -> list[str]:
-    """The cell's name, figures of our contender that is quickest in all passes together, and those of
-    each pass's fastest peer."""
+def others(results: Results, subject: str) -> list[dict[str, Any]]:
+    """The files of a subject beside its first, in which it was measured with other peers."""
+    return [d for name, d in results.items() if d["subject"] == subject and name != subject]
+
+
+def example(key: str, cells: Sequence[dict[str, Any]]) -> list[str]:
+    """The cell's name and, of each pass, the figures of our fastest contender and the fastest peer, by
+    the file in which the peer is fastest."""
     ours, theirs = [], []
-    own = quickest(cell["passes"].values())
     names: list[str] = []
-    for results in cell["passes"].values():
+    for which in cells[0]["passes"]:
+        made = [cell["passes"].get(which, {}) for cell in cells]
+        results = min(made, key=lambda found: report.ratio(found) or math.inf)
+        own = report.fastest({n: r for n, r in results.items() if "ms" in r and n.startswith(OURS)})
         best = best_peer(results)
-        ours.append(report.entry(results[own], cell["unit"]).rstrip("*"))
-        theirs.append(report.entry(results[best], cell["unit"]).rstrip("*"))
-        names.append(title(best))
+        unit = cells[0]["unit"]
+        ours.append(report.entry(results[own], unit).rstrip("*"))
+        theirs.append(report.entry(results[best], unit).rstrip("*"))
+        names.append(title(best).partition(",")[0])
     shape = re.sub(r"^[A-Za-z_]+ ", "", key)
     named = ", ".join(dict.fromkeys(names))
-    return [f"{shape}, {cell['unit']}", " / ".join(ours), f"{' / '.join(theirs)} ({named})"]
+    return [f"{shape}, {cells[0]['unit']}", " / ".join(ours), f"{' / '.join(theirs)} ({named})"]
 
 
-def quickest(passes: Iterable[dict[str, Any]]) -> str:
-    """Of our contenders that were timed in every pass."""
-    times: dict[str, list[float]] = defaultdict(list)
-    for results in passes:
-        for name, result in results.items():
-            if name.startswith(OURS) and "ms" in result:
-                times[name].append(result["ms"])
-    most = max(map(len, times.values()))
-    return min((name for name, x in times.items() if len(x) == most), key=lambda name: sum(times[name]))
-
-
-def columns(cells: report.Cells) -> list[str]:
-    """The ratios to the fastest peer: forward, and what else was timed."""
+def columns(cells: report.Cells, beside: Sequence[report.Cells]) -> list[str]:
+    """The ratios to the fastest peer, of those beside too: forward, and what else was timed."""
     texts = []
     for which in report.passes(cells):
-        found = list(ratios(cells, which).values())
+        least = ratios(cells, which)
+        for key, value in (pair for others in beside for pair in ratios(others, which).items()):
+            if key in least:
+                least[key] = min(least[key], value)
+        found = list(least.values())
         text = f"{statistics.geometric_mean(found):.2f}"
         text += f" ({min(found):.2f}-{max(found):.2f})" if len(found) > 1 else ""
         texts.append(text + (" f+b" if "+" in which else ""))
