@@ -21,9 +21,11 @@ if TYPE_CHECKING:
 # docs/hopper.md has the measurements behind these thresholds.  Pairs of values are those without a
 # mask and under the causal one.
 
-# Items for each program among the heads that are mixed under a causal mask or one with a table, so that
-# the longest items of a group do not end alone.
+# Items for each program among the heads that are mixed in the causal backward, so that the longest
+# items of a group do not end alone.
 ROUNDS = 2
+# The same of masks with a table, whose longest lists may be several times as long as the mean.
+LISTED_ROUNDS = 4
 # In order, by head_dim: keys of the heads that are mixed, and the most heads.  With fewer heads the
 # items of a head start so close together that they wait; more share too little in L2.
 ORDERED_HEADS = {
@@ -329,7 +331,9 @@ def heads_together_backward(
         columns = 8 * config.D + 6 * config.MORE
         fit, rounds = L2_SHARE // (columns * Sq * (Hq // Hkv)), ROUNDS
         spread = 1 if config.ROTATE and Hq > Hkv else min(SPREAD_HEADS[1], SPREAD_HEADS[0] // Sk)
-        if not (config.KIND.CAUSAL or config.KIND.TABLE):
+        if config.KIND.TABLE:
+            rounds = LISTED_ROUNDS
+        elif not config.KIND.CAUSAL:
             # all items are alike and, but for the first, wait for none
             fit = rounds = spread = 1
         items = rounds * multiprocessors * 9 // 10  # 32 heads of 8 tiles will do for two rounds of 132
