@@ -127,7 +127,7 @@ def columns(cells: report.Cells, beside: Sequence[report.Cells]) -> list[str]:
     texts = []
     for which in report.passes(cells):
         least = ratios(cells, which)
-        for key, value in (pair for others in beside for pair in ratios(others, which).items()):
+        for key, value in (pair for more in beside for pair in ratios(more, which).items()):
             if key in least:
                 least[key] = min(least[key], value)
         found = list(least.values())
