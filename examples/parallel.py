@@ -48,7 +48,7 @@ PATIENCE = 5.0  # seconds in which torchrun notices that another process has end
 
 # Parameters that `fully_shard` puts together at once, where a block has fewer: each time takes the
 # host as long, however few they are.
-AT_ONCE = 25_000_000
+AT_ONCE = 100_000_000
 
 
 @dataclass
@@ -138,6 +138,22 @@ class World:
             dist.all_reduce(values)
         return values
 
+    @torch.no_grad()  # a part of a DTensor then is no operation of autograd
+    def of_step(self, loss: Tensor, gradients: list[Tensor], stop: bool) -> Tensor:
+        """[mean of the processes' losses, norm of all gradients, in how many processes `stop` is true],
+        by one sum, as each sum waits for the slowest process.  Of gradients in parts squares are summed.
+        """
+        norm = torch.nn.utils.get_total_norm([local(x) for x in gradients])
+        found = torch.stack((loss, norm, torch.full_like(norm, stop)))
+        if self.size > 1:
+            parts = any(isinstance(x, DTensor) for x in gradients)
+            found[0] /= self.size
+            found[1] = norm.square() if parts else norm / self.size
+            dist.all_reduce(found)
+            if parts:
+                found[1] = found[1].sqrt()
+        return found
+
     def largest(self, values: list[float]) -> list[float]:
         """The largest of the processes' first values, of their second ones, and so on."""
         return [max(each) for each in zip(*self.gathered(values), strict=True)]
@@ -148,12 +164,15 @@ class World:
             return bool(flag)
         return bool(self.sum(torch.tensor([float(bool(flag))])).item())
 
+    def left_alone(self) -> str | None:
+        """The reason to stop that torchrun was killed: the run may be started again, and two would
+        write to the same folder."""
+        killed = self.size > 1 and os.getppid() != self.parent
+        return "the process that started this one has ended" if killed else None
+
     def agreed(self, reason: str | None) -> str | None:
         """A reason to stop that one of the processes has; None where none has any: so all of them stop
-        at the same step, and no one waits for a barrier.  That torchrun was killed is a reason too:
-        the run may be started again, and two would write to the same folder."""
-        if self.size > 1 and os.getppid() != self.parent:
-            reason = reason or "the process that started this one has ended"
+        at the same step, and no one waits for a barrier."""
         return next(filter(None, self.gathered(reason))) if self.any(reason) else None
 
     # --- the model ----------------------------------------------------------------------------
@@ -364,9 +383,9 @@ def without_compile(wrapped: Callable) -> Callable:
     return getattr(wrapped, "_orig_mod", wrapped)
 
 
-def norm_of_gradients(parameters: Iterable[Tensor]) -> Tensor:
-    """The norm of all gradients together, sharded or not."""
-    return whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+def local(x: Tensor) -> Tensor:
+    """x, or this process's part of it where it is sharded."""
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 def whole(x: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from batches import Batches
 from errors import EXPECTED, CheckpointError, OptionError, TrainingError, program, tell
 from folder_lock import LOCK
 from machine import compiles, describe, machine, peak_flops, warn_of_long_steps
-from parallel import ALONE, World, joined, norm_of_gradients, whole
+from parallel import ALONE, World, joined, whole
 from run_folder import SMOOTHED, Log
 from sampling import Screen, stream
 from schedule import learning_rate
@@ -82,6 +82,7 @@ class Run:
     step: int = 0
     saved: int = 0  # the step of the checkpoint
     best: float | None = None  # the least validation loss, that of best.safetensors
+    stops: float = 0.0  # how many processes were to stop, as the sum of the last step found
     max_scores: MaxScores | None = None
     speed: float | None = None  # tokens/s of the median step
 
@@ -252,7 +253,8 @@ def note_changes(run: Run, began: Settings, began_on: str) -> None:
 
 
 def gradients(run: Run, forward: Callable) -> Tensor:
-    """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss."""
+    """Forward and backward of each part of a step; leaves the gradients, and returns the mean loss of
+    this process, which has as many targets as any other."""
     s, world, losses = run.settings, run.world, []
     for micro in range(s.accumulate):
         batch = run.batches(run.step, micro).to(s.device)
@@ -266,26 +268,32 @@ def gradients(run: Run, forward: Callable) -> Tensor:
             loss = loss / s.accumulate
             loss.backward()
         losses.append(loss.detach())
-    return world.sum(torch.stack(losses).sum()) / world.size  # every process has as many targets
+    return torch.stack(losses).sum()
 
 
-def train_step(run: Run, forward: Callable) -> dict[str, Any]:
+def train_step(
+    run: Run, forward: Callable, wanted: Callable[[], str | None] = lambda: None
+) -> dict[str, Any]:
     """One step; returns its row of the log.  TrainingError where a number is not finite, with the
-    weights as they were before the step."""
+    weights as they were before the step.
+
+    wanted: why this process is to stop, if it is; run.stops then is true in all processes.
+    """
     s = run.settings
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     rate = learning_rate(run.step, s)
     mean = gradients(run, forward)
-    norm = norm_of_gradients(parameters)
-    loss, gradient_norm = torch.stack((mean, norm)).tolist()  # waits for the device
+    found = [p.grad for p in parameters if p.grad is not None]
+    totals = run.world.of_step(mean, found, stop=wanted() is not None)
+    loss, gradient_norm, run.stops = totals.tolist()  # waits for the device
     if not math.isfinite(loss) or not math.isfinite(gradient_norm):
         found = not_finite(run.model) or f"the norm of its gradient is {gradient_norm}"
         raise TrainingError(
             f"the loss of step {run.step + 1} is {loss}, and {found}; training takes finite numbers. "
             f"The checkpoint of step {run.saved} is kept; try a lower --learning-rate in a new run."
         )
-    if s.clip:
-        clip_grads_with_norm_(parameters, s.clip, norm)
+    if s.clip and gradient_norm > s.clip:
+        clip_grads_with_norm_(parameters, s.clip, totals[1])
     for group in run.optimizer.param_groups:
         group["lr"] = rate
     run.optimizer.step()
@@ -327,6 +335,13 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
     flops = run.model.flops_per_token() / world.size
     began = time.monotonic()
     durations: list[float] = []
+
+    def wanted() -> str | None:
+        """Why this process is to stop, if it is."""
+        late = s.minutes is not None and time.monotonic() - began >= 60 * s.minutes
+        over = late and run.step < s.steps
+        return stop.name or (f"--minutes {s.minutes:g}" if over else world.left_alone())
+
     trace = profiler(run.folder / TRACE) if s.profile and world.main else None
     warn_of_long_steps(flops * tokens, s)
     with (
@@ -344,7 +359,7 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
         shown.set_description("compiling ..." if compiles(s) else None)
         while run.step < s.steps and reason is None:
             t = time.perf_counter()
-            row = train_step(run, run.forward)
+            row = train_step(run, run.forward, wanted)
             durations.append(time.perf_counter() - t)
             shown.set_description(None, refresh=False)
             row["seconds"] = round(durations[-1], 6)
@@ -361,10 +376,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
                 facts["MFU"] = f"{flops * speed / peak:.1%}"
             shown.set_postfix(facts, refresh=False)
             shown.update()
-            done, reason = run.step == s.steps, stop.name
-            if s.minutes is not None and time.monotonic() - began >= 60 * s.minutes and not done:
-                reason = reason or f"--minutes {s.minutes:g}"
-            reason = world.agreed(reason)
+            done = run.step == s.steps
+            reason = world.agreed(wanted()) if world.size == 1 or run.stops else None
             if done or reason or run.step % s.save_every == 0:
                 log.flush()
                 run.save()

@@ -187,10 +187,10 @@ def test_the_bar_says_when_it_compiles_and_warnings_are_lines_of_their_own(
     script = importlib.import_module("train_gpt")
     step = script.train_step
 
-    def warning(run, forward):
+    def warning(run, forward, wanted):
         if run.step == 0:
             warnings.warn("from torch", stacklevel=1)
-        return step(run, forward)
+        return step(run, forward, wanted)
 
     monkeypatch.setattr(script, "compiles", lambda settings: compiles)
     monkeypatch.setattr(script, "train_step", warning)

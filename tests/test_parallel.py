@@ -112,11 +112,13 @@ def step(
             ids = w.tokens((mine[:, :-1] % 5 == 0).cumsum(1), -1) if documents else None
             _, mean = forward(x, y, return_logits=False, group=w.group, documents=ids)
             (mean / len(batches)).backward()
-        loss += mean.detach() / (len(batches) * w.size)
+        loss += mean.detach() / len(batches)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = module("parallel").norm_of_gradients(parameters)
+    found = [p.grad for p in parameters if p.grad is not None]
+    mean, norm, stops = w.of_step(loss, found, stop=w.rank == w.size - 1)
+    assert stops == 1
     torch.nn.utils.clip_grads_with_norm_(parameters, LIMIT, norm)
-    return w.sum(loss).item(), norm
+    return mean.item(), norm
 
 
 def training_equals_one_process(

@@ -35,10 +35,11 @@ class Group(NamedTuple):
 
         With NCCL a batch is one kernel on a stream of its own, which holds a multiprocessor for each
         of its channels while it lasts; NCCL_MAX_CTAS, or max_ctas in the group's options, bounds them.
-        The Hopper backward loses no more than these: its programs take work as they come.  The order
-        of the forward is fixed, so a program that finds no multiprocessor may end later by the length
-        of the transfer.  Copy engines would hold none; but NCCL has them copy for collectives on memory
-        that is registered for it, not for sends.
+        It finds none while attention holds all of them, hence transfers.AHEAD.  The Hopper backward
+        loses no more than these: its programs take work as they come.  The order of the forward is
+        fixed, so a program that finds no multiprocessor may end later by the length of the transfer.
+        Copy engines would hold none; but NCCL has them copy for collectives on memory that is
+        registered for it, not for sends.
         """
         operations = [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for x, peer in sends]
         operations += [

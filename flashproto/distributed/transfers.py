@@ -1,7 +1,8 @@
-"""What travels in the steps of ring_attention, each while this rank works on the step before."""
+"""What travels in the steps of ring_attention, each while this rank works on steps before."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,12 @@ from ..reference import compute_dtype
 from .call import Call, Needed
 from .order import Range, in_order
 from .sums import Sum
+
+
+# How many steps before its own the keys and values of a step are asked for.  The kernel that receives
+# them finds no multiprocessor while attention has all of them: what is asked for beside a step begins
+# as that step ends, and has the next one to arrive in.  Each step more takes memory for one more shard.
+AHEAD = 2
 
 
 class Transfer(NamedTuple):
@@ -64,17 +71,18 @@ def fetch(call: Call, step: int, k: Tensor, v: Tensor) -> Transfer:
 
 
 def arriving(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Range, list[Tensor]]]:
-    """(step, span, [keys, values]) of each step, while those of the next one are on their way; there
+    """(step, span, [keys, values]) of each step, while those of the next ones are on their way; there
     are no tensors in a step that needs none."""
     if call.gather:
         whole = [in_order(call.ranks.all_gather(x), 2) for x in (k, v)]
         yield 0, *at_hand(*whole).arrived()
         return
-    coming = at_hand(k, v)
+    coming = deque([at_hand(k, v)])
+    coming += [fetch(call, step, k, v) for step in call.steps[1:AHEAD]]
     for step in call.steps:
-        arrived = coming.arrived()
-        if step + 1 < len(call.steps):
-            coming = fetch(call, step + 1, k, v)
+        arrived = coming.popleft().arrived()
+        if step + AHEAD < len(call.steps):
+            coming.append(fetch(call, step + AHEAD, k, v))
         yield step, *arrived
 
 
