@@ -46,8 +46,8 @@ T = TypeVar("T")
 TIMEOUT = timedelta(seconds=50)  # the longest that a process waits for the others
 PATIENCE = 5.0  # seconds in which torchrun notices that another process has ended, and ends this one
 
-# Parameters that `fully_shard` puts together at once, where a block has fewer: each time takes the
-# host as long, however few they are.
+# The most parameters of blocks that `fully_shard` puts together at once.  Each time takes the host as
+# long, however few they are, and makes all processes wait for the slowest.
 AT_ONCE = 100_000_000
 
 
@@ -366,14 +366,15 @@ def is_lost_connection(error: Exception) -> bool:
 
 
 def at_once(blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Neighbours together, until they have AT_ONCE parameters."""
+    """Neighbours together, up to AT_ONCE parameters; larger blocks alone."""
     found, count = [], 0
     for block in blocks:
-        found.append(block)
-        count += sum(p.numel() for p in block.parameters())
-        if count >= AT_ONCE:
+        more = sum(p.numel() for p in block.parameters())
+        if found and count + more > AT_ONCE:
             yield found
             found, count = [], 0
+        found.append(block)
+        count += more
     if found:
         yield found
 

@@ -2,12 +2,14 @@
 
     python -m flashproto.bench parallel --processes 4
 
-Each case is trained for some steps by one process, without --parallel, and by torchrun with several,
-with as many sequences for each process.  One GPU cannot hold the long sequence, so several alone train
-it.  The text is random letters, so the vocabulary is small.  Tokens/s are those of the median step in
-the second half of the steps.  The share is tokens/s over N times those of one GPU.  Memory is what
-torch holds at the peak on the first GPU, the optimizer's state included.  On a CPU, where processes
-share the cores, figures say nothing but that it works.  A file that is there is added to.
+Each case is trained for some steps by one process, without --parallel, and by torchrun with
+several, with as many sequences for each process.  One GPU cannot hold the long sequence, so several
+alone train it.  The text is random letters, so the vocabulary is small.  Tokens/s are those of the
+median step in the second half of the steps.  The share is tokens/s over N times those of one GPU.
+Memory is what torch holds at the peak on the first GPU, the optimizer's state included.  MFU counts
+attention of all pairs of tokens, as is usual, and a causal mask leaves half of them: over 131072
+tokens it says nearly twice what was computed.  On a CPU, where processes share the cores, figures
+say nothing but that it works.  A file that is there is added to.
 """
 
 from __future__ import annotations
