@@ -141,7 +141,7 @@ class World:
     @torch.no_grad()  # a part of a DTensor then is no operation of autograd
     def of_step(self, loss: Tensor, gradients: list[Tensor], stop: bool) -> Tensor:
         """[mean of the processes' losses, norm of all gradients, in how many processes `stop` is true],
-        by one sum, as each sum waits for the slowest process.  Of gradients in parts squares are summed.
+        by one sum, as a sum waits for the slowest process.  Of gradients in parts squares are summed.
         """
         norm = torch.nn.utils.get_total_norm([local(x) for x in gradients])
         found = torch.stack((loss, norm, torch.full_like(norm, stop)))

@@ -19,6 +19,11 @@ from typing import NoReturn
 # Torch reads this when it is imported.  On two idle cores it costs a fifth of the speed.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# Where a process of several has ended, torch's C++ warns of it in the others with stack traces, once a
+# second; parallel.py says it in one line.
+if "RANK" in os.environ:
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 # While modules are imported Ctrl-C ends the process at once, as it does any program in C, instead of
 # with a traceback out of whatever module is being read.
 signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -23,6 +23,8 @@ one key has all of a row dS should be 0.  Without dropout O is its V there, and 
 times its V is rounded, and in dK the errors of all such rows would add up: the forward keeps what
 rounding took from O, and delta has it.  In the gradient of a bias errors add up too, where the terms of
 a row should cancel.  There delta is rowsum(P * dP), see the kernel of dQ.
+Of float32 the forward keeps what rounding took from the lse of changed scores, which may lie far from
+0, and P has it.
 Source: Dao, "FlashAttention-2" (2023), algorithm 2.
 
 Legend: as attention_forward.py; dout as out; delta and lse2 [B, Hq, Sq] float32.  In these kernels
@@ -57,7 +59,9 @@ from .scores import (
     modified,
     modified_gradient,
     of_head,
-    probabilities,
+    rest_of_lse2,
+    saved_lse,
+    saved_probabilities,
     score_gradient,
     unit_of,
     user_gradient,
@@ -111,7 +115,8 @@ def attention_backward_rows_kernel(
     if KIND.VARLEN:
         sequences, Sq, _ = counts(given)
         end = tl.load(given.cu_seqlens_q + sequences)  # dout behind it may be anything
-    SMALL: tl.constexpr = out_ptr.dtype.element_ty == tl.float32 or (KIND.DROPOUT and BLOCK_DV > 128)
+    SHORT: tl.constexpr = out_ptr.dtype.element_ty != tl.float32
+    SMALL: tl.constexpr = not SHORT or (KIND.DROPOUT and BLOCK_DV > 128)
     ROWS: tl.constexpr = 16 if SMALL else BLOCK_M
     n_tiles = tl.cdiv(Sq, BLOCK_M)
     head = tl.program_id(0) // n_tiles
@@ -125,7 +130,7 @@ def attention_backward_rows_kernel(
         out = load_tile(out_base, i0, stride_os, stride_od, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
         dout = load_tile(dout_base, i0, stride_gs, stride_gd, end, ROWS, BLOCK_DV, DV, True, WIDE)
         delta = row_sums(out, dout)
-        if KIND.DROPOUT:
+        if KIND.DROPOUT and SHORT:
             if given.rest is not None:
                 rest_base = given.rest + head.to(tl.int64) * Sq * DV
                 rest = load_tile(rest_base, i0, DV, 1, Sq, ROWS, BLOCK_DV, DV, True, WIDE)
@@ -258,13 +263,14 @@ def attention_backward_keys_kernel(
         j = j0 + tl.arange(0, BLOCK_N)
         q = load_tile_clamped(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, WIDE)
         dout = load_tile_clamped(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
-        lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
+        rest_ptr = rest_of_lse2(lse2_ptr, given, KIND)
+        lse = saved_lse(lse2_ptr, rest_ptr, row + i, i < Sq, given, KIND)
         s = dot(k, tl.trans(q), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         changed = modified(s, scale, of_query, KIND, i[None, :], j[:, None])
         if KIND.SCORE_MOD:
             before = changed
             changed = user_modified(before, i[None, :], j[:, None], of_query, SCORE_MOD, BOUNDED=True)
-        p = probabilities(changed, lse2[None, :], unit, KIND)
+        p = saved_probabilities(changed, lse, unit, given, KIND, ACROSS=True)
         p = tl.where(visible(i[None, :], j[:, None], j0, Sk, offset, of_query, KIND), p, 0.0)
         dp = dot(v, tl.trans(dout), tl.zeros([BLOCK_N, BLOCK_M], tl.float32), TF32)
         if KIND.DROPOUT:
@@ -305,7 +311,7 @@ def store_bias_gradient(ds, i, j, variables):
 
 @triton.jit
 def query_gradients_from_tiles(
-    sums, q, dout, lse2, delta, weight, k_base, v_base,
+    sums, q, dout, lse, delta, weight, k_base, v_base,
     stride_ks, stride_kd, stride_vs, stride_vd,
     i0, first, last, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -330,13 +336,15 @@ def query_gradients_from_tiles(
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
             before = modified(s, scale, variables, KIND, i, j)
             changed = user_modified(before, i, j, variables, SCORE_MOD, BOUNDED=True)
-            p = probabilities(changed, lse2[:, None], unit, KIND)
+            p = saved_probabilities(changed, lse, unit, variables.given, KIND)
         elif KIND.ALIBI or (KIND.BIAS or KIND.RELATIVE_BIAS):
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
-            p = probabilities(modified(s, scale, variables, KIND, i, j), lse2[:, None], unit, KIND)
+            changed = modified(s, scale, variables, KIND, i, j)
+            p = saved_probabilities(changed, lse, unit, variables.given, KIND)
         else:
-            p = probabilities(modified(s, scale, variables, KIND), lse2[:, None], unit)
+            changed = modified(s, scale, variables, KIND)
+            p = saved_probabilities(changed, lse, unit, variables.given, KIND)
         if MASKED:
             i = i0 + tl.arange(0, BLOCK_M)[:, None]
             j = j0 + tl.arange(0, BLOCK_N)[None, :]
@@ -433,7 +441,8 @@ def attention_backward_queries_kernel(
 
     q = load_tile(q_base, i0, stride_qs, stride_qd, Sq, BLOCK_M, BLOCK_D, D, True, WIDE)  # [BM, D]
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
-    lse2 = tl.load(lse2_ptr + row + i, i < Sq, float("inf"))
+    rest_ptr = rest_of_lse2(lse2_ptr, given, KIND)
+    lse = saved_lse(lse2_ptr, rest_ptr, row + i, i < Sq, given, KIND)
     delta = tl.load(delta_ptr + row + i, i < Sq, 0.0)
     weight = delta  # which nothing reads
     if KIND.ENTROPY:
@@ -448,7 +457,7 @@ def attention_backward_queries_kernel(
         while tile < end:
             if clear:
                 sums = query_gradients_from_tiles(
-                    sums, q, dout, lse2, delta, weight, k_base, v_base,
+                    sums, q, dout, lse, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, ENDS, TF32,
@@ -456,7 +465,7 @@ def attention_backward_queries_kernel(
                 )  # fmt: skip
             else:
                 sums = query_gradients_from_tiles(
-                    sums, q, dout, lse2, delta, weight, k_base, v_base,
+                    sums, q, dout, lse, delta, weight, k_base, v_base,
                     stride_ks, stride_kd, stride_vs, stride_vd,
                     i0, tile, last, Sk, offset, scale, variables,
                     D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
@@ -467,28 +476,28 @@ def attention_backward_queries_kernel(
         if KIND.FIRST:
             first = first_tiles(begin, given, BLOCK_N, KIND)
             sums = query_gradients_from_tiles(
-                sums, q, dout, lse2, delta, weight, k_base, v_base,
+                sums, q, dout, lse, delta, weight, k_base, v_base,
                 stride_ks, stride_kd, stride_vs, stride_vd,
                 i0, 0, first, Sk, offset, scale, variables,
                 D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
                 WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
             )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            sums, q, dout, lse, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, begin, clear_begin, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
             WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            sums, q, dout, lse, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_begin, clear_end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, False, SLOPES, DELTA, ENDS, TF32,
             WIDE, SCORE_MOD, SCORE_MOD_BACKWARD,
         )  # fmt: skip
         sums = query_gradients_from_tiles(
-            sums, q, dout, lse2, delta, weight, k_base, v_base,
+            sums, q, dout, lse, delta, weight, k_base, v_base,
             stride_ks, stride_kd, stride_vs, stride_vd,
             i0, clear_end, end, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK_M, BLOCK_N, KIND, True, SLOPES, DELTA, ENDS, TF32,
@@ -506,7 +515,7 @@ def attention_backward_queries_kernel(
     if DELTA:
         anew = dp_sums / tl.where(p_sums > 0.0, p_sums, 1.0)
         if KIND.SINKS:
-            anew *= 1.0 - sink_probability(given.sinks + h, lse2)
+            anew *= 1.0 - sink_probability(given.sinks + h, lse[0])
         anew += tl.load(given.beside_delta + row + i, i < Sq, 0.0)
         tl.store(delta_ptr + row + i, anew, i < Sq)
         if ENDS:

@@ -28,7 +28,9 @@ from .scores import (
     kept_of,
     modified,
     of_head,
-    probabilities,
+    rest_of_lse2,
+    saved_lse,
+    saved_probabilities,
     score_gradient,
     unit_of,
     user_gradient,
@@ -40,7 +42,7 @@ from .tiles import dot, load_tile
 
 @triton.jit
 def score_gradients_of_tile(
-    q_base, k_base, v_base, dout_base, lse2_base, delta_base, weight_base,
+    q_base, k_base, v_base, dout_base, lse2_base, rest_base, delta_base, weight_base,
     stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_gs, stride_gd,
     i0, j0, Sq, Sk, offset, scale, variables,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -55,13 +57,13 @@ def score_gradients_of_tile(
     k = load_tile(k_base, j0, stride_ks, stride_kd, Sk, BLOCK_N, BLOCK_D, D, True, WIDE)  # [BN, D]
     s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32), TF32)
     j = j0 + tl.arange(0, BLOCK_N)[None, :]
-    lse2 = tl.load(lse2_base + i, i < Sq, float("inf"))
+    lse = saved_lse(lse2_base, rest_base, i, i < Sq, variables.given, KIND)
     delta = tl.load(delta_base + i, i < Sq, 0.0)
     s = modified(s, scale, variables, KIND, i[:, None], j)
     if KIND.SCORE_MOD:
         before = s
         s = user_modified(before, i[:, None], j, variables, SCORE_MOD, BOUNDED=True)
-    p = probabilities(s, lse2[:, None], unit_of(scale, KIND), KIND)
+    p = saved_probabilities(s, lse, unit_of(scale, KIND), variables.given, KIND)
     p = tl.where(visible(i[:, None], j, j0, Sk, offset, variables, KIND), p, 0.0)
     dout = load_tile(dout_base, i0, stride_gs, stride_gd, Sq, BLOCK_M, BLOCK_DV, DV, True, WIDE)
     v = load_tile(v_base, j0, stride_vs, stride_vd, Sk, BLOCK_N, BLOCK_DV, DV, True, WIDE)  # [BN, DV]
@@ -129,7 +131,7 @@ def attention_backward_bias_kernel(
     all_visits = members * tiles
     width, tiles = tl.maximum(width, 1), tl.maximum(tiles, 1)
 
-    weights = delta_ptr
+    weights, rest_ptr = delta_ptr, rest_of_lse2(lse2_ptr, given, KIND)
     if KIND.ENTROPY:
         weights = given.entropy_weights
     ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -145,7 +147,7 @@ def attention_backward_bias_kernel(
             k_ptr + b * stride_kb + h // GROUP * stride_kh,
             v_ptr + b * stride_vb + h // GROUP * stride_vh,
             dout_ptr + b * stride_gb + h * stride_gh,
-            lse2_ptr + row, delta_ptr + row, weights + row,
+            lse2_ptr + row, rest_ptr + row, delta_ptr + row, weights + row,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_gs, stride_gd,
             (i_first + tile // width) * BLOCK_M, (j_first + tile % width) * BLOCK_N,
             Sq, Sk, offset, scale,
@@ -243,13 +245,14 @@ def attention_backward_distances_kernel(
     number = s * Hq + head
     variables = Variables(given, of_head(given, b, h, Sq, Sk, BLOCK, KIND, number))
 
-    weights = delta_ptr
+    weights, rest_ptr = delta_ptr, rest_of_lse2(lse2_ptr, given, KIND)
     if KIND.ENTROPY:
         weights = given.entropy_weights
     ds = tl.zeros([BLOCK, BLOCK], tl.float32)
     for step in range(tiles):
         ds += score_gradients_of_tile(
-            q_base, k_base, v_base, dout_base, lse2_ptr + row, delta_ptr + row, weights + row,
+            q_base, k_base, v_base, dout_base,
+            lse2_ptr + row, rest_ptr + row, delta_ptr + row, weights + row,
             stride_qs, stride_qd, stride_ks, stride_kd, stride_vs, stride_vd, stride_gs, stride_gd,
             (it + step) * BLOCK, (jt + step) * BLOCK, Sq, Sk, offset, scale, variables,
             D, DV, BLOCK_D, BLOCK_DV, BLOCK, BLOCK, KIND, TF32, WIDE,

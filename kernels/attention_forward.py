@@ -197,12 +197,17 @@ def attention_forward_kernel(
     row = head.to(tl.int64) * rows
     if KIND.VARLEN:
         row += token
-    if KIND.DROPOUT:
+    if KIND.DROPOUT and not EXACT:
         if given.rest is not None:
             rest = rest_of(acc, rounded(acc, out_ptr.dtype.element_ty))
             store_tile(given.rest + row * DV, rest, i0, DV, 1, Sq, BLOCK_M, BLOCK_DV, DV, WIDE)
     i = i0 + tl.arange(0, BLOCK_M)
     tl.store(lse_ptr + row + i, lse, i < Sq)
+    if KIND.RESCALES and EXACT:
+        if given.rest is not None:
+            # The backward's lse2 is this product, which the compiler would not round by itself.
+            rest = m - tl.fma(lse, LOG2E, 0.0) + tl.log2(l)
+            tl.store(given.rest + row + i, tl.where(l == 0.0, 0.0, rest), i < Sq)
     if KIND.MAX_SCORE:
         tl.store(given.max_score + row + i, top * (scale * LN2), i < Sq)
     if KIND.ENTROPY:

@@ -66,7 +66,7 @@ class Given(NamedTuple):
     keys: Any = None
     max_score: Any = None  # pointers to what is made, [B, Hq, Sq] as lse
     entropy: Any = None
-    rest: Any = None  # of out, see rounding.py, [B, Hq, Sq, DV]
+    rest: Any = None  # what rounding took: of out, see rounding.py, [B, Hq, Sq, DV]; or of lse2, as lse
     slope_sums: Any = None
     entropy_gradient: Any = None  # of the entropy, and what the backward makes of it, as lse
     entropy_weights: Any = None
@@ -353,6 +353,47 @@ def probabilities(s, lse2, unit, KIND: tl.constexpr = None):
         if (KIND.BIAS or KIND.RELATIVE_BIAS) or KIND.SCORE_MOD:
             p = tl.where(p > 1.0, 1.0, p)
     return p
+
+
+@triton.jit
+def rest_of_lse2(lse2_ptr, given, KIND: tl.constexpr):
+    """The pointer to what rounding took from lse2, where the forward kept that; else one that nothing
+    reads."""
+    rest = lse2_ptr
+    if KIND.RESCALES:
+        if given.rest is not None:
+            rest = given.rest
+    return rest
+
+
+@triton.jit
+def saved_lse(lse2_ptr, rest_ptr, at, inside, given, KIND: tl.constexpr):
+    """(lse2, what its rounding took) of rows, for saved_probabilities."""
+    lse2 = tl.load(lse2_ptr + at, inside, float("inf"))
+    rest = lse2
+    if KIND.RESCALES:
+        if given.rest is not None:
+            rest = tl.load(rest_ptr + at, inside, 0.0)
+    return lse2, rest
+
+
+@triton.jit
+def saved_probabilities(s, lse, unit, given, KIND: tl.constexpr, ACROSS: tl.constexpr = False):
+    """`probabilities` from saved_lse of a tile's rows, or with ACROSS of its columns.
+
+    Far from 0 an lse2 of float32 is rounded by more than eager's softmax rounds, which subtracts the
+    largest score first; and that is the same for a whole row, whose gradients it scales.
+    """
+    lse2, rest = lse
+    if ACROSS:
+        lse2, rest = lse2[None, :], rest[None, :]
+    else:
+        lse2, rest = lse2[:, None], rest[:, None]
+    if KIND.RESCALES:
+        if given.rest is not None:
+            s, lse2 = s * unit - lse2, rest
+            unit = 1.0
+    return probabilities(s, lse2, unit, KIND)
 
 
 @triton.jit

@@ -15,7 +15,6 @@ from .call import Call, Needed
 from .order import Range, in_order
 from .sums import Sum
 
-
 # How many steps before its own the keys and values of a step are asked for.  The kernel that receives
 # them finds no multiprocessor while attention has all of them: what is asked for beside a step begins
 # as that step ends, and has the next one to arrive in.  Each step more takes memory for one more shard.

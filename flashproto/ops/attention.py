@@ -135,8 +135,9 @@ def split_heads(qkv: Any, q_heads: int, k_heads: int) -> tuple[Any, Any, Any]:
 
 
 def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[New | None, ...]:
-    """out, lse, the statistics of variant.AUX and, with dropout, what rounding to 16 bits took from out
-    [B, Hq, Sq, Dv] int16: see kernels/attention_backward.py."""
+    """out, lse, the statistics of variant.AUX and what rounding took (attention_backward.py says
+    why): with dropout to 16 bits from out, [B, Hq, Sq, Dv] int16; in float32 from the lse of changed
+    scores, a tensor like lse."""
     shape = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
     rows = New.contiguous(shape, torch.float32, q.device)
     kind = settings.form.kind
@@ -144,6 +145,8 @@ def makes(settings: Settings, q: Any, k: Any, v: Any, *tensors: Any) -> tuple[Ne
     rest = None
     if kind.DROPOUT and q.dtype.itemsize == 2:
         rest = New.contiguous((*shape, v.shape[-1]), torch.int16, q.device)
+    elif kind.RESCALES and q.dtype == torch.float32:
+        rest = rows
     return like_tensor(q, v.shape[-1]), rows, *aux, rest
 
 
@@ -178,7 +181,7 @@ def backward_inputs(
     rows: Sequence[Any], q: Any, k: Any, v: Any, tensors: Sequence[Any] = ()
 ) -> tuple[Any, ...]:
     """What the backward takes, for who calls it by itself: without gradients of statistics, and so
-    without the entropy, and without what rounding took from out.  rows: gradients of out and lse, out
+    without the entropy, and without what rounding took.  rows: gradients of out and lse, out
     and lse; tensors: the variant's."""
     dout, dlse, out, lse = rows
     return dout, dlse, *(None,) * len(AUX), q, k, v, out, lse, None, None, *tensors
@@ -228,7 +231,7 @@ def fill_gradients(
 ) -> None:
     """Those of dq, dk, dv and by_head that are not None; dk and dv have the same strides.
 
-    grads: of out, lse and the statistics.  by_head: for each of `tensors`.  rest: of out, see `makes`.
+    grads: of out, lse and the statistics.  by_head: for each of `tensors`.  rest: see `makes`.
     """
     dout, dlse, *aux = grads
     of_aux = {name: x for name, x in zip(AUX, aux, strict=True) if x is not None}

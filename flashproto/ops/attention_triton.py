@@ -190,13 +190,15 @@ def forward(
     rest: Operand | None = None,
 ) -> None:
     """Fill out, lse, the statistics that are not None, of some elements, and what rounding takes from
-    out, if it is not None.  num_splits: of the keys at most; 0, as many as are best."""
+    out or lse, if it is not None.  num_splits: of the keys at most; 0, as many as are best."""
     B, Hq, Sq, D = q.shape
     _, Hkv, _, Dv = v.shape
     if num_splits != 1 and attention_split.splits_keys(q, k, variant):
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         variant = variant._replace(offset=variant.offset - (k.shape[1] - Sq))
         cache = attention_split.Cache()
+        if rest is not None:  # of lse, which these kernels do not keep
+            rest.zero_()
         attention_split.launch(recipe, q, k, v, out, lse, cache, variant, scale, num_splits)
         return
     of_heads = capability(q.device), q.element_size(), D, Dv
@@ -254,7 +256,7 @@ def backward(
     """Fill those of the gradients that are not None; lse is contiguous, dk and dv have the same
     strides.  ordered: they are summed in a fixed order here anyway.  sinks, alibi_slopes, bias,
     relative_bias: the gradients of these; score_mod: those of its operands.  entropy: that of the rows,
-    and its gradient.  rest: of out."""
+    and its gradient.  rest: of out or lse."""
     B, Hq, Sq, D = q.shape
     _, Hkv, Sk, Dv = v.shape
     block_m = ROWS_BLOCK_M if Dv <= 256 else ROWS_BLOCK_M // 2
@@ -291,9 +293,12 @@ def backward(
     summed = relative_bias is not None or (bias is not None and not of_pairs)
     summed = summed or any(x is not None for x in score_mod)
     # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
-    dropped = kind.DROPOUT and rest is None
-    anew = q.element_size() == 2 and (dropped or of_pairs or summed)
-    before = anew and (dropped or of_pairs)
+    of_out = q.element_size() == 2
+    dropped = of_out and kind.DROPOUT and rest is None
+    before = dropped or of_pairs
+    anew = before or summed
+    if rest is not None and not of_out:
+        more["rest"] = rest
     if anew:
         more["beside_delta"] = recipe.make(rows)
     ends, of_distances = None, 0
@@ -317,7 +322,7 @@ def backward(
         *((0, 0, 0) if dlse is None else dlse.stride()),
         Hq,
         Sq_given,
-        given if rest is None else given._replace(rest=rest),
+        given._replace(rest=rest) if rest is not None and of_out else given,
         KIND=kind,
         HAS_DLSE=dlse is not None,
         SLOPES=slope_sums is not None,
