@@ -81,14 +81,16 @@ def given_of(
     bias_gradient: bool = False,
     gaps: bool = False,
     made: Iterable[str] = (),
+    exact: bool = False,
 ) -> tuple[Any, dict[Any, Any]]:
     """The types of what an attention kernel of this kind is given, and constants: at the places of what
     it is not given, and a score_mod's functions.
 
     work: whether sequences have a table of it; slopes: whether sums for their gradient are made; rows:
     whether the number of these is there; cache: what of a cache is given; bias_gradient: whether the
-    kernel stores it; gaps: whether sequences have some behind them; made: rows of numbers beside.  The
-    columns of a bias, and of a score_mod's operand, are neighbours in memory.
+    kernel stores it; gaps: whether sequences have some behind them; made: rows of numbers beside;
+    exact: in float32, where changed scores have a rest of lse.  The columns of a bias, and of a
+    score_mod's operand, are neighbours in memory.
     """
     if kind.PLAIN and not cache:
         return (), {}
@@ -105,7 +107,10 @@ def given_of(
     used |= {"bias_gradient", "heads"} if bias_gradient else set()
     wanted = {"max_score": kind.MAX_SCORE, "entropy": kind.ENTROPY, "slope_sums": slopes, "rows": rows}
     used |= {name for name, there in wanted.items() if there} | set(made)
+    used |= {"rest"} if exact and kind.RESCALES else set()
     given = Given(*(TYPES[name] if name in used else "constexpr" for name in Given._fields))
+    if exact and kind.RESCALES:
+        given = given._replace(rest="*fp32")
     place = kernel.arg_names.index("given")
     absent: dict[Any, Any] = {(place, i): None for i, type_ in enumerate(given) if type_ == "constexpr"}
     if kind.BIAS:

@@ -114,7 +114,9 @@ def variant_cases(
         ):
             rest = ("rest",) if kind.DROPOUT and itemsize == 2 and stem == "forward" else ()
             slopes = bool(extra.get("SLOPES"))
-            given, absent = given_of(kernel, kind, slopes=slopes, gaps=gaps, made=rest)
+            given, absent = given_of(
+                kernel, kind, slopes=slopes, gaps=gaps, made=rest, exact=itemsize == 4
+            )
             constexprs = {
                 "D": D,
                 "DV": Dv,
@@ -222,23 +224,24 @@ def bias_cases(arch: int) -> Iterator[Case]:
             "BLOCK_DV": configs.padded_head_dim(Dv), "TF32": False, "WIDE": False,
         }  # fmt: skip
         # Of a sum over queries in float32, with Triton 3.6; and of the widest.
-        stack = {256: 65536, 512: WIDE_STACK}.get(max(D, Dv), 8)
+        stack = {256: 65536, 512: WIDE_STACK}.get(max(D, Dv), 16)
         kind = Kind(CAUSAL=D == 128, BIAS=True)
         kernel: object = attention_backward_bias_kernel
-        given, absent = given_of(kernel, kind)
+        exact = itemsize == 4
+        given, absent = given_of(kernel, kind, exact=exact)
         for dims in BROADCAST if D == 64 else BROADCAST[:1]:
             own = dict(zip(("BATCH", "HEADS", "ROWS", "COLUMNS"), dims, strict=True))
             tiles = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "KIND": kind}
             name = f"bias-{D}x{Dv}-{kind.name}-" + "".join("01"[x] for x in dims)
             yield case(kernel, name, element, config, shared | own | tiles | absent, stack, given)
         kind, kernel = next(tables), attention_backward_distances_kernel
-        given, absent = given_of(kernel, kind)
+        given, absent = given_of(kernel, kind, exact=exact)
         ends = configs.attention_sums_ends(capability, itemsize, kind)
         values = shared | {"BLOCK": square.block_m, "KIND": kind, "ENDS": ends} | absent
         yield case(kernel, f"distances-{D}x{Dv}-{kind.name}", element, square, values, stack, given)
         _, queries = configs.attention_backward(capability, itemsize, D, Dv, Kind(BIAS=True))
         kind, kernel = Kind(BIAS=True), attention_backward_queries_kernel
-        given, absent = given_of(kernel, kind, bias_gradient=True)
+        given, absent = given_of(kernel, kind, bias_gradient=True, exact=exact)
         tiles = {"BLOCK_M": queries.block_m, "BLOCK_N": queries.block_n, "KIND": kind, "SLOPES": False}
         name = f"queries-{D}x{Dv}-bias-gradient"
         yield case(kernel, name, element, queries, shared | tiles | absent, stack, given)
@@ -270,7 +273,7 @@ def score_mod_cases(arch: int) -> Iterator[Case]:
             (attention_backward_queries_kernel, "queries", queries, {}),
             (attention_backward_bias_kernel, "operand", summed, own),
         ):
-            given, absent = given_of(kernel, kind)
+            given, absent = given_of(kernel, kind, exact=itemsize == 4)
             given = given._replace(score_mod=((strides, strides), ()))
             place = kernel.arg_names.index("given"), at, 0
             values = {
@@ -321,8 +324,9 @@ def entropy_cases(arch: int) -> Iterator[Case]:
 def delta_cases(arch: int) -> Iterator[Case]:
     """Delta made anew: before all else, where there is dropout or a bias of all pairs, or beside dQ."""
     capability, kernel = divmod(arch, 10), attention_backward_queries_kernel
-    for (D, Dv), (options, delta) in itertools.product(
+    for (D, Dv), element, (options, delta) in itertools.product(
         (*HEAD_DIMS, *WIDE),
+        ELEMENTS,
         (
             ({"DROPOUT": True, "CAUSAL": True}, 2),
             ({"BIAS": True, "SINKS": True}, 2),
@@ -332,16 +336,18 @@ def delta_cases(arch: int) -> Iterator[Case]:
             *((({"RELATIVE_BIAS": True}, 1),) if arch == 90 else ()),
         ),
     ):
-        kind = Kind(**options)
+        kind, itemsize = Kind(**options), ELEMENTS[element]
+        if element == "fp16" or (itemsize == 4 and not kind.RESCALES):
+            continue
         slopes = kind.ALIBI and delta == 1
-        _, queries = configs.attention_backward(capability, 2, D, Dv, kind, slopes=kind.ALIBI)
+        _, queries = configs.attention_backward(capability, itemsize, D, Dv, kind, slopes=kind.ALIBI)
         if delta == 2:
-            queries = configs.attention_delta(capability, 2, D, Dv, queries)
+            queries = configs.attention_delta(capability, itemsize, D, Dv, queries)
         ends = 0
-        if configs.attention_sums_ends(capability, 2, kind):
-            ends = configs.attention_backward_distances(capability, 2, D, Dv, kind).block_m
+        if configs.attention_sums_ends(capability, itemsize, kind):
+            ends = configs.attention_backward_distances(capability, itemsize, D, Dv, kind).block_m
         made = ("beside_delta", "ends") if ends else ("beside_delta",)
-        given, absent = given_of(kernel, kind, slopes=slopes, made=made)
+        given, absent = given_of(kernel, kind, slopes=slopes, made=made, exact=itemsize == 4)
         values = {
             "D": D, "DV": Dv, "BLOCK_D": configs.padded_head_dim(D),
             "BLOCK_DV": configs.padded_head_dim(Dv), "BLOCK_M": queries.block_m,
@@ -353,8 +359,10 @@ def delta_cases(arch: int) -> Iterator[Case]:
         name = f"queries-{D}x{Dv}-{kind.name}-delta={delta}"
         stack = {256: 65536}.get(max(D, Dv), WIDE_STACK if max(D, Dv) > 256 else 8)
         stack = max(stack, VARIANT_STACK[arch]) if kind.TABLE else stack
-        stack = max(stack, 24) if ends and D == 128 else stack  # with Triton 3.9
-        yield case(kernel, name, "bf16", queries, values | absent, stack, given)
+        stack = max(stack, 24) if (ends and D == 128) or itemsize == 4 else stack  # with Triton 3.9
+        if arch == 80 and itemsize == 4 and max(D, Dv) > 256 and delta == 2:
+            stack = 4096  # shared memory has room for one stage, of which Triton makes registers
+        yield case(kernel, name, element, queries, values | absent, stack, given)
 
 
 def one_query_cases(arch: int) -> Iterator[Case]:

@@ -355,8 +355,9 @@ def attention_delta(
     """The kernel of dQ where it makes delta alone, from its own configuration: Triton 3.6 may give its
     loads, and a bias, one stage more than it is told."""
     D, Dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    if max(D, Dv) > 256:
+    wide = max(D, Dv) > 256
+    if wide and itemsize == 2:
         return replace(queries, num_stages=max(queries.num_stages - 1, 1))
-    fixed = queries.block_m * (D + Dv) * itemsize
+    fixed = 0 if wide else queries.block_m * (D + Dv) * itemsize
     per_stage = queries.block_n * (D + Dv) * itemsize + 4 * queries.block_m * queries.block_n
     return _fitted(queries, fixed + per_stage, per_stage, shared_bytes(capability))
