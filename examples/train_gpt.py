@@ -377,7 +377,8 @@ def train(run: Run, log: Log, stop: StopSignal) -> str | None:
             shown.set_postfix(facts, refresh=False)
             shown.update()
             done = run.step == s.steps
-            reason = world.agreed(wanted()) if world.size == 1 or run.stops else None
+            asks = world.size == 1 or run.stops or run.validates()  # a validation may be interrupted
+            reason = world.agreed(wanted()) if asks else None
             if done or reason or run.step % s.save_every == 0:
                 log.flush()
                 run.save()

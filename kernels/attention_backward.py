@@ -94,6 +94,19 @@ def sink_probability(sink_ptr, lse2):
 
 
 @triton.jit
+def saved_sink_probability(sink_ptr, lse, given, KIND: tl.constexpr):
+    """Of rows with this saved_lse: what the probabilities of their keys leave of 1."""
+    lse2, rest = lse
+    probability = sink_probability(sink_ptr, lse2)
+    if KIND.RESCALES:
+        if given.rest is not None:
+            # The forward's sink is this product, rounded.
+            sink2 = tl.fma(tl.load(sink_ptr).to(tl.float32), LOG2E, 0.0)
+            probability = tl.exp2(sink2 - lse2 - rest)
+    return probability
+
+
+@triton.jit
 def attention_backward_rows_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr, lse2_ptr, delta_ptr,
     stride_ob, stride_oh, stride_os, stride_od,
@@ -153,11 +166,21 @@ def attention_backward_rows_kernel(
                 ds_sum = tl.where(lse == -float("inf"), 0.0, ds_sum)
         tl.store(lse2_ptr + row, lse2, i < Sq)
         shifted = delta
+        of_sink = delta  # which nothing reads
+        if KIND.SINKS:
+            if SHORT:
+                of_sink = sink_probability(given.sinks + h, lse2)
+            else:
+                rest = lse2
+                if KIND.RESCALES:
+                    if given.rest is not None:
+                        rest = tl.load(given.rest + row, i < Sq, 0.0)
+                of_sink = saved_sink_probability(given.sinks + h, (lse2, rest), given, KIND)
         if KIND.ENTROPY:
             weight = tl.load(given.entropy_gradient + row, i < Sq, 0.0)
             entropy = tl.load(given.entropy + row, i < Sq, 0.0)
             if KIND.SINKS:
-                of_keys = 1.0 - sink_probability(given.sinks + h, lse2)
+                of_keys = 1.0 - of_sink
                 there = of_keys > 0.0
                 of_keys = tl.where(there, of_keys, 1.0)
                 weight = tl.where(there, weight / of_keys, 0.0)
@@ -173,7 +196,7 @@ def attention_backward_rows_kernel(
                 tl.store(given.beside_delta + row, beside, i < Sq)
         if SLOPES:
             if KIND.SINKS:
-                ds_sum += delta * sink_probability(given.sinks + h, lse2)
+                ds_sum += delta * of_sink
             if KIND.VARLEN:
                 ds_sum = tl.where(i < end, ds_sum, 0.0)
             tl.store(given.slope_sums + row, ds_sum, i < Sq)
@@ -515,7 +538,7 @@ def attention_backward_queries_kernel(
     if DELTA:
         anew = dp_sums / tl.where(p_sums > 0.0, p_sums, 1.0)
         if KIND.SINKS:
-            anew *= 1.0 - sink_probability(given.sinks + h, lse[0])
+            anew *= 1.0 - saved_sink_probability(given.sinks + h, lse, given, KIND)
         anew += tl.load(given.beside_delta + row + i, i < Sq, 0.0)
         tl.store(delta_ptr + row + i, anew, i < Sq)
         if ENDS:
@@ -553,6 +576,8 @@ def attention_backward_heads_kernel(
             at = (b * Hq + h) * Sq + i
             x = tl.load(rows_ptr + at, i < Sq, 0.0)
             if SINKS:
-                x *= sink_probability(sinks_ptr + h, tl.load(lse2_ptr + at, i < Sq, float("inf")))
+                rest_ptr = rest_of_lse2(lse2_ptr, given, KIND)
+                lse = saved_lse(lse2_ptr, rest_ptr, at, i < Sq, given, KIND)
+                x *= saved_sink_probability(sinks_ptr + h, lse, given, KIND)
             total -= x
     tl.store(gradient_ptr + h, rounded(tl.sum(total, 0), gradient_ptr.dtype.element_ty))

@@ -366,7 +366,7 @@ def fail(error: Exception) -> None:
     raise error
 
 
-def train(*arguments: object, impl: str = "torch") -> None:
+def train(*arguments: object, impl: str = "torch", code: int = 0) -> None:
     """train_gpt.py in a process of tests/processes.py."""
     train_gpt, parallel = map(module, ("train_gpt", "parallel"))
     set_default(impl)
@@ -374,7 +374,7 @@ def train(*arguments: object, impl: str = "torch") -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
         given = train_gpt.parse([str(a) for a in arguments], None)
-        assert train_gpt.whole_run(given, parallel.World(rank, size, rank, size)) == 0
+        assert train_gpt.whole_run(given, parallel.World(rank, size, rank, size)) == code
 
 
 def resumed_is_exact(way: str, folder: Path, options: list[object]) -> None:
@@ -382,6 +382,33 @@ def resumed_is_exact(way: str, folder: Path, options: list[object]) -> None:
     options = [*options, "--parallel", way]
     train(*options, "--out", folder / "whole")
     train(*options, "--minutes", 1e-6, "--out", folder / "stopped")
+    train("--resume", "--out", folder / "stopped")
+    if world().main:
+        assert rows(folder / "stopped") == rows(folder / "whole")
+
+
+def stopped_validations_are_made_up_for(folder: Path, options: list[object]) -> None:
+    """A signal to one process during a validation, behind the sum of its step, stops all of them at
+    that step, the last one too."""
+    script, arguments = module("train_gpt"), [*options, "--validate-every", 4]
+    train(*arguments, "--out", folder / "whole")
+    validate, last = script.validate, world().rank == world().size - 1
+
+    def stopped(*given: object) -> dict | None:
+        if last:
+            signal.raise_signal(signal.SIGINT)
+        return validate(*given)
+
+    for step in (4, 8):
+        script.validate = stopped
+        train(*arguments, "--out", folder / "stopped", code=130 if last else 0)
+        script.validate = validate
+        if world().main:
+            assert rows(folder / "stopped")[-1].keys() == rows(folder / "whole")[0].keys()
+            assert rows(folder / "stopped")[-1]["step"] == step
+        arguments = ["--resume"]
+        if step == 4:  # a resumed run validates first, then trains
+            train("--resume", "--out", folder / "stopped", "--minutes", 1e-6)
     train("--resume", "--out", folder / "stopped")
     if world().main:
         assert rows(folder / "stopped") == rows(folder / "whole")
@@ -442,6 +469,9 @@ def test_several_processes_train_as_one(tmp_path, text):
             for way in WAYS:
                 at = tmp_path / f"exact {way}"
                 cases[f"exact {way}"] = functools.partial(resumed_is_exact, way, at, options)
+            cases["stopped validations"] = functools.partial(
+                stopped_validations_are_made_up_for, tmp_path / "validations", options
+            )
             # Steps so small that they do not make more of what float32 rounds.
             options = [*options[:-1], 3, "--learning-rate", 1e-4]
             cases["exact with shared sequences"] = functools.partial(

@@ -575,3 +575,14 @@ def test_probabilities_of_scores_far_from_0_sum_to_1_in_float32(
     assert (lse > 400).all()
     off = (sums - 1).square().mean().sqrt().item()
     assert off < (1e-5 if ON_GPU and "relative_bias" in given else 2e-6)
+
+
+def test_a_shift_of_all_scores_and_sinks_has_no_gradient_in_float32(device: str) -> None:
+    """Probabilities of keys and of sinks are of the same lse."""
+    q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 1, 90, 16), torch.randn(1, 1, 90, 16)
+    bias, sinks = torch.tensor([5000.3]), torch.tensor([5001.0, 5004.0])
+    bias, sinks = (x.to(device).requires_grad_() for x in (bias, sinks))
+    inputs = (x.to(device) for x in (q, k, v))
+    out = flashproto.attention(*inputs, bias=bias, sinks=sinks, impl="triton")
+    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), torch.randn_like(out))
+    assert abs((dbias.sum() + dsinks.sum()).item()) < 3e-5
