@@ -367,7 +367,8 @@ def is_lost_connection(error: Exception) -> bool:
 
 def at_once(blocks: Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
     """Neighbours together, up to AT_ONCE parameters; larger blocks alone."""
-    found, count = [], 0
+    found: list[nn.Module] = []
+    count = 0
     for block in blocks:
         more = sum(p.numel() for p in block.parameters())
         if found and count + more > AT_ONCE:

@@ -283,8 +283,8 @@ def train_step(
     parameters = [p for group in run.optimizer.param_groups for p in group["params"]]
     rate = learning_rate(run.step, s)
     mean = gradients(run, forward)
-    found = [p.grad for p in parameters if p.grad is not None]
-    totals = run.world.of_step(mean, found, stop=wanted() is not None)
+    there = [p.grad for p in parameters if p.grad is not None]
+    totals = run.world.of_step(mean, there, stop=wanted() is not None)
     loss, gradient_norm, run.stops = totals.tolist()  # waits for the device
     if not math.isfinite(loss) or not math.isfinite(gradient_norm):
         found = not_finite(run.model) or f"the norm of its gradient is {gradient_norm}"
