@@ -165,6 +165,8 @@ def forward(recipe: Recipe, settings: Settings, inputs: Any, outputs: Any) -> No
         for x, of_gaps in zip((out, lse, *aux), OF_GAPS, strict=True):
             if x is not None:
                 x.fill_(of_gaps)
+        if rest is not None and q.dtype == torch.float32:  # of lse, which sums over all rows read
+            rest.zero_()
     more = {name: x for name, x in zip((*AUX, "rest"), (*aux, rest), strict=True) if x is not None}
     variant = settings.variant(tensors)
     of_all = settings.scale, settings.num_splits
