@@ -224,7 +224,7 @@ def bias_cases(arch: int) -> Iterator[Case]:
             "BLOCK_DV": configs.padded_head_dim(Dv), "TF32": False, "WIDE": False,
         }  # fmt: skip
         # Of a sum over queries in float32, with Triton 3.6; and of the widest.
-        stack = {256: 65536, 512: WIDE_STACK}.get(max(D, Dv), 16)
+        stack = {256: 65536, 512: WIDE_STACK}.get(max(D, Dv), 16 if itemsize == 4 and D == 96 else 8)
         kind = Kind(CAUSAL=D == 128, BIAS=True)
         kernel: object = attention_backward_bias_kernel
         exact = itemsize == 4
@@ -322,7 +322,8 @@ def entropy_cases(arch: int) -> Iterator[Case]:
 
 
 def delta_cases(arch: int) -> Iterator[Case]:
-    """Delta made anew: before all else, where there is dropout or a bias of all pairs, or beside dQ."""
+    """Delta made anew: before all else, where there is dropout or a bias of all pairs, and in float32;
+    or beside dQ."""
     capability, kernel = divmod(arch, 10), attention_backward_queries_kernel
     for (D, Dv), element, (options, delta) in itertools.product(
         (*HEAD_DIMS, *WIDE),
@@ -337,6 +338,7 @@ def delta_cases(arch: int) -> Iterator[Case]:
         ),
     ):
         kind, itemsize = Kind(**options), ELEMENTS[element]
+        delta = 2 if itemsize == 4 else delta
         if element == "fp16" or (itemsize == 4 and not kind.RESCALES):
             continue
         slopes = kind.ALIBI and delta == 1

@@ -85,7 +85,7 @@ def test_biases_of_any_strides(how: str, device: str) -> None:
     }[how]()
     inputs = heads(device)
     results = []
-    for x in (view, bias if how == "float16" else view.contiguous()):
+    for x in (view, bias):
         x = x.detach().requires_grad_()
         out = flashproto.attention(*inputs, bias=x, causal=True, impl="triton")
         results.append([out, *torch.autograd.grad(out.square().sum(), [*inputs, x])])
@@ -95,13 +95,8 @@ def test_biases_of_any_strides(how: str, device: str) -> None:
         # Of another dtype it is another kernel, in which other products and sums are fused.
         bits = {"rtol": 1e-5, "atol": 1e-5} if how == "float16" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(x, y, **bits)
-    torch.testing.assert_close(dview.float(), dbias, rtol=2e-3, atol=1e-4)
-    if how == "expanded":
-        x = bias.detach().requires_grad_()
-        out = flashproto.attention(*inputs, bias=x, causal=True, impl="triton")
-        torch.testing.assert_close(out, wanted[0], rtol=0, atol=0)
-        (dbias,) = torch.autograd.grad(out.square().sum(), x)
-        torch.testing.assert_close(dview.sum(0), dbias, rtol=2e-3, atol=1e-4)
+    summed = dview.sum(0) if how == "expanded" else dview
+    torch.testing.assert_close(summed.float(), dbias, rtol=2e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -292,12 +292,12 @@ def backward(
     of_pairs = bias is not None and (*(1,) * (4 - bias.ndim), *bias.shape) == (B, Hq, Sq, Sk)
     summed = relative_bias is not None or (bias is not None and not of_pairs)
     summed = summed or any(x is not None for x in score_mod)
-    # Delta of an exact sum, before all else; or, where dQ can do without, beside dQ.
-    of_out = q.element_size() == 2
-    dropped = of_out and kind.DROPOUT and rest is None
-    before = dropped or of_pairs
-    anew = before or summed
-    if rest is not None and not of_out:
+    # Delta of an exact sum, before all else; or, where dQ of 16 bits can do without, beside dQ.
+    short = q.element_size() == 2
+    dropped = short and kind.DROPOUT and rest is None
+    anew = dropped or of_pairs or summed
+    before = anew and (dropped or of_pairs or not short)
+    if rest is not None and not short:
         more["rest"] = rest
     if anew:
         more["beside_delta"] = recipe.make(rows)
@@ -322,7 +322,7 @@ def backward(
         *((0, 0, 0) if dlse is None else dlse.stride()),
         Hq,
         Sq_given,
-        given._replace(rest=rest) if rest is not None and of_out else given,
+        given._replace(rest=rest) if rest is not None and short else given,
         KIND=kind,
         HAS_DLSE=dlse is not None,
         SLOPES=slope_sums is not None,
