@@ -589,6 +589,21 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
     assert len({c.key for c in calls}) == len(calls)
 
 
+@pytest.mark.parametrize("name", ["window", "boolean", "documents", sanitize.SEQUENCES])
+def test_sanitize_compares_variants(name, monkeypatch) -> None:
+    assert len({c.key for c in sanitize.variant_calls()}) == len(sanitize.variant_calls())
+    call = sanitize.VariantCall(name, 64, 64, True, False)
+    assert sanitize.variant_checked(call, "torch", "cpu") is None
+    right = sanitize.VariantCall.attend
+
+    def wrong(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, impl: str) -> torch.Tensor:
+        out = right(call, q, k, v, impl)
+        return out if impl == "reference" else out + 1.5 * (v - v.detach()).mean()
+
+    monkeypatch.setattr(sanitize.VariantCall, "attend", wrong)
+    assert "dv is off" in str(sanitize.variant_checked(call, "torch", "cpu"))
+
+
 @pytest.mark.parametrize("page, packed", [(0, False), (16, False), (16, True)])
 def test_sanitize_compares_caches(page, packed, monkeypatch) -> None:
     call = sanitize.CacheCall("triton", 64, page, 5, packed)

@@ -217,8 +217,14 @@ def rounding_of_dq(
     there).  Here are four standard deviations.  A softcap makes it less.
     """
     mean_key, _ = reference.attention(q, k, k, causal=causal, causal_offset=offset, **variant)
+    return rounding_of_delta(mean_key, out, dout, dtype)
+
+
+def rounding_of_delta(mean_key: Tensor, out: Tensor, dout: Tensor, dtype: torch.dtype) -> Tensor:
+    """`rounding_of_dq` of mean_key, each row's sum_j P_j k_j."""
     deviation = torch.finfo(dtype).eps / math.sqrt(12)
-    return 4 * deviation * (dout * out).norm(dim=-1) * q.shape[-1] ** -0.5 * mean_key.norm(dim=-1)
+    scale = mean_key.shape[-1] ** -0.5
+    return 4 * deviation * (dout * out).norm(dim=-1) * scale * mean_key.norm(dim=-1)
 
 
 def exact(

@@ -5,13 +5,16 @@
     compute-sanitizer --tool memcheck python -m flashproto.bench sanitize
     compute-sanitizer --tool racecheck python -m flashproto.bench sanitize
     compute-sanitizer --tool racecheck python -m flashproto.bench sanitize --controls
+    compute-sanitizer --tool racecheck python -m flashproto.bench sanitize --variants
     compute-sanitizer --tool memcheck python -m flashproto.bench sanitize --caches
 
---caches has calls of attention_with_kv_cache instead, on the portable kernels too: new tokens are put
-into rows or pages, and what nobody wrote is NaN.
+--variants has masks, packed sequences and changed scores instead; masks are prepared by small kernels.
+--caches has calls of attention_with_kv_cache, on the portable kernels too: new tokens are put into rows
+or pages, and what nobody wrote is NaN.
 
-No other kernels run: inputs come from the CPU, and results are checked there.  A line is printed after
-each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is wrong.
+Else no other kernels run: inputs come from the CPU, and results are checked there.  A line is printed
+after each call, so that a run that is cut short says how far it came.  Exit code 1 where a result is
+wrong.
 
 racecheck 2025.3.1 seems to compare how many barriers (`bar.sync`) the thread that wrote and the one
 that reads have waited at, whoever else took part in them, and not to follow mbarriers.  The kernels are
@@ -39,7 +42,7 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,9 +51,9 @@ from torch import Tensor
 
 import flashproto
 
-from .. import backends, configs, reference
+from .. import backends, configs, masks, reference
 from ..variant import Kind
-from .attention import rounding_of_dq
+from .attention import rounding_of_delta, rounding_of_dq
 from .measure import compare
 from .search import Chosen
 
@@ -193,6 +196,109 @@ def checked(call: Call) -> str | None:
     return compare(got, want, rounding)
 
 
+# What attention is given, of a device and a number of tokens; of SEQUENCES attention_varlen.
+VARIANTS: dict[str, Callable[[str, int], dict[str, Any]]] = {
+    "causal": lambda d, n: {"causal": True},
+    "window": lambda d, n: {"causal": True, "window": (200, 0)},
+    "window and first keys": lambda d, n: {"mask": masks.window(150, 0, first=40)},
+    "softcap, sinks": lambda d, n: {"causal": True, "softcap": 20.0, "sinks": numbers(1, d)},
+    "ALiBi": lambda d, n: {"causal": True, "alibi_slopes": numbers(0.1, d)},
+    "documents": lambda d, n: {"causal": True, "mask": masks.documents(documents(n, d))},
+    "padding": lambda d, n: {"mask": masks.padding(torch.tensor([n - 200]).to(d))},
+    "tree": lambda d, n: {"causal": True, "mask": masks.tree(branches(n, d))},
+    "boolean": lambda d, n: {"mask": masks.boolean(boolean(n, d))},
+    "block diffusion": lambda d, n: {"mask": masks.block_diffusion(16)},
+    "global tokens": lambda d, n: {"mask": masks.window(100, 100) | masks.global_tokens(30)},
+}
+SEQUENCES = "sequences"
+VARIANT_HEADS = 2, 1
+VARIANT_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+
+
+def documents(tokens: int, device: str) -> Tensor:
+    """[tokens], of which document each is."""
+    return ((torch.arange(tokens) + 80) // 150).to(device)
+
+
+def branches(tokens: int, device: str) -> Tensor:
+    """[tokens], the parents of a trunk and three branches."""
+    parents = torch.arange(tokens) - 1
+    parents[tokens // 4 :: tokens // 4] = tokens // 4 - 1
+    return parents.to(device)
+
+
+def boolean(tokens: int, device: str) -> Tensor:
+    """[1, 2, tokens, tokens]: nine of ten pairs, but some tiles whole and some hidden."""
+    seen = torch.rand(1, 2, tokens, tokens, generator=torch.Generator().manual_seed(0)) < 0.9
+    seen[..., :256, 256:384], seen[..., 256:512, :256] = False, True
+    return seen.to(device)
+
+
+def numbers(first: float, device: str) -> Tensor:
+    """A number for each of two heads."""
+    return torch.tensor([first, first / 3]).to(device)
+
+
+@dataclass(frozen=True)
+class VariantCall:
+    """One call of VARIANTS or of SEQUENCES on the Hopper kernels."""
+
+    name: str
+    D: int
+    Dv: int
+    backward: bool
+    deterministic: bool
+
+    @property
+    def key(self) -> str:
+        which = "deterministic backward" if self.deterministic else "backward"
+        return f"{self.name} D{self.D}/{self.Dv} {which if self.backward else 'forward'}"
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, impl: str) -> Tensor:
+        """out [1, H, S, Dv]."""
+        device, tokens = str(q.device), q.shape[2]
+        if self.name != SEQUENCES:
+            out = flashproto.attention(q, k, v, impl=impl, **VARIANTS[self.name](device, tokens))
+            assert isinstance(out, Tensor)
+            return out
+        starts = torch.tensor([0, 150, 150, 151, tokens], dtype=torch.int32).to(device)
+        q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
+        out = flashproto.attention_varlen(q, k, v, starts, starts, causal=True, impl=impl)
+        assert isinstance(out, Tensor)
+        return out.transpose(0, 1)[None]
+
+
+def variant_calls() -> list[VariantCall]:
+    passes = ((False, False), (True, False), (True, True))
+    return [
+        VariantCall(name, *dims, *which)
+        for name, dims, which in itertools.product((*VARIANTS, SEQUENCES), VARIANT_DIMS, passes)
+    ]
+
+
+def variant_checked(call: VariantCall, impl: str = "hopper", device: str = "cuda") -> str | None:
+    """What is wrong with the call's results; None if nothing."""
+    Hq, Hkv = VARIANT_HEADS
+    shapes = ((Hq, call.D), (Hkv, call.D), (Hkv, call.Dv))
+    host = [torch.randn(1, H, SEVERAL_TILES, D).bfloat16() for H, D in shapes]
+    grad = torch.randn(1, Hq, SEVERAL_TILES, call.Dv).bfloat16()
+    found = []
+    for where, dtype, by in ((device, torch.bfloat16, impl), ("cpu", torch.float32, "reference")):
+        q, k, v = (t.to(where, dtype, copy=True).requires_grad_(call.backward) for t in host)
+        out = call.attend(q, k, v, by)
+        found.append({"out": out.detach().cpu()})
+        if call.backward:
+            grads = torch.autograd.grad(out, (q, k, v), grad.to(where, dtype))
+            found[-1] |= {f"d{n}": t.cpu() for n, t in zip("qkv", grads, strict=True)}
+    got, want = found
+    rounding = {}
+    if call.backward:
+        q, k, _ = (t.float() for t in host)
+        mean_key = call.attend(q, k, k, "reference")
+        rounding["dq"] = rounding_of_delta(mean_key, want["out"], grad.float(), grad.dtype)
+    return compare(got, want, rounding)
+
+
 @dataclass(frozen=True)
 class CacheCall:
     """One call of attention_with_kv_cache; page: tokens of a page, 0 for rows; packed: queries lie
@@ -261,6 +367,13 @@ def cache_checked(call: CacheCall, device: str = "cuda") -> str | None:
     return compare({"out": out}, {"out": wanted.float()}, {})
 
 
+CHECKS: dict[type, Callable[[Any], str | None]] = {
+    Call: run,
+    VariantCall: variant_checked,
+    CacheCall: cache_checked,
+}
+
+
 def control(name: str) -> str | None:
     """What is wrong with the results of one of CONTROLS; None if nothing."""
     from ..kernels.hopper.racecheck_controls import control_kernel  # not every Triton has Gluon
@@ -280,9 +393,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--cells", metavar="REGEX", default="", help="only calls whose name matches")
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="start no new call after that")
     parser.add_argument("--controls", action="store_true", help="run kernels without a race instead")
+    parser.add_argument("--variants", action="store_true", help="run masks and changed scores instead")
     parser.add_argument("--caches", action="store_true", help="run calls on caches instead")
     options = parser.parse_args(arguments)
-    listed: Sequence[Call | CacheCall] = cache_calls() if options.caches else calls()
+    listed: Sequence[Call | VariantCall | CacheCall] = calls()
+    if options.variants or options.caches:
+        listed = variant_calls() if options.variants else cache_calls()
     wanted = [call for call in listed if re.search(options.cells, call.key)]
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     reasons = backends.device_reasons("hopper", device)
@@ -303,9 +419,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if options.budget is not None and time.perf_counter() - started > options.budget:
             print(f"stopped with {len(wanted) - index} calls left, from {call.key}")
             break
-        torch.use_deterministic_algorithms(isinstance(call, Call) and call.deterministic)
+        torch.use_deterministic_algorithms(getattr(call, "deterministic", False))
         try:
-            complaint = run(call) if isinstance(call, Call) else cache_checked(call)
+            complaint = CHECKS[type(call)](call)
         except backends.BackendError as refusal:
             print(f"{call.key}: does not run: {refusal}", flush=True)
             continue
