@@ -45,6 +45,11 @@ if HAS_TRITON and not os.path.isdir(os.path.join(os.path.dirname(__file__), "ker
         "Run: git config core.symlinks true && git checkout flashproto/kernels"
     )
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+if HAS_TRITON and INTERPRETED and importlib.util.find_spec("numpy") is None:
+    raise ImportError(
+        "TRITON_INTERPRET is 1, and Triton's interpreter needs numpy, which is not installed. "
+        "Run: pip install numpy, or unset TRITON_INTERPRET"
+    )
 MIN_CAPABILITY = (8, 0)
 HOPPER_CAPABILITY = (9, 0)
 KERNELS = ("hopper", "triton")

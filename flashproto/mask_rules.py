@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .backends import is_dtensor
+from .checks.calls import told
 from .checks.errors import described, refuse
 from .checks.options import check_integer, is_integer
 from .mask_values import Blocks, Mask, Places, Rule, rule_of_tensor
@@ -20,6 +21,7 @@ from .mask_values import Blocks, Mask, Places, Rule, rule_of_tensor
 LARGEST = 2**30 - 1
 
 
+@told
 def boolean(x: Tensor) -> Mask:
     """A query sees the keys where x is True.
 
@@ -49,6 +51,7 @@ def boolean(x: Tensor) -> Mask:
     return Mask(rule=rule_of_tensor(x))
 
 
+@told
 def from_function(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Mask:
     """A query sees the keys for which a function says True.
 
@@ -58,9 +61,9 @@ def from_function(function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) 
 
     Args:
         function: of batch entries b [B, 1, 1, 1], heads h [1, Hq, 1, 1], queries i [1, 1, n, 1] and
-            keys j [1, 1, 1, m], int64 tensors of indices, i being counted by rows; it returns a
-            boolean tensor that broadcasts with these.  One that does not read b and h has one table
-            for all.
+            keys j [1, 1, 1, m], int64 tensors of indices, i being counted by rows from 0 (as with
+            masks.causal(top_left=True)); it returns a boolean tensor that broadcasts with these.  One
+            that does not read b and h has one table for all.
 
     Raises: TypeError: no function, or one that returns another thing.
 
@@ -108,6 +111,7 @@ def by_function(function: Callable[..., Any], at: Places) -> Tensor:
     return made
 
 
+@told
 def chunks(size: int) -> Mask:
     """Tokens are cut into chunks, and a query sees the keys of its own: beside causal() the chunked
     attention of Llama 4.
@@ -124,6 +128,7 @@ def chunks(size: int) -> Mask:
     return Mask(parts=(Blocks(whole("masks.chunks", "size", size), True),))
 
 
+@told
 def global_tokens(n: int) -> Mask:
     """The first n tokens see all, and are seen by all; beside a window, by |.
 
@@ -140,6 +145,7 @@ def global_tokens(n: int) -> Mask:
     return Mask(parts=(Blocks(whole("masks.global_tokens", "n", n), False),))
 
 
+@told
 def dilated(window: int, step: int) -> Mask:
     """A query sees its own key and every step-th before it.
 
@@ -165,6 +171,7 @@ def in_steps(window: int, step: int, at: Places) -> Tensor:
     return (distance >= 0) & (distance <= window) & (distance % step == 0)
 
 
+@told
 def block_diffusion(block: int) -> Mask:
     """Block diffusion's training: a noisy copy of a text and a clean one behind it, in blocks.
 
@@ -199,6 +206,7 @@ def of_copies(block: int, at: Places) -> Tensor:
     return own | (clean_j & (block_i > block_j))
 
 
+@told
 def neighbourhood(height: int, width: int, kernel: int | Sequence[int]) -> Mask:
     """Tokens are the places of a grid, row behind row, and a query sees those of a window around it.
     At the edges windows move inwards, so that all queries see as many keys (NATTEN).

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from .backends import is_dtensor
+from .checks.calls import told
 from .checks.errors import described, refuse
 from .checks.options import check_flag, check_integer, is_integer
 from .checks.reading import is_readable
@@ -43,6 +44,7 @@ LONGEST = 2**30 - 1  # the sum of two is within int32
 # --- bands ------------------------------------------------------------------------------------------
 
 
+@told
 def causal(top_left: bool = False) -> Mask:
     """Query i sees the keys up to its position, i + Sk - Sq.
 
@@ -59,6 +61,7 @@ def causal(top_left: bool = False) -> Mask:
     return Mask((Band(None, 0, 0, check_flag("masks.causal", "top_left", top_left)),))
 
 
+@told
 def window(left: int | None, right: int | None = 0, first: int = 0) -> Mask:
     """Query i sees the keys from its position - left to its position + right, both included.
 
@@ -139,8 +142,11 @@ def of_intervals(
     return Mask(parts=(Intervals(words, begin, end, by_position, queries),))
 
 
+@told
 def documents(ids: Tensor, ids_k: Tensor | None = None) -> Mask:
     """A query sees the keys of its own document: sequences packed side by side.
+
+    The mask is of the ids as they are now: where they are written to later, make another one.
 
     Args:
         ids: [S] or [B, S], int32 or int64: the document of each token.  A document is a run of equal
@@ -201,8 +207,9 @@ def check_lengths(operator: str, lengths: object) -> Tensor:
     return check_vector(operator, "lengths", lengths, "[B]", 1, 1)
 
 
+@told
 def padding(lengths: Tensor) -> Mask:
-    """Every query of batch entry b sees the keys below lengths[b].
+    """Every query of batch entry b sees the keys below lengths[b], which each call reads anew.
 
     Args:
         lengths: [B], int32 or int64.
@@ -218,6 +225,7 @@ def padding(lengths: Tensor) -> Mask:
     return Mask(parts=(Lengths(lengths[:, None], False),))
 
 
+@told
 def prefix(lengths: Tensor) -> Mask:
     """Every query of batch entry b sees the keys below lengths[b], and others up to its position
     (prefix-LM).
@@ -237,10 +245,12 @@ def prefix(lengths: Tensor) -> Mask:
     return Mask(parts=(Lengths(lengths[:, None], True),))
 
 
+@told
 def tree(parents: Tensor, leave: Tensor | None = None) -> Mask:
     """A token sees itself and its ancestors: sequences that share prefixes, each prefix there once.
 
     Tokens are in depth-first order, so that those below token t, and it itself, are t ... leave[t] - 1.
+    The mask is of the tensors as they are now: where they are written to later, make another one.
 
     Args:
         parents: tree(parents) takes [S] or [B, S], int32 or int64: the index of each token's parent, -1
@@ -313,8 +323,11 @@ def steps_for(S: int) -> int:
     return FAR.bit_length()
 
 
+@told
 def intervals(begin: Tensor, end: Tensor) -> Mask:
     """Key j is seen by the queries begin[j] ... end[j] - 1, counted by their rows.
+
+    The mask is of the tensors as they are now: where they are written to later, make another one.
 
     Args:
         begin, end: [Sk], [B, Sk] or [B | 1, Hq | 1, Sk], int32 or int64.
@@ -348,6 +361,7 @@ def check_pair(operator: str, name: str, x: Tensor, other: str, y: Tensor) -> No
 # --- to look at -------------------------------------------------------------------------------------
 
 
+@told
 def draw(mask: Mask, Sq: int, Sk: int, path: Any = None) -> Any:
     """A picture of a mask: queries down and keys across, from 0 on, dark where a query sees a key.
 

@@ -70,11 +70,12 @@ def test_the_text_that_is_written() -> None:
     assert (
         source(sample, False)
         == f"""\
-def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=default_impl, **others):
-    if others:
-        refuse_names('sample', others, known)
+def sample(x=EMPTY, shape=EMPTY, w=default_w, eps=default_eps, *extra, on=default_on, \
+impl=default_impl, **others):
+    if others or extra or x is EMPTY or shape is EMPTY:
+        refuse_call(inner, extra, others, {{'x': x, 'shape': shape}})
     if is_dynamo_compiling():
-        return function(x, shape, w, eps, on=on, impl=impl)
+        return inner(x, shape, w, eps, on=on, impl=impl)
     tensors = (x,)
     if w is not None:
         tensors += (w,)
@@ -82,7 +83,7 @@ def sample(x, shape, w=default_w, eps=default_eps, *, on=default_on, impl=defaul
     call = find(kind, tensors)
     if call is not None:
         return call(*tensors)
-    made = function(x, shape, w, eps, on=on, impl=impl)
+    made = inner(x, shape, w, eps, on=on, impl=impl)
     return resolve(kind, names(('x', 'w'), (x, w,)), tensors, made)"""
     )
 
@@ -98,8 +99,8 @@ def test_help_shows_the_function() -> None:
 def kinds_of(calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
     seen: list[Any] = []
     scope: dict[str, Any] = {"find": lambda kind, tensors: seen.append((kind, tensors))}
-    scope |= {"resolve": lambda *_, **__: None, "function": sample, "names": named}
-    scope |= {"is_dynamo_compiling": lambda: False}
+    scope |= {"resolve": lambda *_, **__: None, "inner": sample, "names": named}
+    scope |= {"is_dynamo_compiling": lambda: False, "EMPTY": inspect.Parameter.empty}
     scope |= {f"default_{p.name}": p.default for p in inspect.signature(sample).parameters.values()}
     exec(source(sample, False), scope)
     for given, options in calls:
@@ -457,3 +458,33 @@ def test_names_of_other_libraries_get_a_hint(name: str) -> None:
         flashproto.scaled_dot_product_attention(x, x, x, causal=True)
     with pytest.raises(TypeError, match="it takes x, normalized_shape"):  # which has no such argument
         flashproto.rms_norm(x, 4, attn_mask=None)
+
+
+X = torch.zeros(1, 1, 2, 4)
+MISFITS = {
+    r"softmax\(\) got .* 'dim'; leave it out: it is always": lambda: flashproto.softmax(X, dim=-1),
+    r"rms_norm\(\) got .*; call add_layer_norm or add_rms_norm": lambda: flashproto.rms_norm(
+        X, 4, residual=X
+    ),
+    r"softmax\(\) takes 1 positional argument but 2 .*as scale=": lambda: flashproto.softmax(X, -1),
+    r"attention\(\) takes 3 positional arguments but 4 .*as causal=": lambda: flashproto.attention(
+        X, X, X, True
+    ),
+    r"attention\(\) got .* 'query'; it takes q, k, v": lambda: flashproto.attention(query=X, key=X),
+    r"attention\(\) needs v; it takes q, k, v": lambda: flashproto.attention(X, X),
+    r"name for it is lengths": lambda: flashproto.attention_with_kv_cache(X, X, X, cache_seqlens=X),
+    r"attention_with_kv_cache\(\) needs lengths": lambda: flashproto.attention_with_kv_cache(X, X, X),
+    r"did you mean 'ignore_index'": lambda: flashproto.linear_cross_entropy(X, X, X, ignore_indx=1),
+    r"rope\(\) needs cos and sin": lambda: flashproto.rope(X, X),
+    r"did you mean 'first'": lambda: masks.window(5, frst=3),
+    r"window\(\) needs left; it takes left, right, first": lambda: masks.window(),
+    r"window\(\) takes 3 positional arguments but 4 were given; it": lambda: masks.window(5, 0, 0, 0),
+    r"from_function\(\) needs function": lambda: masks.from_function(),
+}
+
+
+@pytest.mark.parametrize("said", MISFITS)
+def test_calls_that_do_not_fit_say_what_is_taken(said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        MISFITS[said]()
+    assert masks.window(None).visible(1, 2).all()  # None is a number of keys there

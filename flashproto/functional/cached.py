@@ -1,13 +1,13 @@
-"""The front of public functions: a look into the call cache (ops/call_cache.py), and errors for names
-of other libraries.  Without triton there are no kernels, and nothing is cached.
+"""The front of public functions: a look into the call cache (ops/call_cache.py).  Without triton there
+are no kernels, and nothing is cached.
 
 `cached` writes a function from the signature of another one, as
 
-    def relu(x, mask=default_mask, scale=default_scale, *, impl=default_impl, **others):
-        if others:
-            refuse_names('relu', others, known)
+    def relu(x=EMPTY, mask=default_mask, scale=default_scale, *extra, impl=default_impl, **others):
+        if others or extra or x is EMPTY:
+            refuse_call(inner, extra, others, {"x": x})
         if is_dynamo_compiling():
-            return function(x, mask, scale, impl=impl)
+            return inner(x, mask, scale, impl=impl)
         tensors = (x,)
         if mask is not None:
             tensors += (mask,)
@@ -15,7 +15,7 @@ of other libraries.  Without triton there are no kernels, and nothing is cached.
         call = find(kind, tensors)
         if call is not None:
             return call(*tensors)
-        made = function(x, mask, scale, impl=impl)
+        made = inner(x, mask, scale, impl=impl)
         return resolve(kind, names(("x", "mask"), (x, mask)), tensors, made)
 """
 
@@ -24,13 +24,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
 from .. import backends, hooks
-from ..checks.errors import nearest
+from ..checks.calls import front, scope_of
 from ..mask_values import Mask
 from .dropout import drawn_seed
 
@@ -40,48 +40,6 @@ if backends.HAS_TRITON:
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# What options of other libraries are called here.
-OTHER_NAMES = {
-    "is_causal": "causal",
-    "attn_mask": "mask, a value of flashproto.masks; scaled_dot_product_attention takes attn_mask",
-    "attention_mask": "mask, a value of flashproto.masks",
-    "block_mask": "mask, a value of flashproto.masks",
-    "softmax_scale": "scale",
-    "sm_scale": "scale",
-    "scaling": "scale",
-    "window_size": "window, (left, right) with None for no bound",
-    "sliding_window": "window, (sliding_window - 1, 0)",
-    "logits_soft_cap": "softcap",
-    "learnable_sink": "sinks",
-    "s_aux": "sinks",
-    "return_attn_probs": "return_lse",
-    "return_softmax_lse": "return_lse",
-    "block_table": "page_table",
-    "cache_seqlens": "lengths",
-    "cache_leftpad": "starts",
-    "cache_batch_idx": "cache_index",
-    "k_descale": "k_scale",
-    "v_descale": "v_scale",
-    "rotary_cos": "rope, (cos, sin)",
-    "rotary_sin": "rope, (cos, sin)",
-    "rotary_interleaved": "interleaved",
-    "variance_epsilon": "eps",
-    "epsilon": "eps",
-    "gamma": "weight",
-    "beta": "bias",
-    "causal": "is_causal",
-    "bias": "attn_mask, a tensor of floats",
-    "mask": "attn_mask, a tensor; attention takes masks of flashproto.masks",
-    "attn_bias": "bias",
-    "alibi": "alibi_slopes",
-    "dropout": "dropout_p",
-    "enable_gqa": "leave it out: q may have more heads than k and v",
-    "cu_seqlens": "cu_seqlens_q and cu_seqlens_k",
-    "input": "leave the name out: it is the first argument",
-    "target": "targets",
-    "labels": "targets",
-    "backend": "impl",
-}
 # Annotations of arguments that hold tensors.
 HOLDERS = (
     "masks.Mask | None",
@@ -91,20 +49,6 @@ HOLDERS = (
 )
 
 
-def refuse_names(operator: str, others: dict[str, Any], known: Sequence[str]) -> NoReturn:
-    """Raise Python's own TypeError for an unknown argument, with its name here where there is one."""
-    name = next(iter(others))
-    hint, close = OTHER_NAMES.get(name), nearest(name, known)
-    takes = f"it takes {', '.join(known)}"
-    if hint is not None and hint.startswith("leave"):
-        takes = hint
-    elif hint is not None and hint.replace(",", " ").split()[0] in known:
-        takes = f"flashproto's name for it is {hint}"
-    elif close is not None:
-        takes = f"did you mean {close!r}? It takes {', '.join(known)}"
-    raise TypeError(f"{operator}() got an unexpected keyword argument {name!r}; {takes}")
-
-
 def cached(
     function: Callable[Parameters, Result], *, alignment: bool = False
 ) -> Callable[Parameters, Result]:
@@ -112,10 +56,7 @@ def cached(
 
     alignment: whether its choice of a backend depends on where tensors start, modulo 16 bytes.
     """
-    parameters = inspect.signature(function).parameters.values()
-    scope: dict[str, Any] = {"function": function, "is_dynamo_compiling": is_dynamo_compiling}
-    scope |= {"refuse_names": refuse_names, "known": [p.name for p in parameters]}
-    scope |= {f"default_{p.name}": p.default for p in parameters}
+    scope = scope_of(function) | {"is_dynamo_compiling": is_dynamo_compiling}
     scope["drawn_seed"] = drawn_seed
     if backends.HAS_TRITON:
         scope |= {"find": find, "resolve": resolve, "starts": starts, "held": held}
@@ -131,15 +72,9 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
     their types.  Of a Mask, a hook's Call and a sequence of tensors the key has the form, and the call
     the tensors.
     """
-    parameters = list(inspect.signature(function).parameters.values())
-    head, passed, options = [], [], [repr(f"{function.__module__}.{function.__qualname__}")]
+    options = [repr(f"{function.__module__}.{function.__qualname__}")]
     tensors, optional, holders = [], [], []
-    for p in parameters:
-        keyword = p.kind is p.KEYWORD_ONLY
-        if keyword and "*" not in head:
-            head.append("*")
-        head.append(p.name if p.default is p.empty else f"{p.name}=default_{p.name}")
-        passed.append(f"{p.name}={p.name}" if keyword else p.name)
+    for p in inspect.signature(function).parameters.values():
         annotation = str(p.annotation)
         if annotation in ("Tensor", "Tensor | None"):
             tensors.append(p.name)
@@ -153,12 +88,7 @@ def source(function: Callable[..., Any], alignment: bool) -> str:
             options.append((elements if "Sequence" in annotation else "") + p.name)
             if any(kind in annotation for kind in ("bool", "int", "float")):
                 options.append(f"{p.name}.__class__")
-    called = f"function({', '.join(passed)})"
-    lines = [
-        f"def {function.__name__}({', '.join([*head, '**others'])}):",
-        "    if others:",
-        f"        refuse_names({function.__name__!r}, others, known)",
-    ]
+    lines, called = front(function)
     if "dropout_seed" in optional:
         # Not by the default's name: dynamo has another one for this scope each time that it begins
         # again, and begins again for each number that it has not met by its name.

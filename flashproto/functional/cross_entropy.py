@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 from .. import backends, configs, reference
 from ..backends import autocast_dtype, float64_reasons, refuses_values
+from ..checks.calls import told
 from ..checks.errors import refuse, refuse_shape
 from ..checks.options import check_flag, check_integer
 from ..checks.rows import check_classes, check_cross_entropy, check_loss_options
@@ -114,6 +115,7 @@ def cross_entropy(
     return _wanted(results, return_lse, return_z_loss)
 
 
+@told
 def linear_cross_entropy(
     h: Tensor,
     weight: Tensor,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import has_dtensors
+from ..checks.calls import told
 from ..checks.errors import described, refuse
 from ..checks.options import check_integer, check_number, is_number
 from ..checks.tensors import check_on
@@ -41,6 +42,7 @@ def check_seed(operator: str, seed: object) -> Tensor:
     return seed
 
 
+@told
 def dropout_mask(dropout_p: float, dropout_seed: Tensor, shape: Sequence[int]) -> Tensor:
     """Which probabilities attention keeps with this share and this seed.
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import refuses_values
+from ..checks.calls import told
 from ..checks.errors import refuse
 from ..checks.heads import (
     check_head_weights,
@@ -22,6 +23,7 @@ if backends.HAS_TRITON:
     from ..ops import qk_norm as qk_norm_op
 
 
+@told
 def qk_norm(
     q: Tensor,
     k: Tensor | None,
@@ -83,6 +85,7 @@ def qk_norm(
     return q, reference.qk_norm(k, k_weight, *how, interleaved=interleaved, casting=casting)
 
 
+@told
 def qk_norm_qkv(
     qkv: Tensor,
     n_heads: int,

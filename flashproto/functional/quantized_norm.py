@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, hooks, reference
+from ..checks.calls import told
 from ..checks.errors import described, refuse
 from ..checks.options import check_eps
 from ..checks.rows import check_casting
@@ -19,6 +20,7 @@ if backends.HAS_TRITON:
     from ..ops.quantized_norm import quantized_norm
 
 
+@told
 def layer_norm_fp8(
     x: Tensor,
     normalized_shape: int | Sequence[int],
@@ -61,6 +63,7 @@ def layer_norm_fp8(
     return _norm("layer_norm_fp8", x, residual, normalized_shape, weight, bias, eps, True, options)
 
 
+@told
 def rms_norm_fp8(
     x: Tensor,
     normalized_shape: int | Sequence[int],

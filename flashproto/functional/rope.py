@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..backends import Reason, float64_reasons, refuses_values
+from ..checks.calls import told
 from ..checks.errors import refuse
 from ..checks.heads import check_heads_of, check_packed, check_table_rows, check_tables
 from ..checks.options import check_flag
@@ -45,6 +46,7 @@ def rope(
     inplace: bool = ...,
     impl: str | None = ...,
 ) -> Tensor: ...
+@told
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -119,6 +121,7 @@ def rope(
     return out[0] if len(out) == 1 else (out[0], out[1])
 
 
+@told
 def rope_qkv(
     qkv: Tensor,
     n_heads: int,
