@@ -111,3 +111,12 @@ def test_cost_is_the_ratio_of_two_backwards() -> None:
     assert text.splitlines()[2:] == ["| 64 | causal | 2 | 0.71 | 0.50 | 1.00 |"]
     assert "On one A card:" in determinism.costs([{"attention": {"cells": cells, "runs": [run]}}])
     assert determinism.costs([{}]) == "Not measured."
+
+
+def test_cost_of_variants_is_that_of_the_other_backend() -> None:
+    def timed(hopper: float, triton: float) -> dict[str, Any]:
+        names = {determinism.HOPPER: hopper, determinism.TRITON: triton}
+        return {"passes": {"backward": {name: {"ms": ms} for name, ms in names.items()}}}
+
+    cells = {"window 1024 D64 S16384": timed(1.0, 2.0), "sinks D128 S4096": timed(1.0, 3.0)}
+    assert determinism.elsewhere({"variants": {"cells": cells}}) == {"window 1024 D64 S16384": 0.5}

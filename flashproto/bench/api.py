@@ -9,6 +9,7 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -124,7 +125,7 @@ def code(text: str) -> str:
 def arguments(lines: list[str]) -> str:
     """A block's entries as a list; deeper lines continue an entry."""
     entries: list[str] = []
-    for line in inspect.cleandoc("\n".join(lines)).splitlines():
+    for line in textwrap.dedent("\n".join(lines)).splitlines():
         if line.startswith(" ") and entries:
             entries[-1] += " " + line.strip()
         elif line:

@@ -18,12 +18,13 @@ from torch import Tensor
 import flashproto
 from flashproto import hooks, masks
 
-from .measure import DETERMINISTIC, OURS
+from .measure import DETERMINISTIC, OURS, VARLEN
 from .speed import Results, card, markdown
 
 KERNELS = ("triton", "hopper")
 BACKENDS = ("reference", *KERNELS)
-HOPPER = OURS + "[hopper]"
+HOPPER, TRITON = OURS + "[hopper]", OURS + "[triton]"
+ORDERED = ("sinks",)  # cells of variants whose parts "hopper" adds in order
 HEADS, DIM, COLUMNS = 2, 64, 256
 
 
@@ -255,9 +256,27 @@ def cost(results: Results) -> list[str]:
     return [markdown(rows)] if found else []
 
 
+def elsewhere(results: Results) -> dict[str, float]:
+    """Of each variant whose ordered backward is that of "triton", see variant.backward_backend: its
+    speed, in times of "hopper"'s."""
+    found: dict[str, float] = {}
+    for key, cell in results.get("variants", {}).get("cells", {}).items():
+        timed = cell["passes"].get("backward", {})
+        for ends, named in (("", ""), (VARLEN, ", `attention_varlen`")):
+            plain, ordered = timed.get(HOPPER + ends, {}), timed.get(TRITON + ends, {})
+            if "ms" in plain and "ms" in ordered and key.partition(" D")[0] not in ORDERED:
+                found[key + named] = plain["ms"] / ordered["ms"]
+    return found
+
+
 def costs(found: Sequence[Results]) -> str:
     texts = []
     for results in found:
         for made in cost(results):
             texts += [f"On one {card(results['attention']['runs'][-1])}:", made]
+        if variants := elsewhere(results):
+            where = card(results["variants"]["runs"][-1])
+            least, most = min(variants.values()), max(variants.values())
+            rows = [["variant", "speed"], *([name, f"{x:.2f}"] for name, x in variants.items())]
+            texts += [f"Variants, on one {where}, {least:.2f} to {most:.2f}:", markdown(rows)]
     return "\n\n".join(texts) or "Not measured."

@@ -57,7 +57,7 @@ ROWS = (
         "block diffusion 16 D128 S8192",
     ),
     Row("biases", "variants", "bias", "bias D128 S2048"),
-    Row("decoding: few queries on long keys", "decode", "^decode ", "decode B16 H32/8 S8192 Sq4"),
+    Row("decoding, 1 to 16 queries", "decode", "^decode ", "decode B16 H32/8 S8192 Sq4"),
     Row("`attention_qkv` in a block", "views", "", "views d2048 T4096 B4"),
     Row("`rms_norm`", "norm", "^RMSNorm", "RMSNorm 49152x4096"),
     Row("`layer_norm`", "norm", "^LayerNorm", "LayerNorm 49152x4096"),
@@ -66,7 +66,7 @@ ROWS = (
     Row("`linear_cross_entropy`", "linear_cross_entropy", "", "linear_cross_entropy 16384x4096x128256"),
     Row("`swiglu`, `geglu`, `gelu`", "glu", "glu |gelu ", "swiglu 16384x5632"),
     Row("`rope`, `qk_norm`", "glu", "^rope|^qk_norm", "rope B4 S4096 H16/16 D128"),
-    Row("Transformer block, d_model 2048", "block", "", "block d2048 T4096 B4"),
+    Row("Transformer block, d_model 1024 to 4096", "block", "", "block d2048 T4096 B4"),
     Row("GPT-2 124M and 350M, loss and gradients", "gpt", "", "gpt2-124m T1024 B16"),
 )
 
@@ -90,10 +90,10 @@ def readme_table(results: Results) -> str:
     versions = run["environment"]["versions"]
     text = (
         f"On one {card(run)} (torch {versions['torch'].partition('+')[0]}, triton {versions['triton']},"
-        f" {month(results)}): one shape's figures, forward / backward, and how many times as fast as"
-        " the fastest peer flashproto is over all shapes, geometric mean (range). Shapes are rows x"
-        " columns, or D head_dim, S or T tokens, B sequences, H heads; f+b is forward and backward"
-        " together."
+        f" {month(results)}): one shape's figures, forward / backward, and the fastest peer's time over"
+        " flashproto's, each by its fastest way in a pass, over all shapes: geometric mean (range)."
+        " Shapes are rows x columns, or D head_dim, S or T tokens, B sequences, H heads; f+b is both"
+        " passes together."
     )
     return f"\n{text}\n\n{markdown(rows)}\n"
 
@@ -117,7 +117,7 @@ def example(key: str, cells: Sequence[dict[str, Any]]) -> list[str]:
         ours.append(report.entry(results[own], unit).rstrip("*"))
         theirs.append(report.entry(results[best], unit).rstrip("*"))
         names.append(title(best).partition(",")[0])
-    shape = re.sub(r"^[A-Za-z_]+ ", "", key)
+    shape = key if key.startswith("block diffusion") else re.sub(r"^[A-Za-z_]+ ", "", key)
     named = ", ".join(dict.fromkeys(names))
     return [f"{shape}, {cells[0]['unit']}", " / ".join(ours), f"{' / '.join(theirs)} ({named})"]
 
@@ -180,7 +180,7 @@ PICTURES = {
             for D in (64, 128, 256)
             for S in (4096, 16384)
         },
-        ("fa4", "sdpa-cudnn", "flex"),
+        ("fa3", "fa4", "sdpa-cudnn", "flex"),
     ),
     "variants": Picture(
         "Attention's variants, forward and backward",

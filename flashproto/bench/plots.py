@@ -49,6 +49,7 @@ PLACES = (
     "liger",
     "quack",
     "cut-cross-entropy",
+    "fa3",
 )
 COLOURS = (
     "#d62728",
@@ -71,6 +72,11 @@ COLOURS = (
     "#ffbb78",
     "#98df8a",
     "#c5b0d5",
+    "#ff9896",
+    "#c49c94",
+    "#f7b6d2",
+    "#dbdb8d",
+    "#9edae5",
 )
 WIDTH = 10.0  # inches
 BARS = 56  # in one panel, at most
