@@ -37,6 +37,16 @@ class DataError(UserError):
     """The text cannot be used."""
 
 
+def not_utf8(name: object, error: UnicodeDecodeError, offset: int, do: str) -> DataError:
+    """Of the text `name`, from whose `offset` on bytes were decoded; do: what else helps."""
+    byte, where = error.object[error.start], offset + error.start
+    encoding = "utf-16" if where == 0 and byte in b"\xff\xfe" else "latin1"  # by its first byte
+    return DataError(
+        f"{name} is not UTF-8 (byte {byte:#04x} at offset {where}); it takes text in UTF-8. Convert "
+        f"it, with iconv -f {encoding} -t utf-8 say, or {do}."
+    )
+
+
 class CheckpointError(UserError):
     """A checkpoint cannot be read or used."""
 

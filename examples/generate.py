@@ -77,8 +77,8 @@ def encode_prompt(prompt: str, vocabulary: AnyVocabulary) -> Tensor:
         raise OptionError("--prompt is empty; it takes at least one character. Leave it out.")
     text = prompt.encode(errors="surrogateescape")
     if isinstance(vocabulary, BPE):
-        return vocabulary.prompt(decoded(text))
-    ids = vocabulary.encode(vocabulary.codes(text))
+        return vocabulary.prompt(decoded(text, "--prompt"))
+    ids = vocabulary.encode(vocabulary.codes(text, "--prompt"))
     if isinstance(vocabulary, Vocabulary) and vocabulary.unseen(ids):
         unseen = "".join(sorted({c for c in prompt if ord(c) not in vocabulary.symbols}))
         raise OptionError(
@@ -129,6 +129,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.prompt is not None:
             prompts = [(prompt, encode_prompt(prompt, vocabulary)) for prompt in options.prompt]
         prompts = [x for x in prompts for _ in range(options.samples)]
+        if isinstance(vocabulary, BPE) and any(prompt.endswith(" ") for prompt, _ in prompts):
+            note = "note: --prompt ends with a space, and tokens of words begin with one; leave it out"
+            print(note, file=sys.stderr)
         screen = Screen(
             vocabulary, [headed(prompt, b, len(prompts)) for b, (prompt, _) in enumerate(prompts)]
         )

@@ -7,9 +7,9 @@
 
 A byte-level BPE tokenizer is trained on the text (or taken from --tokenizer), and the text is written
 in its tokens, two bytes each (four, where there are more than 65536 of them).  A document is a file, or
-what is in a file between lines `<|endoftext|>`; some are put aside to validate on.  The same text
-and options give the same files, byte for byte.  index.json is written last: a folder without it is not
-finished, and the same command begins it again.
+what is in a file between lines `<|endoftext|>`; some are put aside to validate on, or the end of one
+where all are too large for that.  The same text and options give the same files, byte for byte.
+index.json is written last: a folder without it is not finished, and the same command begins it again.
 
 Exit codes: 0 finished, 1 a file could not be written, 2 bad input, 130 stopped by Ctrl-C.
 """
@@ -75,7 +75,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--validation-share",
         type=positive(float),
         default=0.05,
-        help="of the documents, to validate on (%(default)s)",
+        help="of the text, to validate on (%(default)s)",
         metavar="X",
     )
     add("--shard-tokens", type=positive(int), default=1 << 27, help="of a file", metavar="N")
@@ -222,9 +222,12 @@ def write(folder: Path, options: argparse.Namespace) -> None:
 
     split = Split.of(options.validation_share, reading())
     if not len(split.digests):
+        n, fit, do = len(sources), "", "another file"
+        if not os.path.isfile(options.text):
+            files = "1 file fits" if n == 1 else f"{n} files fit"
+            fit, do = f" ({files} --include {options.include!r})", "another folder or --include"
         raise DataError(
-            f"there is no text in {options.text!r} ({len(sources)} files fit --include "
-            f"{options.include!r}); it takes at least one document. Pass another folder."
+            f"there is no text in {options.text!r}{fit}; it takes at least one document. Pass {do}."
         )
     note("empty, or nothing but white space", [s for s in sources if s not in with_text])
     split.check()
@@ -259,6 +262,12 @@ def write(folder: Path, options: argparse.Namespace) -> None:
         print(
             f"{name:<12}{part['bytes']:,} bytes in {part['tokens']:,} tokens, "
             f"{len(part['shards'])} files"
+        )
+    share, wanted = n_bytes["validation"] / total, options.validation_share
+    if abs(share - wanted) >= wanted / 2:
+        print(
+            f"note: validation has {100 * share:.3g}% of the bytes, not {100 * wanted:.3g}%: it takes "
+            f"whole documents, or whole lines of one, and there are {len(split.digests)} documents"
         )
     print(f"{'tokenizer':<12}{bpe.size:,} ids, SHA-256 {bpe.sha256}")
     train = Path(sys.argv[0]).with_name("train_gpt.py")

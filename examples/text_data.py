@@ -116,7 +116,7 @@ class Corpus:
             separator = None  # a text is one document
             name, text = read_text(s.data)
             sha256 = hashlib.sha256(text).hexdigest()
-            whole = vocabulary.codes(text) if vocabulary else code_points(text, s.level)
+            whole = vocabulary.codes(text, name) if vocabulary else code_points(text, s.level, name)
             cut = len(whole) * 9 // 10
             codes = whole[cut:]
             known = vocabulary or Vocabulary.of(s.level, whole[: max(1, cut)])

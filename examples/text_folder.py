@@ -13,9 +13,10 @@ from pathlib import Path, PurePath
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from errors import DataError
+from errors import DataError, not_utf8
 
 CHUNK = 1 << 16  # bytes; a chunk has up to three times as many
+CHARACTER = 4  # bytes at most
 
 
 class Topic(NamedTuple):
@@ -125,11 +126,8 @@ class Chunk(NamedTuple):
         try:
             return self.text.decode()
         except UnicodeDecodeError as error:
-            where = self.offset + error.start
-            raise DataError(
-                f"{self.source} is not UTF-8 (byte {self.text[error.start]:#04x} at offset {where}); "
-                "it takes text. Convert it, or leave it out with --include, '*.txt' say."
-            ) from None
+            do = "leave it out with --include, '*.txt' say"
+            raise not_utf8(self.source, error, self.offset, do) from None
 
 
 def chunks(sources: Sequence[Source], separator: str) -> Iterator[Chunk]:
@@ -188,10 +186,11 @@ def whole_characters(held: bytearray, behind: bytes) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are to validate on: `share` of all bytes at most, but at least a document.
+    """Which documents are to validate on: `share` of all bytes, or less.
 
-    They are those with the least SHA-256, so that copies of a document are on one side.  Of a document
-    that is alone it is the last `share`, from the beginning of a line.
+    They are those with the least SHA-256, so that copies of a document are on one side.  Where each is
+    larger than that it is the smallest, and where that is larger by half or more, or alone, the end of
+    it and of its copies, from the beginning of a line.
     """
 
     share: float
@@ -221,46 +220,47 @@ class Split:
 
     def check(self) -> None:
         """DataError where there are no two parts."""
-        if len(self.digests) > 1:
-            self.validates()
-        elif self.characters < 2:
+        if len(self.digests) == 1 and self.characters < 2:
             raise DataError(
                 "the text has one character; it takes two at least, to train and to validate on. Pass "
                 "a longer one."
             )
+        self.cuts()
 
-    def validates(self) -> np.ndarray:
-        """[documents] bool; DataError where all documents are the same."""
-        most = max(self.share * self.n_bytes, self.lengths.min())
-        order = np.argsort(self.digests, kind="stable")
-        order = order[self.lengths[order] <= most]
-        n = np.searchsorted(np.cumsum(self.lengths[order]), most, side="right")
-        validates = np.isin(self.digests, self.digests[order[: max(1, n)]])
-        if validates.all():
+    def cuts(self) -> np.ndarray:
+        """[documents] how many bytes of each, about, are to train on, -1 where all of it is to validate
+        on; DataError where all documents are the same."""
+        most, alone = self.share * self.n_bytes, len(self.digests) == 1
+        _, which = np.unique(self.digests, return_inverse=True)
+        sizes = np.bincount(which, self.lengths)  # of documents with their copies
+        if len(sizes) == 1 and not alone:
             raise DataError(
                 f"the {len(self.digests)} documents are the same; it takes different ones, to train "
                 "and to validate on. Pass one of them alone, or more."
             )
-        return validates
+        fit = np.flatnonzero(sizes <= most)
+        if len(fit):
+            n = np.searchsorted(np.cumsum(sizes[fit]), most, side="right")
+            return np.where(np.isin(which, fit[:n]), -1, self.lengths)
+        size, smallest = sizes.min(), which == sizes.argmin()
+        if not alone and (size < 1.5 * most or self.lengths[smallest].max() <= CHARACTER):
+            return np.where(smallest, -1, self.lengths)
+        kept = np.minimum(self.lengths * (1 - most / size), self.lengths - 1)
+        return np.where(smallest, kept.astype(np.int64), self.lengths)
 
     def parts(self, found: Iterable[Chunk]) -> Iterator[tuple[str, str, bool]]:
         """("train" or "validation", text, whether it ends there) of the same chunks."""
-        if len(self.digests) > 1:
-            validates = self.validates()
-            for chunk in found:
-                if chunk.document >= len(validates):
-                    raise changed()
-                split = "validation" if validates[chunk.document] else "train"
-                yield split, chunk.decode(), chunk.last
-            return
-        place, cut = 0, int(self.n_bytes * (1 - self.share))
+        cuts, document, place = self.cuts(), -1, 0
         for chunk in found:
-            text, here = chunk.text, cut - place
-            if here >= len(text):
-                place += len(text)
-                yield "train", chunk.decode(), False
-                continue
-            if here >= 0:
+            if chunk.document != document:
+                document, place = chunk.document, 0
+            text = chunk.text
+            if document >= len(cuts) or place + len(text) > self.lengths[document]:
+                raise changed()
+            here = int(cuts[document]) - place
+            if here < 0 or here >= len(text):
+                yield "validation" if here < 0 else "train", chunk.decode(), chunk.last
+            else:
                 line = text.find(b"\n", here) + 1
                 if not 0 < line < len(text):  # no line begins behind it
                     line = here
@@ -269,6 +269,5 @@ class Split:
                     if not line and not place:  # nothing would be trained on
                         line = next(i for i in range(1, len(text)) if not is_inside(text[i]))
                 yield "train", text[:line].decode(), True
-                text = text[line:]
-            place += len(chunk.text)
-            yield "validation", text.decode(), chunk.last
+                yield "validation", text[line:].decode(), chunk.last
+            place += len(text)

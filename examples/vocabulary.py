@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from errors import DataError
+from errors import DataError, not_utf8
 from torch import Tensor
 
 UNICODE_CHARACTERS = 0x110000 - 0x800  # code points that are not surrogates
@@ -62,8 +62,8 @@ class Vocabulary:
         """Itself in JSON: the inverse of vocabulary_of."""
         return dataclasses.asdict(self)
 
-    def codes(self, text: bytes) -> Tensor:
-        return code_points(text, self.level)
+    def codes(self, text: bytes, name: str = "the text") -> Tensor:
+        return code_points(text, self.level, name)
 
     def n_bytes(self, codes: Tensor) -> int:
         """The length in UTF-8 of the text that has these codes."""
@@ -172,8 +172,8 @@ class BPE:
     def facts(self) -> dict:
         return {"level": self.level, "tokenizer": self.tokenizer}
 
-    def codes(self, text: bytes) -> Tensor:
-        return torch.tensor(self.ids([decoded(text)])[0], dtype=torch.int64)
+    def codes(self, text: bytes, name: str = "the text") -> Tensor:
+        return torch.tensor(self.ids([decoded(text, name)])[0], dtype=torch.int64)
 
     def ids(self, texts: list[str]) -> list[list[int]]:
         """Of each text, on all cores."""
@@ -214,19 +214,16 @@ def vocabulary_of(facts: dict) -> AnyVocabulary:
     return Vocabulary(facts["level"], tuple(facts["symbols"]))
 
 
-def decoded(text: bytes) -> str:
-    """UTF-8 text; DataError where it is something else."""
+def decoded(text: bytes, name: str) -> str:
+    """UTF-8 text; DataError where it is something else.  name: what the text is called there."""
     try:
         return text.decode()
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"the text is not UTF-8 (byte {text[error.start]:#04x} at offset {error.start}); "
-            "it takes UTF-8. Convert it, or begin a run with --level byte."
-        ) from None
+        raise not_utf8(name, error, 0, "begin a run with --level byte") from None
 
 
-def code_points(text: bytes, level: str) -> Tensor:
+def code_points(text: bytes, level: str, name: str) -> Tensor:
     """UTF-8 text to its bytes or code points [N]; DataError where it is not UTF-8."""
     if level == "byte":
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(decoded(text).encode("utf-32-le")), dtype=torch.int32)
+    return torch.frombuffer(bytearray(decoded(text, name).encode("utf-32-le")), dtype=torch.int32)

@@ -11,12 +11,13 @@ from .functional import __all__ as _functions
 
 if TYPE_CHECKING:
     from . import distributed as distributed
+    from . import integrations as integrations
     from . import nn as nn
 
 __version__ = "0.1.0"
 __all__ = ["BackendError", "explain", *_functions]
 
-_ON_FIRST_USE = "distributed", "nn"
+_ON_FIRST_USE = "distributed", "integrations", "nn"
 
 
 def __getattr__(name: str) -> Any:

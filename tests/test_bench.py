@@ -408,6 +408,19 @@ def test_subject_runs_without_a_gpu(
     assert ("goal" in text or "wanted" in text) == has_goals
 
 
+def test_without_matplotlib_results_are_kept(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    machine = {"gpus": [], "machine": {"cpu": "a CPU"}, "versions": {"torch": "2"}}
+    timed = {"flashproto[torch]": {"ms": 1.0, "value": 1.0}, "torch": {"ms": 2.0, "value": 0.5}}
+    cells = {"a": {"unit": "GB/s", "passes": {"forward": timed}}}
+    path, data = tmp_path / "softmax.json", {"cells": cells, "runs": [{"environment": machine}]}
+    bench.conclude(bench.Plan("softmax", softmax, [], path, data, []))
+    *table, last = capsys.readouterr().out.splitlines()
+    assert "2.00" in "".join(table)
+    assert last.startswith(f"wrote {path} without a picture (")
+    assert last.endswith('pip install ".[bench]", and run it again with --resume')
+
+
 def test_parts_add_up_and_nothing_is_overwritten(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

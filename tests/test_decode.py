@@ -439,8 +439,14 @@ def test_tensors_without_memory_have_the_shapes_of_a_result(ragged: bool) -> Non
 
 
 SHARED = {
-    "cache_index is slot 3 of 0": {"cache_index": [0, 0], "lengths": [3, 2]},
-    "page_table is slot 1 of 2": {"page_table": [[0, 2], [1, 2]], "lengths": [8, 9]},
+    "cache_index is one that puts several new tokens into slot 3 of row 0": {
+        "cache_index": [0, 0],
+        "lengths": [3, 2],
+    },
+    "page_table is one that puts several new tokens into slot 1 of page 2": {
+        "page_table": [[0, 2], [1, 2]],
+        "lengths": [8, 9],
+    },
     "k_scale is 0.0 at [1]": {"k_scale": [1.0, 0.0]},
     "v_scale is nan at [0]": {"v_scale": [math.nan, 1.0]},
 }

@@ -1118,7 +1118,10 @@ def test_a_torch_without_an_operator(on_cpu: Where, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
 def test_without_a_gpu() -> None:
-    with pytest.raises(backends.BackendError, match="activate: no kernels for cuda: there is no such"):
+    said = (
+        r"no kernels for cuda: there is no such GPU\. Call flashproto\.scaled_dot_product_attention, "
+    )
+    with pytest.raises(backends.BackendError, match=said):
         door.activate()
 
 

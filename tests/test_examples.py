@@ -641,7 +641,11 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, capsys, tiny, da
             ["--data", "short.txt"],
             "has 21 chars to train on and 3 to validate on; with --context 128 it takes at least 130",
         ),
-        (["--data", "binary.dat"], "not UTF-8 (byte 0xff at offset 0)"),
+        (
+            ["--data", "binary.dat"],
+            "binary.dat is not UTF-8 (byte 0xff at offset 0); it takes text in UTF-8. Convert it, with "
+            "iconv -f utf-16 -t utf-8 say, or begin a run with --level byte.",
+        ),
         (["--resume"], "there is no run under runs/"),
         (["--resume", "often"], "--resume: invalid choice: 'often'"),
         (["--resume", "--out", "nowhere"], "there is no checkpoint 'nowhere"),

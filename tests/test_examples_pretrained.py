@@ -72,6 +72,9 @@ def test_generate_continues_a_prompt(gpt2, llama, capsys):
         text = "".join(bpe.pieces(want)).replace("\ufffd", "?")
         assert capsys.readouterr().out == prompt + text + "\n"
         called("generate", "--run", folder, *options)  # from what opens a text
+        assert "note:" not in capsys.readouterr().err
+        called("generate", "--run", folder, "--prompt", f"{prompt} ", *options)
+        assert "note: --prompt ends with a space" in capsys.readouterr().err
 
 
 def test_opening_and_end_are_the_tokenizers_own(gpt2, llama):

@@ -138,6 +138,14 @@ REFUSED = {
         lambda: cached(k_cache=K, v_cache=K),
         r"k_cache is .* call .transpose\(1, 2\)",
     ),
+    "cache, q of tokens first": (
+        lambda: cached(q=Q[:, :3], k_cache=K.new_zeros(2, 7, 4, 16), v_cache=K.new_zeros(2, 7, 4, 16)),
+        r"\[2, 7, 4, 16\], 4 heads; .* q's, 3 in .* = \[2, 3, 8, 16\]. .* q, k and v: call .transpose",
+    ),
+    "cache, other heads": (
+        lambda: cached(q=Q[:, :3, :1], k_cache=CACHE[:, :7], v_cache=CACHE[:, :7]),
+        "k_cache is .* q's, 3 in .* Pass the same number of query heads for each",
+    ),
     "cache, sparse": (lambda: cached(k_cache=CACHE.to_sparse()), "k_cache is of layout"),
     "cache, tokens first": (lambda: cached(k=CACHE, v=CACHE), r"k is .* \[2, 2, n, 16\]. Heads come"),
     "cache, values of others": (lambda: cached(k=K, v=K[:, :, :1]), r"v is .* takes \[2, 2, 8, 16\]"),
@@ -151,6 +159,10 @@ REFUSED = {
         "rope is of 7 rows; it takes more rows than the 8 tokens of the prefix",
     ),
     "sdpa heads": (lambda: flashproto.scaled_dot_product_attention(Q, K, K), "enable_gqa=True"),
+    "sdpa, a mask": (
+        lambda: flashproto.scaled_dot_product_attention(Q, Q, Q, attn_mask=flashproto.masks.causal()),
+        r"attn_mask is one of flashproto.masks; .* Call flashproto.attention\(q, k, v, mask=",
+    ),
     "sdpa vectors": (
         lambda: flashproto.scaled_dot_product_attention(Q[0, 0, 0], Q[0, 0, 0], Q[0, 0, 0]),
         "query, key or value",

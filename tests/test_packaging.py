@@ -198,10 +198,15 @@ def test_a_link_that_is_a_file_is_named(tmp_path: Path) -> None:
 def test_modules_and_distributed_are_there_and_imported_on_first_use(tmp_path: Path) -> None:
     code = """
 import sys, flashproto
-assert not {"flashproto.nn", "flashproto.distributed"} & sys.modules.keys()
-assert {"attention", "distributed", "masks", "nn"} <= {*dir(flashproto)}
+late = {f"flashproto.{name}" for name in ("distributed", "integrations", "nn")}
+assert not {*late, "transformers"} & sys.modules.keys()
+assert {"attention", "distributed", "integrations", "masks", "nn"} <= {*dir(flashproto)}
 print(flashproto.nn.RMSNorm(8).weight.shape[0], flashproto.distributed.shard.__name__)
 assert flashproto.nn is sys.modules["flashproto.nn"]
+assert "flash_attn_4" in dir(flashproto.integrations)
+assert "flashproto.integrations.flash_attn_4" not in sys.modules
+assert flashproto.integrations.torch is sys.modules["flashproto.integrations.torch"]
+assert not hasattr(flashproto.integrations, "modules")
 print(hasattr(flashproto, "modules"), hasattr(flashproto, "_nn"))
 try:
     flashproto.modules

@@ -112,6 +112,58 @@ def test_the_end_of_a_single_document_is_to_validate_on(tmp_path, capsys, books,
     assert train + validation == book.read_text()
     assert train.endswith("\n")
     assert 0.1 < len(validation) / len(train + validation) <= 0.2
+    assert "note: validation" not in capsys.readouterr().out
+
+
+def split_of(texts: list[str], share: float) -> dict[str, list[str]]:
+    """The documents of each split."""
+    text_folder = module("text_folder")
+    sources = [text_folder.Topic(f"{i}", text) for i, text in enumerate(texts)]
+    split = text_folder.Split.of(share, text_folder.chunks(sources, "-"))
+    split.check()
+    found: dict[str, list[str]] = {"train": [""], "validation": [""]}
+    for name, part, ends in split.parts(text_folder.chunks(sources, "-")):
+        found[name][-1] += part
+        found[name] += [""] * ends
+    return {name: [text for text in documents if text] for name, documents in found.items()}
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[100] * 2, [100] * 4, [100, 101, 102, 103], [40, 200, 200], [100] * 10, [2**13] * 3],
+    ids=str,
+)
+@pytest.mark.parametrize("copies", [1, 2])
+def test_documents_larger_than_the_share_are_split(lengths, copies):
+    """One of them, the smallest, or its copies at the same place."""
+    texts = [f"{i} is its number\n" * n for i, n in enumerate(lengths)] * copies
+    found = split_of(texts, 0.05)
+    whole = "".join(texts)
+    assert 0.04 < len("".join(found["validation"])) / len(whole) <= 0.05
+    assert len({*found["validation"]}) == 1 and len(found["validation"]) == copies
+    assert len(found["train"]) == len(texts)
+    assert sorted("".join(found["train"] + found["validation"])) == sorted(whole)
+    rest = {*found["train"]} - {*texts}
+    assert {a + b for a in rest for b in found["validation"]} <= {*texts} and len(rest) == 1
+
+
+@given(st.lists(st.text("a\n\u2603", min_size=1, max_size=9), min_size=2), st.floats(0.001, 0.99))
+def test_documents_of_any_lengths_come_back(texts, share):
+    texts = [text if text.strip() else "a" for text in texts]
+    if len({*texts}) == 1:
+        return
+    found = split_of(texts, share)
+    assert found["train"] and found["validation"]
+    assert sorted("".join(found["train"] + found["validation"])) == sorted("".join(texts))
+
+
+def test_a_share_that_whole_documents_do_not_make_is_told(tmp_path, capsys):
+    (tmp_path / "texts").mkdir()
+    for i, n in enumerate((1, 99, 99, 100)):
+        (tmp_path / "texts" / f"{i}.txt").write_text("a line\n" * n)
+    called("prepare_data", tmp_path / "texts", "--out", tmp_path / "out", "--vocab-size", "300")
+    said = "note: validation has 0.334% of the bytes, not 5%: it takes whole documents, "
+    assert said in capsys.readouterr().out
 
 
 @given(st.text(alphabet="ab \n\u2603\U0001d11e", max_size=60), st.integers(15, 30))
@@ -412,8 +464,12 @@ def test_a_full_disk_is_named(tmp_path, capsys, books):
     ("arguments", "said"),
     [
         (["nowhere"], "there is no 'nowhere'; it takes a text file or a folder"),
-        (["empty"], "there is no text in 'empty' (1 files fit --include '*')"),
-        (["books", "--include", "*.md"], "there is no text in 'books' (0 files fit --include '*.md')"),
+        (["empty"], "no text in 'empty' (1 file fits --include '*'); it takes at least one document."),
+        (
+            ["empty/nothing.txt"],
+            "no text in 'empty/nothing.txt'; it takes at least one document. Pass another file.",
+        ),
+        (["books", "--include", "*.md"], "no text in 'books' (0 files fit --include '*.md'); it takes"),
         (["letter.txt"], "the text has one character; it takes two at least"),
         (["/dev/null"], "'/dev/null' is neither a file nor a folder"),
         (["gone"], "the text has 'gone', a link that cannot be followed (No such file or directory)"),
@@ -421,6 +477,8 @@ def test_a_full_disk_is_named(tmp_path, capsys, books):
         (["books", "--include", ""], "--include is ''; it takes the name of files"),
         (["books", "--include", "a/**/b"], "--include is 'a/**/b'; it takes the name of files"),
         (["latin"], "latin/a.txt is not UTF-8 (byte 0xe9 at offset 70003); it takes text"),
+        (["latin/a.txt"], "Convert it, with iconv -f latin1 -t utf-8 say, or leave it out"),
+        (["wide.txt"], "in UTF-8. Convert it, with iconv -f utf-16 -t utf-8 say, or leave it out"),
         (["same"], "the 2 documents are the same"),
         (["books", "--out", "latin"], "--out is 'latin', which is there and not an empty folder"),
         (["books", "--vocab-size", "256"], "--vocab-size is 256; it takes from 257 to"),
@@ -440,6 +498,7 @@ def test_bad_input_is_refused_and_nothing_written(
         Path(folder).mkdir()
     Path("empty/nothing.txt").write_text(" \n")
     Path("letter.txt").write_text("\u2603")
+    Path("wide.txt").write_bytes("\ufefftext".encode("utf-16-be"))
     Path("gone").symlink_to("nowhere")
     Path("latin/a.txt").write_bytes(b"a line\n" * 10000 + "caf\u00e9".encode("latin-1"))
     for name in "ab":

@@ -1,7 +1,7 @@
 """python -m flashproto.bench: flashproto beside the peers found, with the ceilings of the same run.
 
-Writes DIR/SUBJECT.json after every cell and DIR/SUBJECT.png at the end; --budget and --resume split a
-long run into parts.
+Writes DIR/SUBJECT.json after every cell and, with matplotlib, DIR/SUBJECT.png at the end; --budget and
+--resume split a long run into parts.
 
 Results are checked first, against float32 references: a contender whose result is wrong, or that
 fails, is listed with its error and gets no time.  Forward is timed with gradients wanted, as in
@@ -281,8 +281,12 @@ def conclude(plan: Plan, goals: bool = False) -> None:
     machine = plan.data["runs"][-1]["environment"]
     where = machine["gpus"][0]["name"] if machine["gpus"] else machine["machine"]["cpu"]
     title = f"{plan.subject}, {where}, torch {machine['versions']['torch']}"
-    plots.plot(cells, title, plan.path.with_suffix(".png"))
-    print(f"\nwrote {plan.path} and .png")
+    drawn = "and .png"
+    try:
+        plots.plot(cells, title, plan.path.with_suffix(".png"))
+    except ImportError as error:
+        drawn = f'without a picture ({error}): pip install ".[bench]", and run it again with --resume'
+    print(f"\nwrote {plan.path} {drawn}")
 
 
 def print_cell(key: str, results: dict[str, dict[str, Any]], unit: str) -> None:

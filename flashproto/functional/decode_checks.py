@@ -96,7 +96,7 @@ def check_cache(q: Tensor, cache: Cache) -> None:
         same = f"that of k_cache, {k_cache.dtype} {list(k_cache.shape)}, but for head_dim"
         refuse(NAME, "v_cache", got, same, "Pass keys and values of the same tokens.")
     heads = q.transpose(0, 1)[None] if ragged else q
-    _check_heads(heads, k_cache, v_cache)
+    _check_heads(q, heads, k_cache, v_cache)
     B = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     check_int32("lengths", lengths, q.device, [B])
     for name, optional in (("starts", starts), ("cache_index", cache_index)):
@@ -112,13 +112,18 @@ def check_cache(q: Tensor, cache: Cache) -> None:
     _check_scales(k_cache, *scales)
 
 
-def _check_heads(q, k_cache, v_cache):
-    """Heads and head dims of q [B, Hq, Sq, D] and the caches."""
-    (B, Hq), Hkv = q.shape[:2], k_cache.shape[2]
+def _check_heads(given, q, k_cache, v_cache):
+    """Heads and head dims of q [B, Hq, Sq, D], made of the one given, and the caches."""
+    (B, Hq, Sq), (S, Hkv) = q.shape[:3], k_cache.shape[1:3]
     if Hkv and Hq % Hkv:
-        takes = lambda: f"[B, S, Hkv, D] with a number of heads that divides q's, {Hq}"  # noqa: E731
-        do = "Tokens come before heads: call .transpose(1, 2) of [B, Hkv, S, D]."
-        refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}", takes, do)
+        dims = "[B, Hq, Sq, D]" if given.ndim == 4 else "[T, Hq, D]"
+        takes = lambda: f"a number that divides q's, {Hq} in {dims} = {list(given.shape)}"  # noqa: E731
+        do = "Pass the same number of query heads for each head of the cache."
+        if S and Hq % S == 0:
+            do = "Tokens come before heads: call .transpose(1, 2) of [B, Hkv, S, D]."
+        elif given.ndim == 4 and Sq and Sq % Hkv == 0:
+            do = "Tokens are where heads belong in q, k and v: call .transpose(1, 2) of each."
+        refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}, {Hkv} heads", takes, do)
     like = [x.new_empty((B, x.shape[2], 0, x.shape[3]), dtype=q.dtype) for x in (k_cache, v_cache)]
     check_attention(NAME, q, *like, ("q", "k_cache", "v_cache"))
 
@@ -144,7 +149,7 @@ def _check_new(q, k_cache, v_cache, k, v, ragged, capacity):
             fits = x.ndim == 4 and x.shape == (q.shape[0], Hkv, k.shape[2], width)
             takes = lambda: f"[{q.shape[0]}, {Hkv}, {n}, {width}]"  # noqa: B023, E731
         if not fits:
-            do = "Heads come before tokens, but for tokens side by side (cu_seqlens_q)."
+            do = "Heads come before tokens in q, k and v, but for tokens side by side (cu_seqlens_q)."
             refuse(NAME, name, f"of shape {list(x.shape)}", takes, do)
     if not ragged and k.shape[2] > capacity:
         takes = lambda: f"at most the {capacity} tokens that the cache has room for"  # noqa: E731
@@ -374,6 +379,7 @@ def _check_own_slots(name: str, page: Tensor, slot: Tensor, written: Tensor, siz
     places, counts = (page.long() * size + slot)[written].unique(return_counts=True)
     if (counts > 1).any():
         place = int(places[counts > 1][0])
-        got = f"slot {place % size} of {place // size} for new tokens of several sequences"
+        of = "page" if name == "page_table" else "row"
+        got = f"one that puts several new tokens into slot {place % size} of {of} {place // size}"
         do = "Copy what sequences share before they write to it."
         refuse(NAME, name, got, "a slot for each new token", do)

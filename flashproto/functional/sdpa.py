@@ -207,6 +207,9 @@ def _check_mask(
 ) -> Tensor | None:
     """A boolean or floating-point tensor for scores [..., Sq, Sk].  Returns which keys are seen,
     [B | 1, H | 1, Sk], of a boolean one that is the same for all queries."""
+    if isinstance(mask, Mask):
+        takes, do = "a tensor, as torch's does", "Call flashproto.attention(q, k, v, mask=...)."
+        refuse(operator, "attn_mask", "one of flashproto.masks", takes, do, TypeError)
     check_mask_tensor(operator, "attn_mask", mask)
     check_on(operator, "attn_mask", mask, q.device)
     H, L, S = q.shape[1], q.shape[2], k.shape[2]

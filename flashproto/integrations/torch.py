@@ -114,7 +114,10 @@ def activate() -> Activation:
         refuse("activate", "torch", got, "torch 2.11 or later", do, NotImplementedError)
     against = backends.device_reasons(backends.get_default() or "triton", torch.device(DEVICE))
     if against:
-        raise backends.BackendError(f"activate: no kernels for {DEVICE}: {'; '.join(against)}")
+        raise backends.BackendError(
+            f"activate: no kernels for {DEVICE}: {'; '.join(against)}. Call "
+            "flashproto.scaled_dot_product_attention, which runs on a CPU too."
+        )
     before = torch_attention.current_flash_attention_impl()
     if before != NAME:
         torch_attention.register_flash_attention_impl(NAME, register_fn=Registration)

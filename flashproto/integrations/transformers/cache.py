@@ -93,8 +93,9 @@ class Layer(cache_utils.CacheLayerMixin):
         if not torch.compiler.is_compiling():
             tokens = self.tokens + new
             if tokens > self.room:
-                do = f"Make it longer: Cache(model.config, room={tokens})."
-                refuse(OPERATOR, "Cache", f"of room for {self.room} tokens", f"{tokens} tokens", do)
+                got, takes = f"of room for {self.room} tokens", f"at least {tokens} tokens"
+                do = "Pass as room= the tokens of the prompt and max_new_tokens together."
+                refuse(OPERATOR, "Cache", got, takes, do)
         elif self.is_first:
             words = "flashproto: more tokens than Cache has room for"
             torch._assert_async((self.lengths <= self.room - new).all(), words)
