@@ -39,11 +39,15 @@ class DataError(UserError):
 
 def not_utf8(name: object, error: UnicodeDecodeError, offset: int, do: str) -> DataError:
     """Of the text `name`, from whose `offset` on bytes were decoded; do: what else helps."""
-    byte, where = error.object[error.start], offset + error.start
-    encoding = "utf-16" if where == 0 and byte in b"\xff\xfe" else "latin1"  # by its first byte
+    text, where = error.object, offset + error.start
+    convert = "Repair it there, where it is UTF-8 before that"
+    if where == 0 and text[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        convert = "Convert it, with iconv -f utf-16 -t utf-8"
+    elif text[: error.start].isascii():
+        convert = "Convert it, with iconv -f latin1 -t utf-8 say"
     return DataError(
-        f"{name} is not UTF-8 (byte {byte:#04x} at offset {where}); it takes text in UTF-8. Convert "
-        f"it, with iconv -f {encoding} -t utf-8 say, or {do}."
+        f"{name} is not UTF-8 (byte {text[error.start]:#04x} at offset {where}); it takes text in "
+        f"UTF-8. {convert}, or {do}."
     )
 
 

@@ -265,9 +265,11 @@ def write(folder: Path, options: argparse.Namespace) -> None:
         )
     share, wanted = n_bytes["validation"] / total, options.validation_share
     if abs(share - wanted) >= wanted / 2:
+        n = len(split.digests)
         print(
             f"note: validation has {100 * share:.3g}% of the bytes, not {100 * wanted:.3g}%: it takes "
-            f"whole documents, or whole lines of one, and there are {len(split.digests)} documents"
+            f"whole documents, or the end of one, and there {'is' if n == 1 else 'are'} {n}; pass "
+            "another --validation-share, or more text"
         )
     print(f"{'tokenizer':<12}{bpe.size:,} ids, SHA-256 {bpe.sha256}")
     train = Path(sys.argv[0]).with_name("train_gpt.py")

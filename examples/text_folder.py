@@ -126,7 +126,7 @@ class Chunk(NamedTuple):
         try:
             return self.text.decode()
         except UnicodeDecodeError as error:
-            do = "leave it out with --include, '*.txt' say"
+            do = "leave it out of a folder with --include, '*.txt' say"
             raise not_utf8(self.source, error, self.offset, do) from None
 
 
@@ -186,11 +186,12 @@ def whole_characters(held: bytearray, behind: bytes) -> int:
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are to validate on: `share` of all bytes, or less.
+    """Which documents are to validate on: about `share` of all bytes.
 
-    They are those with the least SHA-256, so that copies of a document are on one side.  Where each is
-    larger than that it is the smallest, and where that is larger by half or more, or alone, the end of
-    it and of its copies, from the beginning of a line.
+    They are those with the least SHA-256, so that copies of a document are on one side.  Where these
+    are less than half of it, the smallest of the others goes with them; where that makes them too many
+    by half or more, or nothing is left to train on, the end of it and of its copies, from the beginning
+    of a line.
     """
 
     share: float
@@ -239,14 +240,21 @@ class Split:
                 "and to validate on. Pass one of them alone, or more."
             )
         fit = np.flatnonzero(sizes <= most)
-        if len(fit):
-            n = np.searchsorted(np.cumsum(sizes[fit]), most, side="right")
-            return np.where(np.isin(which, fit[:n]), -1, self.lengths)
-        size, smallest = sizes.min(), which == sizes.argmin()
-        if not alone and (size < 1.5 * most or self.lengths[smallest].max() <= CHARACTER):
-            return np.where(smallest, -1, self.lengths)
-        kept = np.minimum(self.lengths * (1 - most / size), self.lengths - 1)
-        return np.where(smallest, kept.astype(np.int64), self.lengths)
+        taken = fit[: np.searchsorted(np.cumsum(sizes[fit]), most, side="right")]
+        cuts = np.where(np.isin(which, taken), -1, self.lengths)
+        missing = most - sizes[taken].sum()
+        rest = np.setdiff1d(np.arange(len(sizes)), taken)
+        if len(taken) and missing < most / 2:
+            return cuts
+        one = rest[sizes[rest].argmin()]
+        size, smallest = sizes[one], which == one
+        is_one_character = self.lengths[smallest].max() <= CHARACTER
+        if len(rest) > 1 and (is_one_character or size < missing + most / 2):
+            return np.where(smallest, -1, cuts)
+        if is_one_character and not alone:
+            return cuts
+        kept = np.minimum(self.lengths * (1 - missing / size), self.lengths - 1)
+        return np.where(smallest, kept.astype(np.int64), cuts)
 
     def parts(self, found: Iterable[Chunk]) -> Iterator[tuple[str, str, bool]]:
         """("train" or "validation", text, whether it ends there) of the same chunks."""
@@ -262,6 +270,10 @@ class Split:
                 yield "validation" if here < 0 else "train", chunk.decode(), chunk.last
             else:
                 line = text.find(b"\n", here) + 1
+                if line == len(text) and not chunk.last:  # the next chunk begins with one
+                    yield "train", chunk.decode(), True
+                    place += len(text)
+                    continue
                 if not 0 < line < len(text):  # no line begins behind it
                     line = here
                     while is_inside(text[line]):

@@ -222,7 +222,7 @@ def decoded(text: bytes, name: str) -> str:
         raise not_utf8(name, error, 0, "begin a run with --level byte") from None
 
 
-def code_points(text: bytes, level: str, name: str) -> Tensor:
+def code_points(text: bytes, level: str, name: str = "the text") -> Tensor:
     """UTF-8 text to its bytes or code points [N]; DataError where it is not UTF-8."""
     if level == "byte":
         return torch.frombuffer(bytearray(text), dtype=torch.uint8)

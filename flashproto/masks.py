@@ -227,8 +227,8 @@ def padding(lengths: Tensor) -> Mask:
 
 @told
 def prefix(lengths: Tensor) -> Mask:
-    """Every query of batch entry b sees the keys below lengths[b], and others up to its position
-    (prefix-LM).
+    """Every query of batch entry b sees the keys below lengths[b], which each call reads anew, and
+    others up to its position (prefix-LM).
 
     Args:
         lengths: [B], int32 or int64.

@@ -605,13 +605,13 @@ def test_sanitize_covers_every_hopper_configuration() -> None:
 @pytest.mark.parametrize("name", ["window", "boolean", "documents", sanitize.SEQUENCES])
 def test_sanitize_compares_variants(name, monkeypatch) -> None:
     assert len({c.key for c in sanitize.variant_calls()}) == len(sanitize.variant_calls())
-    call = sanitize.VariantCall(name, 64, 64, True, False)
+    call = sanitize.VariantCall(name, 64, 64, True)
     assert sanitize.variant_checked(call, "torch", "cpu") is None
     right = sanitize.VariantCall.attend
 
     def wrong(call: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, impl: str) -> torch.Tensor:
-        out = right(call, q, k, v, impl)
-        return out if impl == "reference" else out + 1.5 * (v - v.detach()).mean()
+        factor = 1.0 if impl == "reference" else 1.5  # of the gradient alone
+        return right(call, q, k, v.detach() + factor * (v - v.detach()), impl)
 
     monkeypatch.setattr(sanitize.VariantCall, "attend", wrong)
     assert "dv is off" in str(sanitize.variant_checked(call, "torch", "cpu"))
@@ -640,7 +640,7 @@ def test_sanitize_names_calls_of_caches_apart() -> None:
 def test_sanitize_says_what_it_needs() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    for options in ([], ["--controls"], ["--caches"]):
+    for options in ([], ["--controls"], ["--variants"], ["--caches"]):
         with pytest.raises(SystemExit, match="compute capability"):
             bench.main(["sanitize", *options])
 

@@ -644,7 +644,7 @@ def test_damaged_checkpoint_is_refused_and_left_alone(tmp_path, capsys, tiny, da
         (
             ["--data", "binary.dat"],
             "binary.dat is not UTF-8 (byte 0xff at offset 0); it takes text in UTF-8. Convert it, with "
-            "iconv -f utf-16 -t utf-8 say, or begin a run with --level byte.",
+            "iconv -f utf-16 -t utf-8, or begin a run with --level byte.",
         ),
         (["--resume"], "there is no run under runs/"),
         (["--resume", "often"], "--resume: invalid choice: 'often'"),

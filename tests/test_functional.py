@@ -140,11 +140,11 @@ REFUSED = {
     ),
     "cache, q of tokens first": (
         lambda: cached(q=Q[:, :3], k_cache=K.new_zeros(2, 7, 4, 16), v_cache=K.new_zeros(2, 7, 4, 16)),
-        r"\[2, 7, 4, 16\], 4 heads; .* q's, 3 in .* = \[2, 3, 8, 16\]. .* q, k and v: call .transpose",
+        r"\[2, 7, 4, 16\], 4 heads; .* q's; q has 3, as .* = \[2, 3, 8, 16\]. Where q, k and v .* call",
     ),
     "cache, other heads": (
         lambda: cached(q=Q[:, :3, :1], k_cache=CACHE[:, :7], v_cache=CACHE[:, :7]),
-        "k_cache is .* q's, 3 in .* Pass the same number of query heads for each",
+        "k_cache is .* q's; q has 3, as .* Pass as many query heads for each head of the cache",
     ),
     "cache, sparse": (lambda: cached(k_cache=CACHE.to_sparse()), "k_cache is of layout"),
     "cache, tokens first": (lambda: cached(k=CACHE, v=CACHE), r"k is .* \[2, 2, n, 16\]. Heads come"),

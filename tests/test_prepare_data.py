@@ -147,6 +147,14 @@ def test_documents_larger_than_the_share_are_split(lengths, copies):
     assert {a + b for a in rest for b in found["validation"]} <= {*texts} and len(rest) == 1
 
 
+@pytest.mark.parametrize("lengths", [[1, 200, 200], [1, 1, 500], [3, 9, 99, 100]], ids=str)
+def test_few_small_documents_are_not_all_of_the_validation(lengths):
+    texts = [f"{i} is its number\n" * n for i, n in enumerate(lengths)]
+    found = split_of(texts, 0.05)
+    assert 0.03 < len("".join(found["validation"])) / len("".join(texts)) < 0.075
+    assert sorted("".join(found["train"] + found["validation"])) == sorted("".join(texts))
+
+
 @given(st.lists(st.text("a\n\u2603", min_size=1, max_size=9), min_size=2), st.floats(0.001, 0.99))
 def test_documents_of_any_lengths_come_back(texts, share):
     texts = [text if text.strip() else "a" for text in texts]
@@ -159,11 +167,13 @@ def test_documents_of_any_lengths_come_back(texts, share):
 
 def test_a_share_that_whole_documents_do_not_make_is_told(tmp_path, capsys):
     (tmp_path / "texts").mkdir()
-    for i, n in enumerate((1, 99, 99, 100)):
-        (tmp_path / "texts" / f"{i}.txt").write_text("a line\n" * n)
+    for i in range(10):
+        (tmp_path / "texts" / f"{i}.txt").write_text(f"{i}\n")
     called("prepare_data", tmp_path / "texts", "--out", tmp_path / "out", "--vocab-size", "300")
-    said = "note: validation has 0.334% of the bytes, not 5%: it takes whole documents, "
-    assert said in capsys.readouterr().out
+    said = (
+        "note: validation has 10% of the bytes, not 5%: it takes whole documents, or the end of one, "
+    )
+    assert said + "and there are 10; pass another" in capsys.readouterr().out
 
 
 @given(st.text(alphabet="ab \n\u2603\U0001d11e", max_size=60), st.integers(15, 30))
@@ -478,7 +488,7 @@ def test_a_full_disk_is_named(tmp_path, capsys, books):
         (["books", "--include", "a/**/b"], "--include is 'a/**/b'; it takes the name of files"),
         (["latin"], "latin/a.txt is not UTF-8 (byte 0xe9 at offset 70003); it takes text"),
         (["latin/a.txt"], "Convert it, with iconv -f latin1 -t utf-8 say, or leave it out"),
-        (["wide.txt"], "in UTF-8. Convert it, with iconv -f utf-16 -t utf-8 say, or leave it out"),
+        (["wide.txt"], "in UTF-8. Convert it, with iconv -f utf-16 -t utf-8, or leave it out"),
         (["same"], "the 2 documents are the same"),
         (["books", "--out", "latin"], "--out is 'latin', which is there and not an empty folder"),
         (["books", "--vocab-size", "256"], "--vocab-size is 256; it takes from 257 to"),

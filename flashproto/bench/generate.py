@@ -13,9 +13,9 @@ nothing to the stream, though they are computed as ever.  The text `round` repea
 all guesses are right; `quotes` has passages of 24 tokens of the prompt, each behind 8 new tokens.
 
 Each contender has a process of its own.  Tokens/s are those behind the first token, but for `cpu`,
-where they are those of the whole call.  A result's host is until the call has launched everything, its
-device what kernels take.  A file that is there is added to, so contenders may be run one after another:
-on the H200 FlexAttention, which skips what the room has beyond the text, was not.
+where they are those of the whole call.  Result files have host, until the call has launched everything,
+and device, what kernels take.  A file that is there is added to, so contenders may be run one after
+another.  FlexAttention, which skips what the room has beyond the text, was not run on the H200.
 
 In result files of 28 November 2026 "by modules" is one sequence whose steps call the modules of a block
 one by one, as steps of several still do, and "few rows" a design with fewer launches for several

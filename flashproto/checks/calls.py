@@ -1,6 +1,6 @@
 """Calls that do not fit a function's signature: which argument, what the function takes, what to do.
 
-Python says what is missing before it says which name it does not know, and for neither what there is.
+Python names an argument that it does not know, but not those that there are, nor which ones go by name.
 So public functions get a front, written from their signature, which takes whatever comes:
 
     def relu(x=EMPTY, scale=default_scale, *extra, impl=default_impl, **others):
@@ -62,11 +62,16 @@ OTHER_NAMES = {
     "target": "targets",
     "labels": "targets",
     "backend": "impl",
-    "dim": "leave it out: it is always the last dimension",
+    "dim": "leave it out: it is the last dimension; call x.movedim(dim, -1) for another one",
     "residual": "call add_layer_norm or add_rms_norm, which take it",
 }
 EMPTY = inspect.Parameter.empty
 CALLS = ("leave", "call")  # how a hint begins that names no argument
+# The functions that a hint is for, if not for all.
+FOR = {
+    "dim": ("softmax", "log_softmax", "logsumexp", "softmax_topk"),
+    "residual": ("layer_norm", "rms_norm"),
+}
 
 
 def refuse_call(
@@ -87,6 +92,8 @@ def refuse_call(
     if others:
         name = next(iter(others))
         hint, close = OTHER_NAMES.get(name), nearest(name, known)
+        if operator not in FOR.get(name, (operator,)):
+            hint = None
         if hint is not None and hint.startswith(CALLS):
             takes = hint
         elif hint is not None and hint.replace(",", " ").split()[0] in known:
@@ -98,7 +105,7 @@ def refuse_call(
         named = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
         count = len(known) - len(named)
         if named:
-            takes = f"pass by name, as {named[0]}=..., what comes behind: {', '.join(named)}"
+            takes = f"pass the others by name, as {named[0]}=...: {', '.join(named)}"
         raise TypeError(
             f"{operator}() takes {count} positional argument{'s' * (count != 1)} but "
             f"{count + len(extra)} were given; {takes}"

@@ -96,7 +96,7 @@ def check_cache(q: Tensor, cache: Cache) -> None:
         same = f"that of k_cache, {k_cache.dtype} {list(k_cache.shape)}, but for head_dim"
         refuse(NAME, "v_cache", got, same, "Pass keys and values of the same tokens.")
     heads = q.transpose(0, 1)[None] if ragged else q
-    _check_heads(q, heads, k_cache, v_cache)
+    _check_heads(q, heads, k_cache, v_cache, page_table is not None)
     B = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     check_int32("lengths", lengths, q.device, [B])
     for name, optional in (("starts", starts), ("cache_index", cache_index)):
@@ -112,18 +112,20 @@ def check_cache(q: Tensor, cache: Cache) -> None:
     _check_scales(k_cache, *scales)
 
 
-def _check_heads(given, q, k_cache, v_cache):
+def _check_heads(given, q, k_cache, v_cache, in_pages):
     """Heads and head dims of q [B, Hq, Sq, D], made of the one given, and the caches."""
     (B, Hq, Sq), (S, Hkv) = q.shape[:3], k_cache.shape[1:3]
     if Hkv and Hq % Hkv:
         dims = "[B, Hq, Sq, D]" if given.ndim == 4 else "[T, Hq, D]"
-        takes = lambda: f"a number that divides q's, {Hq} in {dims} = {list(given.shape)}"  # noqa: E731
-        do = "Pass the same number of query heads for each head of the cache."
-        if S and Hq % S == 0:
-            do = "Tokens come before heads: call .transpose(1, 2) of [B, Hkv, S, D]."
-        elif given.ndim == 4 and Sq and Sq % Hkv == 0:
-            do = "Tokens are where heads belong in q, k and v: call .transpose(1, 2) of each."
-        refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}, {Hkv} heads", takes, do)
+        takes = lambda: (  # noqa: E731
+            f"a number of heads that divides q's; q has {Hq}, as {dims} = {list(given.shape)}"
+        )
+        do = "Pass as many query heads for each head of the cache"
+        if given.ndim == 4 and Sq and Sq % Hkv == 0:
+            do = "Where q, k and v are [B, S, H, D], call .transpose(1, 2) of each"
+        elif S and Hkv > S and Hq % S == 0 and not in_pages:
+            do = "Where the caches are [B, Hkv, S, D], call .transpose(1, 2) of each"
+        refuse(NAME, "k_cache", f"of shape {list(k_cache.shape)}, {Hkv} heads", takes, f"{do}.")
     like = [x.new_empty((B, x.shape[2], 0, x.shape[3]), dtype=q.dtype) for x in (k_cache, v_cache)]
     check_attention(NAME, q, *like, ("q", "k_cache", "v_cache"))
 

@@ -18,9 +18,12 @@ _ON_FIRST_USE = (
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ON_FIRST_USE:
+    if name not in _ON_FIRST_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
         return importlib.import_module(f".{name}", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    except ModuleNotFoundError as error:  # so that hasattr and dir can be asked
+        raise AttributeError(f"{__name__}.{name} needs {error.name}, which is not installed") from error
 
 
 def __dir__() -> list[str]:
