@@ -578,11 +578,17 @@ def test_probabilities_of_scores_far_from_0_sum_to_1_in_float32(
 
 
 def test_a_shift_of_all_scores_and_sinks_has_no_gradient_in_float32(device: str) -> None:
-    """Probabilities of keys and of sinks are of the same lse."""
-    q, k, v = torch.randn(1, 2, 70, 16), torch.randn(1, 1, 90, 16), torch.randn(1, 1, 90, 16)
-    bias, sinks = torch.tensor([5000.3]), torch.tensor([5001.0, 5004.0])
+    """Probabilities of keys and of sinks are of the same lse, in nearly all of 64 heads of a row each.
+    In some the backward rounds a score of 5,000 to the next number, since its product adds up in other
+    order: a share of 3e-4 of that key's probability."""
+    q, k, v = torch.randn(1, 64, 2, 16), torch.randn(1, 1, 90, 16), torch.randn(1, 1, 90, 16)
+    bias, sinks = torch.full((64, 1, 1), 5000.3), 5001.0 + 3 * torch.rand(64)
     bias, sinks = (x.to(device).requires_grad_() for x in (bias, sinks))
     inputs = (x.to(device) for x in (q, k, v))
     out = flashproto.attention(*inputs, bias=bias, sinks=sinks, impl="triton")
-    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), torch.randn_like(out))
-    assert abs((dbias.sum() + dsinks.sum()).item()) < 3e-5
+    dout = torch.randn_like(out)
+    dout[:, :, 1] = 0.0
+    dbias, dsinks = torch.autograd.grad(out, (bias, sinks), dout)
+    off = (dbias.flatten() + dsinks).abs()
+    # Without the rest of lse in the sink's share 14 to 22 are off by that much, with it none or one.
+    assert (off > (2e-6 if ON_GPU else 5e-7)).sum() <= 8 and off.max() < 1e-3
