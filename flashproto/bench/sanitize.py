@@ -268,7 +268,7 @@ class VariantCall:
 
 
 def variant_calls() -> list[VariantCall]:
-    """But those that Hopper's kernels refuse: masks with a table where values are narrower."""
+    """All but those that Hopper's kernels refuse: masks with a table where values are narrower."""
     return [
         VariantCall(name, D, Dv, backward)
         for name, (D, Dv), backward in itertools.product(
